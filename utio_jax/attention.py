@@ -37,15 +37,17 @@ def attend_counted(
     """Returns what `attend` does, of values that `with_count` has prepared once for many calls.
 
     Scores and sums are float32. Heads that share a K/V head are folded into the query axis, so that
-    one K/V head means one GEMM per leading index; the softmax's denominator is one more column of the
-    second GEMM, since XLA's CPU reduction along the last axis is not vectorised (474 us without, 356
-    with: 256 queries, 4 heads, 512 keys, two cores, jax 0.10.2).
+    one K/V head means one GEMM per leading index; the softmax's denominator is one more column of
+    the second GEMM, since XLA's CPU reduction along the last axis is not vectorised (474 us
+    without, 356 with: 256 queries, 4 heads, 512 keys, two cores, jax 0.10.2).
     """
     *lead, num_queries, num_heads, head_dim = queries.shape
     num_keys, num_kv_heads = keys.shape[-3:-1]
     group = num_heads // num_kv_heads
     folded = queries.reshape(*lead, num_queries, num_kv_heads, group, head_dim)
-    folded = jnp.moveaxis(folded, -3, -4).reshape(*lead, num_kv_heads, num_queries * group, head_dim)
+    folded = jnp.moveaxis(folded, -3, -4).reshape(
+        *lead, num_kv_heads, num_queries * group, head_dim
+    )
     scores = jnp.einsum("...hqd,...khd->...hqk", folded, keys, preferred_element_type=jnp.float32)
     bias = jnp.where(visible, 0.0, _HIDDEN)[..., None, :, None, :]
     scores = scores.reshape(*lead, num_kv_heads, num_queries, group, num_keys) + bias
@@ -53,7 +55,9 @@ def attend_counted(
     # The floor keeps exp(scores - peak) at zero where every key is hidden.
     peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _HIDDEN / 2)
     weights = jnp.exp(scores - jax.lax.stop_gradient(peak)).astype(counted.dtype)
-    mixed = jnp.einsum("...hqk,...khd->...hqd", weights, counted, preferred_element_type=jnp.float32)
+    mixed = jnp.einsum(
+        "...hqk,...khd->...hqd", weights, counted, preferred_element_type=jnp.float32
+    )
     total = mixed[..., head_dim:]
     mixed = (mixed[..., :head_dim] / jnp.where(total > 0, total, 1.0)).astype(counted.dtype)
     mixed = mixed.reshape(*lead, num_kv_heads, num_queries, group, head_dim)

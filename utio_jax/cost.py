@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs, counted from the decoder's own matrix products rather than from a formula per architecture."""
+"""FLOPs, counted from the decoder's own matrix products, not from a formula per architecture."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from utio_jax.decoder import Decoder, Params
 
@@ -18,8 +19,8 @@ from utio_jax.decoder import Decoder, Params
 def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
     """Returns the FLOPs of all matrix products in `function(*args)`: two per multiply-add.
 
-    Traces abstractly and runs nothing; arguments may be arrays or `jax.ShapeDtypeStruct`s. Loops with
-    static trip counts are multiplied out.
+    Traces abstractly and runs nothing; arguments may be arrays or `jax.ShapeDtypeStruct`s. Loops
+    with static trip counts are multiplied out.
 
     Raises:
       ValueError: a product inside a loop with a traced trip count, which has no fixed cost.
@@ -37,13 +38,17 @@ def _flops_of_jaxpr(jaxpr: Any) -> float:
         if name == "dot_general":
             (contract, _), _ = equation.params["dimension_numbers"]
             lhs = equation.invars[0].aval.shape
-            total += 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(lhs[i] for i in contract)
+            total += (
+                2.0
+                * math.prod(equation.outvars[0].aval.shape)
+                * math.prod(lhs[i] for i in contract)
+            )
             continue
         inner = sum(_flops_of_jaxpr(sub) for sub in _sub_jaxprs(equation))
         if inner and name == "while":
             raise ValueError(
-                "Wanted a function whose cost is static. Got a matrix product in a loop with a traced "
-                "trip count. Count one iteration instead."
+                "Wanted a function whose cost is static. Got a matrix product in a loop with a "
+                "traced trip count. Count one iteration instead."
             )
         total += inner * (equation.params["length"] if name == "scan" else 1)
     return total
@@ -109,32 +114,102 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
     )
 
 
-def full_flops(cost: TokenCost, *, tokens: float, width: int, num_layers: int) -> float:
-    """Returns the FLOPs of a full pass over `tokens` token slots in rows of `width`, head included."""
-    return tokens * (num_layers * cost.layer(width) + cost.head)
-
-
-def adaptive_flops(
-    cost: TokenCost,
-    *,
-    tokens: float,
-    width: int,
-    depths: Sequence[int],
-    executed: Sequence[float],
-    gates: float = 0.0,
-) -> float:
-    """Returns the FLOPs of a staircase pass.
+def pass_flops(cost: TokenCost, work: Any, *, head_tokens: float, gates: float = 0.0) -> float:
+    """Returns the FLOPs of a pass from what it executed.
 
     Args:
       cost: of one token.
-      tokens: token slots of the pass; each pays for K/V in every layer up to the deepest, frozen or
-        not, and for one head.
-      width: slots of a row, the keys that each computed query attends over.
-      depths: the policy's depths, in layers.
-      executed: query slots computed per layer of each segment.
+      work: a `Work` of the executor, summed over segments or not.
+      head_tokens: slots whose logits were computed.
       gates: FLOPs of all decisions.
     """
-    segments = [stop - start for start, stop in zip((0, *depths), depths, strict=False)]
-    queries = sum(layers * slots for layers, slots in zip(segments, executed, strict=True))
-    per_query = cost.query + cost.attention_per_key * width
-    return queries * per_query + tokens * (depths[-1] * cost.keys_values + cost.head) + gates
+    total = lambda entries: float(np.sum(np.asarray(entries, np.float64)))  # noqa: E731
+    return (
+        cost.query * total(work.queries)
+        + cost.keys_values * total(work.keys_values)
+        + cost.attention_per_key * total(work.key_slots)
+        + cost.head * head_tokens
+        + gates
+    )
+
+
+def ideal_flops(
+    cost: TokenCost,
+    depths: np.ndarray,
+    *,
+    key_widths: Sequence[int],
+    deepest: int,
+    keep_frozen: bool,
+) -> float:
+    """Returns the FLOPs of the decided layers, frozen K/V and one head per token: nothing padded.
+
+    Args:
+      cost: of one token.
+      depths: decided depths `[batch, token]`; 0 for padding.
+      key_widths: numbers of keys that the program can attend over, ascending; a token pays for the
+        smallest that covers its position.
+      deepest: the policy's last depth, up to which frozen tokens pay for K/V.
+      keep_frozen: whether they do (`kv="propagate"`).
+    """
+    widths = np.asarray(key_widths, np.float64)
+    keys = widths[np.searchsorted(widths, np.arange(depths.shape[1]), side="right")]
+    real = depths > 0
+    per_layer = cost.query + cost.attention_per_key * keys
+    frozen = deepest * float(real.sum()) if keep_frozen else float(depths.sum())
+    return float((depths * per_layer).sum() + frozen * cost.keys_values + real.sum() * cost.head)
+
+
+def expected_flops(
+    cost: TokenCost,
+    *,
+    batch: int,
+    width: int,
+    min_bucket: int,
+    depths: Sequence[int],
+    fractions: Sequence[float],
+    gates: Sequence[float] = (),
+) -> float:
+    """Returns the FLOPs to expect of a staircase pass, padding included, before it has run.
+
+    Args:
+      cost: of one token.
+      batch: rows.
+      width: tokens per row; on average a query sees half of them.
+      min_bucket: the unit of padding; half of it is wasted per segment (projections) and per row
+        and segment (attention), and no segment is cheaper than its live tokens rounded up.
+      depths: the policy's depths.
+      fractions: share of tokens that stop at each depth.
+      gates: FLOPs per live token of each decision.
+    """
+    tokens = batch * width
+    total, alive, done = tokens * (depths[-1] * cost.keys_values + cost.head), 1.0, 0
+    for index, (depth, share) in enumerate(zip(depths, fractions, strict=True)):
+        live = tokens * alive
+        slots = live + min_bucket / 2 if live else 0.0
+        rows = live + batch * min_bucket / 2 if live else 0.0
+        if alive == 1.0:  # Every token is live: only the last block is padded.
+            slots, rows = (-(-n // min_bucket) * min_bucket for n in (tokens, width))
+            rows *= batch
+        total += (depth - done) * (slots * cost.query + rows * cost.attention_per_key * width / 2)
+        total += slots * (gates[index] if index < len(gates) else 0.0)
+        alive, done = max(0.0, alive - share), depth
+    return total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RelativeCosts:
+    """Costs of depths per token: `by_depth` as shares of `full`, which is in FLOPs."""
+
+    by_depth: np.ndarray
+    full: float
+
+
+def relative_costs(
+    cost: TokenCost, depths: Sequence[int], *, width: int, key_widths: Sequence[int]
+) -> RelativeCosts:
+    """Returns what a token costs at each depth, frozen K/V and head included, gates not."""
+    widths = np.asarray(key_widths, np.float64)
+    keys = widths[np.searchsorted(widths, np.arange(width), side="right")].mean()
+    frozen = depths[-1] * cost.keys_values + cost.head
+    flops = np.asarray(depths) * (cost.query + cost.attention_per_key * keys) + frozen
+    return RelativeCosts(by_depth=flops / flops[-1], full=float(flops[-1]))

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `Decoder` protocol: what a model must offer so that its tokens can stop at different depths.
 
-A decoder is split where the staircase needs to cut it: K/V are projected for *all* tokens of a layer,
-queries only for the tokens that are still running. Everything else about the architecture (norms,
-activations, biases, positions) stays inside these six methods. Implement them on a frozen dataclass
-that hashes by its configuration, so that `jax.jit` recognises the decoder as a static argument.
+A decoder is split where the staircase needs to cut it: K/V are projected for *all* tokens of a
+layer, queries only for the tokens that are still running. Everything else about the architecture
+(norms, activations, biases, positions) stays inside these seven methods. Implement them on a frozen
+dataclass that hashes by its configuration, so that `jax.jit` recognises the decoder as a static
+argument.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -22,7 +24,7 @@ LayerParams = Any
 """One layer's slice of `Decoder.layers(params)`, without the leading layer axis."""
 
 Places = Any
-"""What a decoder makes of positions, once per pass: a pytree whose leaves lead with `[batch, token]`."""
+"""What a decoder makes of positions, once per pass: a pytree; leaves lead with `[batch, token]`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,12 +63,13 @@ class DecoderConfig:
         for name in (*sizes, "context_length"):
             if getattr(self, name) < 1:
                 raise ValueError(
-                    f"{type(self).__name__} needs {name} of at least 1. Got {name}={getattr(self, name)}."
+                    f"{type(self).__name__} needs {name} of at least 1. "
+                    f"Got {name}={getattr(self, name)}."
                 )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{type(self).__name__} needs num_kv_heads that divides num_heads={self.num_heads}. "
-                f"Got num_kv_heads={self.num_kv_heads}."
+                f"{type(self).__name__} needs num_kv_heads that divides "
+                f"num_heads={self.num_heads}. Got num_kv_heads={self.num_kv_heads}."
             )
         object.__setattr__(self, "exits", check_depths(self.exits, num_layers=self.num_layers))
 
@@ -87,9 +90,9 @@ def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ..
     try:
         found = tuple(int(depth) for depth in depths)
         exact = all(int(depth) == depth for depth in depths)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found, exact = (), False
-    increasing = all(a < b for a, b in zip(found, found[1:], strict=False))
+    increasing = all(a < b for a, b in itertools.pairwise(found))
     ends = num_layers is None or (found and found[-1] == num_layers)
     if not (found and exact and increasing and ends and found[0] >= 1):
         last = num_layers if num_layers is not None else 16
@@ -100,7 +103,7 @@ def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ..
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A decoder-only model in the six pieces that adaptive depth needs.
+    """A decoder-only model in the seven pieces that adaptive depth needs.
 
     All methods are pure. `*lead` stands for any leading axes, usually `batch token` or one block of
     `slot`s; a method must treat them alike.
@@ -116,19 +119,23 @@ class Decoder(Protocol):
         ...
 
     def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
-        """Returns what `queries` and `keys_values` need of positions, e.g. RoPE's cosines and sines.
+        """Returns what `queries` and `keys_values` need of positions, e.g. RoPE's rotations.
 
         Computed once per pass; the result travels with the tokens when they are permuted. Return
         `positions` itself where nothing is to be prepared.
         """
         ...
 
-    def embed(self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]) -> jax.Array:
+    def embed(
+        self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
+    ) -> jax.Array:
         """Returns the first layer's input, `[*lead, dim]`."""
         ...
 
-    def queries(self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places) -> jax.Array:
-        """Returns one layer's queries, `[*lead, head, head_dim]`, already scaled for the softmax."""
+    def queries(
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+    ) -> jax.Array:
+        """Returns one layer's queries, `[*lead, head, head_dim]`, scaled for the softmax."""
         ...
 
     def keys_values(
@@ -138,7 +145,10 @@ class Decoder(Protocol):
         ...
 
     def finish_layer(
-        self, layer: LayerParams, x: Float[Array, "*lead dim"], attended: Float[Array, "*lead head head_dim"]
+        self,
+        layer: LayerParams,
+        x: Float[Array, "*lead dim"],
+        attended: Float[Array, "*lead head head_dim"],
     ) -> jax.Array:
         """Returns the layer's output `[*lead, dim]`: output projection, MLP and both residuals."""
         ...

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, Params
-from utio_jax.executors import Executor, MicroBatches, Work
+from utio_jax.executors import Executor, Work
+from utio_jax.microbatches import MicroBatches
 from utio_jax.layers import FrozenKV, StaircaseResult, dense_states, staircase
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
@@ -38,30 +38,6 @@ class Scores:
     predicted: Bool[Array, "batch token"]
     depths: Int[Array, "batch token"]
     work: Work
-
-
-def check_tokens(token_ids: Any, lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns `token_ids` `[batch, token]` and `lengths` `[batch]` as int32, checked on the host.
-
-    Raises:
-      ValueError: wrong ranks or types, lengths beyond the rows, or ids outside the vocabulary.
-    """
-    ids, ends = np.asarray(token_ids), np.asarray(lengths)
-    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"Wanted integer token_ids [batch, token]. Got shape {ids.shape}, dtype {ids.dtype}.")
-    if ends.shape != ids.shape[:1] or not np.issubdtype(ends.dtype, np.integer):
-        raise ValueError(
-            f"Wanted one integer length per row, shape {ids.shape[:1]}. Got shape {ends.shape}, dtype {ends.dtype}."
-        )
-    if ends.size and (ends.min() < 0 or ends.max() > ids.shape[1]):
-        raise ValueError(f"Wanted lengths between 0 and {ids.shape[1]}. Got {ends.min()} to {ends.max()}.")
-    real = ids[np.arange(ids.shape[1]) < ends[:, None]]
-    if real.size and (real.min() < 0 or real.max() >= vocab_size):
-        raise ValueError(
-            f"Wanted token ids from 0 to {vocab_size - 1}, the model's vocabulary. Got {real.min()} to "
-            f"{real.max()}. Is this another model's tokenizer?"
-        )
-    return ids.astype(np.int32), ends.astype(np.int32)
 
 
 def score(
@@ -112,21 +88,28 @@ def score_dense(
 def _scores(
     decoder: Decoder, params: Params, token_ids: jax.Array, lengths: jax.Array, result: StaircaseResult
 ) -> Scores:
+    with jax.named_scope("head"):
+        nll, predicted = _next_token_nll(decoder, params, token_ids, lengths, result.x)
+    return Scores(
+        log_likelihood=-nll,
+        predicted=predicted,
+        depths=result.depths,
+        work=result.work,
+    )
+
+
+def _next_token_nll(
+    decoder: Decoder, params: Params, token_ids: jax.Array, lengths: jax.Array, x: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the negative log-likelihood of each next token, 0 where there is none, and where there is."""
     labels, predicted = labels_of(token_ids, lengths)
 
     def block(x: jax.Array, label: jax.Array) -> jax.Array:
         logits = decoder.unembed(params, x).astype(jnp.float32)
         chosen = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
+        return jax.nn.logsumexp(logits, axis=-1) - chosen
 
-    with jax.named_scope("head"):
-        likelihood = map_blocks(block, result.x, labels)
-    return Scores(
-        log_likelihood=jnp.where(predicted, likelihood, 0.0),
-        predicted=predicted,
-        depths=result.depths,
-        work=result.work,
-    )
+    return jnp.where(predicted, map_blocks(block, x, labels), 0.0), predicted
 
 
 def labels_of(
@@ -196,6 +179,17 @@ def compare_states(
 
     found = map_blocks(block, x, x_full, labels)
     return jax.tree.map(lambda y: jnp.where(predicted, y, jnp.zeros((), y.dtype)), found)
+
+
+def exit_nll(
+    decoder: Decoder, params: Params, token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
+) -> Float[Array, "exit batch token"]:
+    """Returns each exit's negative log-likelihood of the next token, nats; 0 where none is predicted.
+
+    The losses of truncating the model at each of its exits, from one pass.
+    """
+    states = dense_states(decoder, params, token_ids, lengths, depths=decoder.config.exits)
+    return jnp.stack([_next_token_nll(decoder, params, token_ids, lengths, x)[0] for x in states])
 
 
 def full_depth(decoder: Decoder) -> Uniform:

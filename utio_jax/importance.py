@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """UTIO's importance signals: predictive entropy, attention heat, embedding outlier, and their sum.
 
-All are pure and jittable, take any leading axes, and accumulate in float32 whatever the input's type.
-A score is *not* a number of layers: `utio_jax.buckets` turns scores into depths by thresholds in the
-score's own unit.
+All are pure and jittable, take any leading axes, and accumulate in float32 whatever the input's
+type. A score is *not* a number of layers: `utio_jax.buckets` turns scores into depths by thresholds
+in the score's own unit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def predictive_entropy(logits: Float[Array, "*lead vocab"]) -> Float[Array, "*le
 
 
 def attention_heat(
-    attn_heat: Float[Array, "*lead token"] | Float[Array, "*lead head token"], *, has_heads: bool = False
+    attn_heat: Float[Array, "*lead_or_head token"], *, has_heads: bool = False
 ) -> Float[Array, "*lead token"]:
     """Returns the attention mass that each token receives, averaged over heads where there are any.
 
@@ -53,9 +53,9 @@ def embedding_outlier(
 
     Args:
       embeddings: states or embeddings of any layer.
-      batch_mean: the mean `[dim]` to compare with: a constant, calibrated beforehand. None takes the
-        mean over all leading axes, which lets later tokens and other rows into the score; fine for
-        analysis, not for causal routing.
+      batch_mean: the mean `[dim]` to compare with: a constant, calibrated beforehand. None takes
+        the mean over all leading axes, which lets later tokens and other rows into the score; fine
+        for analysis, not for causal routing.
 
     A state or mean of norm zero has no direction; its outlier is 1.
     """
@@ -85,9 +85,10 @@ def surrogate_importance(
     """Returns UTIO's surrogate: weighted entropy (nats), attention heat and embedding outlier.
 
     Args:
-      logits: predictions that exist at the time of the decision, e.g. of an exit at the depth floor.
-      attn_heat: attention received, with or without a head axis before `token`; None where no causal
-        estimate exists: its weight is then dropped and the other two are rescaled to the same sum.
+      logits: predictions that exist at the time of the decision, e.g. of an exit at the floor.
+      attn_heat: attention received, with or without a head axis before `token`; None where no
+        causal estimate exists: its weight is then dropped and the other two are rescaled to the
+        same sum.
       embeddings: states or embeddings.
       batch_mean: see `embedding_outlier`.
       weights: of entropy, heat and outlier.

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention import attend
 from utio_jax.decoder import Decoder, LayerParams, Params, Places, check_depths
-from utio_jax.executors import Executor, MicroBatches, Work, flat, stack_work
+from utio_jax.executors import Executor, Work, flat, layer_at, stack_work
+from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Boundary, Policy
 
 FrozenKV = Literal["propagate", "drop", "full"]
@@ -47,17 +48,6 @@ def check_kv(kv: str, allowed: tuple[str, ...] = get_args(FrozenKV)) -> str:
     if kv not in allowed:
         raise ValueError(f"Wanted kv to be one of {', '.join(map(repr, allowed))}. Got kv={kv!r}.")
     return kv
-
-
-def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerParams:
-    """Returns one layer's parameters.
-
-    Loops index the stack rather than scan over `layers[:depth]`: the slice copies the weights on
-    every call (28 ms against 4 for 6 of 12 layers), indexing reads one layer where it is.
-    """
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), decoder.layers(params)
-    )
 
 
 def apply_layer(
@@ -213,12 +203,9 @@ def staircase(
             slots = executor.pack(segment, live)
             if kv == "drop":
                 keys_shown = live
-
-            def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
-                layer = layer_at(decoder, params, index)
-                return executor.run_layer(decoder, layer, x, places, keys_shown, slots, kv == "drop")  # noqa: B023
-
-            x = jax.lax.fori_loop(done, depth, run_layer, x)
+            x = executor.run_layers(
+                decoder, params, x, places, keys_shown, slots, (done, depth), kv == "drop"
+            )
         work.append(executor.work(slots, depth - done, kv == "drop"))
         done = depth
         if segment + 1 < len(depths):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
@@ -15,7 +15,7 @@ from utio_jax.decoder import Decoder, Params, check_depths
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketPlan:
-    """What is static about bucketing. Nothing in it depends on scores, so nothing recompiles for them.
+    """What is static about bucketing. Nothing in it depends on scores: new ones never recompile.
 
     Attributes:
       depths: one depth per bucket, strictly increasing, in layers.
@@ -52,7 +52,7 @@ def check_min_bucket(min_bucket: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """What a policy may look at when the staircase has reached an exit. Everything is in token frame.
+    """What a policy may look at when the staircase has reached an exit, all in token frame.
 
     Attributes:
       x: states at this depth; those of tokens that are not live are frozen, or padding.
@@ -74,12 +74,13 @@ class Boundary:
     map_live: Callable[..., jax.Array] = dataclasses.field(metadata={"static": True})
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Decides, at each boundary, which live tokens run deeper.
 
     Policies are frozen dataclasses registered as pytrees: thresholds and weights are leaves (a new
-    threshold compiles nothing), `depths` and `name` are static. Decisions taken *before* the pass are
-    the special case that `start` has already made them.
+    threshold compiles nothing), `depths` and `name` are static. Decisions taken *before* the pass
+    are the special case that `start` has already made them.
     """
 
     @property
@@ -97,11 +98,15 @@ class Policy(Protocol):
         """Whether a token's depth depends on itself and earlier tokens alone."""
         ...
 
-    def start(self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]) -> Any:
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Any:
         """Returns the policy's memory: any pytree, handed on from boundary to boundary."""
         ...
 
-    def go_deeper(self, index: int, boundary: Boundary, memory: Any) -> tuple[Bool[Array, "batch token"], Any]:
+    def go_deeper(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[Bool[Array, "batch token"], Any]:
         """Returns which tokens run beyond `depths[index]`, and the memory for the next boundary."""
         ...
 

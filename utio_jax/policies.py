@@ -63,12 +63,11 @@ class GivenDepths:
     def start(
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
     ) -> Int[Array, "batch token"]:
-        missing = token_ids.shape[1] - self.depth_of_token.shape[1]
-        if missing < 0 or token_ids.shape[0] != self.depth_of_token.shape[0]:
+        if token_ids.shape != self.depth_of_token.shape:
             raise ValueError(
                 f"Wanted one depth per token of {token_ids.shape}. Got {self.depth_of_token.shape}."
             )
-        return jnp.pad(self.depth_of_token.astype(jnp.int32), ((0, 0), (0, missing)))
+        return self.depth_of_token
 
     def go_deeper(self, index: int, boundary: Boundary, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
         return memory > self.depths[index], memory

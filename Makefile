@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# `make demo` and `make test` work from a fresh clone: they make .venv, install into it, and run.
+#
+#   make demo                     # what the command line needs, then the demonstration
+#   make test                     # everything, then lint, format, types, doctests, tests
+#   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
+#   make test TESTS=tests/test_buckets.py
+#
+# An existing .venv keeps its Python unless PYTHON is given. Stamps inside .venv remember what is
+# installed, so a second run installs nothing.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell $(BIN)/python -c '' 2>/dev/null && echo $(BIN)/python || echo python3)
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+TESTS ?=
+
+.PHONY: help demo install test test-slow lint types clean FORCE
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,10p'
+
+demo: $(VENV)/.installed-cli
+	$(BIN)/utio-jax demo
+
+install: $(VENV)/.installed-all
+
+test: lint types
+	$(BIN)/python -m pytest $(TESTS)
+
+test-slow: $(VENV)/.installed-all
+	$(BIN)/python -m pytest -m slow $(TESTS)
+
+lint: $(VENV)/.installed-all
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.installed-all
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/.installed-cli: $(VENV)/.python pyproject.toml constraints.txt
+	$(INSTALL) '.[cli]'
+	@touch $@
+
+# Adds to the same .venv; never makes a new one.
+$(VENV)/.installed-all: $(VENV)/.python pyproject.toml constraints.txt
+	$(INSTALL) '.[test]'
+	@touch $(VENV)/.installed-cli $@
+
+# Runs every time, but touches the stamp only where .venv is new or has another Python.
+$(VENV)/.python: FORCE
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') || { \
+	    echo "Wanted Python 3.11 or later. Could not run '$(PYTHON)'. Name one: make PYTHON=python3.12" >&2; \
+	    exit 1; }; \
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Wanted Python 3.11 or later. '$(PYTHON)' is $$version. Name another: make PYTHON=python3.12" >&2; \
+	    exit 1; }; \
+	found=$$($(BIN)/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true); \
+	if [ "$$found" != "$$version" ]; then \
+	    if [ -e $(VENV) ]; then \
+	        echo "$(VENV) has Python $${found:-that no longer runs}; '$(PYTHON)' is $$version: making it anew." >&2; \
+	    fi; \
+	    rm -rf $(VENV) && $(PYTHON) -m venv $(VENV) && echo "$$version" > $@; \
+	elif [ ! -e $@ ]; then \
+	    echo "$$version" > $@; \
+	fi

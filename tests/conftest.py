@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: array shapes checked at run time, strict arithmetic, a small live model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import jaxtyping
+import numpy as np
+import pytest
+
+# Before anything imports utio_jax: every annotated array is checked for dtype and shape.
+jaxtyping.install_import_hook("utio_jax", "checker.check")
+
+# Accelerators round float32 products to TF32 or bfloat16 otherwise.
+jax.config.update("jax_default_matmul_precision", "highest")
+
+# The same cases on every machine; first calls compile, so no deadlines.
+hypothesis.settings.register_profile("utio", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.load_profile("utio")
+
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass
+class Compiles:
+    """How many programs the backend compiled inside a `with count_compiles()` block."""
+
+    count: int = 0
+
+
+_active: list[Compiles] = []
+
+
+def _on_event(event: str, duration_secs: float, **_: Any) -> None:
+    del duration_secs
+    if event == COMPILE_EVENT:
+        for compiles in _active:
+            compiles.count += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+@pytest.fixture
+def count_compiles() -> Callable[[], contextlib.AbstractContextManager[Compiles]]:
+    """Returns a context manager that counts backend compilations."""
+
+    @contextlib.contextmanager
+    def counting() -> Iterator[Compiles]:
+        compiles = Compiles()
+        _active.append(compiles)
+        try:
+            yield compiles
+        finally:
+            _active.remove(compiles)
+
+    return counting
+
+
+@pytest.fixture
+def strict_dtypes() -> Iterator[None]:
+    """Forbids mixing dtypes implicitly, e.g. bfloat16 states with float32 tables."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def unchecked_shapes() -> Iterator[None]:
+    """Turns jaxtyping off, so that bad shapes reach the library's own errors, as users' do."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:
+    """Returns parameters under which every layer does something.
+
+    Fresh ones have output projections of zero: each layer is the identity, and every depth agrees.
+    """
+    params = decoder.init(jax.random.key(seed))
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    return jax.tree.unflatten(
+        treedef,
+        [
+            leaf + scale * jax.random.normal(key, leaf.shape)
+            for leaf, key in zip(leaves, keys, strict=True)
+        ],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder with parameters."""
+
+    decoder: Any
+    params: Any
+
+    def tokens(self, *shape: int, seed: int = 0) -> jax.Array:
+        """Returns random token ids of the model's vocabulary."""
+        ids = np.random.default_rng(seed).integers(0, self.decoder.config.vocab_size, shape)
+        return jax.numpy.asarray(ids, jax.numpy.int32)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Model:
+    """The TINY preset, with parameters under which every layer does something."""
+    from utio_jax.models.presets import TINY
+    from utio_jax.models.transformer import Transformer
+
+    decoder = Transformer(TINY)
+    return Model(decoder, live_params(decoder))
+
+
+@pytest.fixture(scope="session")
+def tiny_swiglu() -> Model:
+    """The same with SwiGLU, an untied head and as many K/V heads as heads."""
+    from utio_jax.models.presets import TINY
+    from utio_jax.models.transformer import Transformer
+
+    decoder = Transformer(
+        dataclasses.replace(TINY, activation="swiglu", tie_embeddings=False, num_kv_heads=4)
+    )
+    return Model(decoder, live_params(decoder, seed=2))

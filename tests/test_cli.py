@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line's contract: one line of JSON last on stdout, all else on stderr, honest errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from utio_jax.cli import main
+
+SOURCE = Path(__file__).parents[1] / "utio_jax"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model folder with tokenizer and calibration."""
+    from conftest import live_params
+
+    from utio_jax.models import TINY, Transformer, save
+    from utio_jax.models.tokenizer import train_tokenizer
+
+    out = tmp_path_factory.mktemp("model")
+    text = [file.read_text() for file in sorted(SOURCE.glob("*.py"))]
+    train_tokenizer(text, vocab_size=300).save(str(out / "tokenizer.json"))
+    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
+    save(out, decoder, live_params(decoder))
+    files = [str(SOURCE / name) for name in ("buckets.py", "layers.py")]
+    assert main(["calibrate", "--model", str(out), "--text", *files, "--budgets", "0.8"]) == 0
+    return out
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1, "stdout is one line of JSON"
+    return json.loads(out)
+
+
+def test_score_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(SOURCE / name) for name in ("ledger.py", "plan.py")]
+    per_token = tmp_path / "tokens.json"
+    arguments = ["score", *files, "--model", str(folder), "--budget", "0.8", "--batch", "4"]
+    assert main([*arguments, "--per-token", str(per_token)]) == 0
+    found = last_line(capsys)
+    assert found["command"] == "score"
+    assert found["policy"] == "learned"
+    assert found["budget"] == 0.8
+    assert [d["name"] for d in found["documents"]] == files
+    total = sum(d["log_likelihood"] for d in found["documents"])
+    predicted = sum(d["tokens"] - 1 for d in found["documents"])
+    assert found["nll"] == pytest.approx(-total / predicted, rel=1e-4)
+    tokens = json.loads(per_token.read_text())
+    for document in found["documents"]:
+        entry = tokens[document["name"]]
+        assert len(entry["token_ids"]) == len(entry["depths"]) + 1 == document["tokens"]
+        assert sum(entry["log_likelihood"]) == pytest.approx(document["log_likelihood"], abs=0.05)
+
+
+def test_score_token_ids_are_taken_as_they_are(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "tokenizer.json").unlink()  # Ids need no tokenizer.
+    ids = np.random.default_rng(0).integers(0, 300, 90).tolist()
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps([ids, ids[:7]]))
+    losses = {}
+    for policy in ("full", "uniform", "learned", "random"):
+        arguments = ["score", "--token-ids", str(file), "--model", str(bare), "--policy", policy]
+        assert main([*arguments, "--budget", "0.8", "--depth", "2"]) == 0
+        found = last_line(capsys)
+        assert [d["tokens"] for d in found["documents"]] == [90, 7]
+        losses[policy] = found["nll"]
+        if policy == "full":
+            assert found["nll"] == pytest.approx(found["nll_full"])
+    assert losses["uniform"] != losses["full"]
+
+
+def test_demo_measures_every_policy_and_draws(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "demo"
+    text = [str(SOURCE / name) for name in ("microbatches.py", "evaluate.py")]
+    arguments = ["demo", "--model", str(folder), "--text", *text, "--batches", "1", "--rounds", "1"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    found = last_line(capsys)
+    rows = found["rows"]
+    names = [row["policy"] for row in rows]
+    assert names[0] == "full"
+    assert names.count("uniform") == 2
+    assert {"learned", "random", "uniform_hull"} <= set(names)
+    for row in rows:
+        assert row["involuntary_exits"] in (0, None)
+        if row["policy"] != "uniform_hull":
+            assert row["tokens"] == 16 * 64
+            assert row["speedup"] > 0
+    for picture in found["pictures"]:
+        assert Path(picture).read_bytes().startswith(b"\x89PNG")
+        assert Path(picture).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["score"], "Wanted text files or --token-ids FILE, one of the two"),
+        (["score", "nowhere.py"], "nowhere.py: No such file"),
+        (["score", "EMPTY"], "EMPTY: empty"),
+        (["score", "BINARY"], "BINARY: not UTF-8 text"),
+        (["score", "SOURCE", "--policy", "magic"], "Wanted a policy of full, uniform"),
+        (["score", "SOURCE", "--budget", "0.1"], "Wanted a budget of"),
+        (["score", "SOURCE", "--policy", "uniform", "--depth", "9"], "within the model's 4 layers"),
+        (["score", "SOURCE", "--policy", "uniform", "--depth", "0"], "at least 1"),
+        (["score", "SOURCE", "--kv", "full"], "kv to be one of 'propagate', 'drop'"),
+        (["score", "SOURCE", "--batch", "0"], "at least 1 row"),
+        (["score", "SOURCE", "--model", "nowhere"], "nothing at nowhere"),
+        (["score", "--token-ids", "EMPTY"], "not JSON"),
+        (["score", "--token-ids", "NESTED"], "list of lists of token ids"),
+        (["score", "--token-ids", "FOREIGN"], "ids from 0 to 299, the model's vocabulary. Got 300"),
+        (["demo", "--text", "SHORT"], "at least 1024 tokens, one batch"),
+        (["calibrate", "--text", "SOURCE", "--budgets", "0.01"], "budgets that learned can reach"),
+        (["train", "--preset", "huge"], "Wanted a preset of"),
+    ],
+)
+def test_input_that_cannot_be_used_is_named(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    match: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").write_text("")
+    Path("BINARY").write_bytes(b"\xff\xfe\x00")
+    Path("NESTED").write_text('[["a"]]')
+    Path("FOREIGN").write_text("[[1, 300]]")
+    Path("SHORT").write_text("x = 1\n")
+    Path("SOURCE").write_text((SOURCE / "plan.py").read_text())
+    if arguments[0] != "train" and "--model" not in arguments:
+        arguments = [*arguments, "--model", str(folder)]
+    if arguments[0] == "calibrate":
+        arguments = [*arguments, "--out", str(tmp_path / "fitted")]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert match in captured.err

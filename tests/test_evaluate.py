@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledgers add up: quality, cost and fallbacks against sums taken by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_forward import plain_nll
+from test_staircase import gated
+
+from utio_jax import GivenDepths, Ledger, MicroBatches, Uniform, full_depth, oracle
+from utio_jax.cost import token_cost
+from utio_jax.documents import Batch, batches_of, windows_of
+from utio_jax.evaluate import check_worthwhile, evaluate, score_documents
+
+EXECUTOR = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8)
+
+
+def batches(model: Any) -> list[Batch]:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 64, n).astype(np.int32) for n in (30, 11, 24, 2)]
+    windows = windows_of(documents, width=16)
+    return list(batches_of(windows, rows=3, widths=[16], vocab_size=64))
+
+
+def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
+    policy, read = gated(tiny), batches(tiny)
+    seen: list[tuple[Batch, np.ndarray]] = []
+    found = evaluate(
+        tiny.decoder,
+        tiny.params,
+        read,
+        {"learned": policy, "full": full_depth(tiny.decoder)},
+        executor=EXECUTOR,
+        observe=lambda name, batch, _, depths: seen.append((batch, depths)) if name == "learned" else None,
+    )
+    row = found["learned"].ledger("learned", budget=0.6, num_layers=4)
+    nll = nll_full = tokens = predicted = decided = 0.0
+    for batch, depths in seen:
+        mask = np.arange(15) < batch.lengths[:, None] - 1
+        ids, lengths = np.asarray(batch.token_ids), np.asarray(batch.lengths)
+        for at, kind in ((depths, "policy"), (np.full_like(depths, 4), "full")):
+            x = oracle(tiny.decoder, tiny.params, *map(jnp.asarray, (ids, lengths, at)))
+            total = plain_nll(tiny, ids, x)[mask].sum()
+            nll, nll_full = (nll + total, nll_full) if kind == "policy" else (nll, nll_full + total)
+        tokens, predicted, decided = tokens + lengths.sum(), predicted + mask.sum(), decided + depths.sum()
+    assert row.tokens == tokens
+    assert found["learned"].predicted == predicted == 29 + 10 + 23 + 1
+    np.testing.assert_allclose(row.nll, nll / predicted, rtol=1e-4)
+    np.testing.assert_allclose(row.nll_full, nll_full / predicted, rtol=1e-4)
+    np.testing.assert_allclose(row.nll_increase_pct, 100 * (nll / nll_full - 1), atol=1e-2)
+    np.testing.assert_allclose(row.depth_decided_mean, decided / tokens, rtol=1e-6)
+    assert sum(row.depth_histogram.values()) == pytest.approx(1, abs=1e-5)
+    assert row.depth_executed_mean >= row.depth_decided_mean
+    assert row.padding_ratio == pytest.approx(row.depth_executed_mean / row.depth_decided_mean)
+    assert row.involuntary_exits == 0
+    full = found["full"].ledger("full", budget=None, num_layers=4)
+    assert full.flops_ratio == 1
+    assert full.nll_increase_pct == pytest.approx(0, abs=1e-4)
+    assert full.kl_full == pytest.approx(0, abs=1e-5)
+    assert full.agreement == 1
+    assert full.gate_pct == 0
+    assert row.gate_pct > 0
+    assert json.loads(json.dumps(row.to_dict()))["seconds"] is None
+
+
+def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any) -> None:
+    """Full rows, blocks of one: executed equals ideal, and both equal the sum written out."""
+    executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 64, (2, 8)).astype(np.int32)
+    depths = rng.choice([1, 2, 4], (2, 8)).astype(np.int32)
+    batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))
+    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=(1, 2, 4))
+    found = evaluate(tiny.decoder, tiny.params, [batch], {"": policy}, executor=executor)[""]
+    cost = token_cost(tiny.decoder, tiny.params)
+    wanted = sum(
+        depth * (cost.query + cost.attention_per_key * (position + 1)) + 4 * cost.keys_values + cost.head
+        for row in depths
+        for position, depth in enumerate(row)
+    )
+    assert found.flops == pytest.approx(wanted)
+    assert found.flops_ideal == pytest.approx(wanted)
+    assert found.query_layers == depths.sum()
+
+
+def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
+    rng = np.random.default_rng(2)
+    documents = [rng.integers(0, 64, n) for n in (150, 5, 129, 60)]
+    found = score_documents(
+        tiny.decoder, tiny.params, documents, Uniform(depth=2), rows=2, executor=EXECUTOR
+    )
+    assert not found.fallbacks
+    for document, result in zip(documents, found.documents, strict=True):
+        assert len(result.log_likelihood) == len(document) - 1
+        assert (result.depths == 2).all()
+        start = np.asarray(document[:128], np.int32)[None]
+        shape = start.shape
+        x = oracle(
+            tiny.decoder,
+            tiny.params,
+            jnp.asarray(start),
+            jnp.asarray([shape[1]]),
+            jnp.full(shape, 2),
+        )
+        wanted = -plain_nll(tiny, start, x)[0]
+        np.testing.assert_allclose(result.log_likelihood[: len(wanted)], wanted, atol=1e-4)
+    assert found.quality.predicted == sum(len(d) - 1 for d in documents)
+
+
+def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None:
+    document = [np.arange(40) % 64]
+    coarse = MicroBatches(min_bucket=64, block=64, query_block=64)
+    reason = check_worthwhile(tiny.decoder, tiny.params, gated(tiny), batch=1, width=8, executor=coarse, fractions=(0.0, 0.0, 1.0))
+    assert reason is not None
+    assert "routing would cost" in reason
+    assert check_worthwhile(tiny.decoder, tiny.params, gated(tiny), batch=64, width=128, executor=coarse) is None
+    found = score_documents(tiny.decoder, tiny.params, document, gated(tiny), rows=1, min_tokens=65)
+    assert list(found.fallbacks.values()) == [1]
+    assert "fewer than the minimum of 65" in next(iter(found.fallbacks))
+    assert (found.documents[0].depths == 4).all()
+    routed = score_documents(tiny.decoder, tiny.params, document, gated(tiny), rows=1, executor=EXECUTOR)
+    assert not routed.fallbacks
+    assert (routed.documents[0].depths < 4).any()
+
+
+def test_wrong_texts_are_refused(tiny: Any) -> None:
+    run = lambda documents, **kw: score_documents(  # noqa: E731
+        tiny.decoder, tiny.params, documents, Uniform(depth=2), **kw
+    )
+    with pytest.raises(ValueError, match="at least two tokens.*fewer in documents \\[1\\]"):
+        run([np.arange(3), np.arange(1)])
+    with pytest.raises(ValueError, match="Got no documents"):
+        run([])
+    with pytest.raises(ValueError, match="at least 1 row per pass"):
+        run([np.arange(3)], rows=0)
+    with pytest.raises(ValueError, match="from 0 to 63"):
+        run([np.arange(70)])
+    with pytest.raises(ValueError, match="at least one batch of text"):
+        evaluate(tiny.decoder, tiny.params, [], {})
+
+
+def test_an_unmeasured_entry_is_null() -> None:
+    assert Ledger(policy="x").to_dict()["speedup"] is None
+    assert Ledger(policy="x", nll=1.23456789).to_dict()["nll"] == 1.23457

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of whole rows against plain sums over log-softmax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from test_staircase import gated
+
+from utio_jax import dense_states, exit_nll, full_depth, oracle, score
+from utio_jax.forward import compare_states, map_blocks, score_dense
+
+
+def plain_nll(model: Any, ids: np.ndarray, x: jax.Array) -> np.ndarray:
+    logits = np.asarray(model.decoder.unembed(model.params, x), np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    labels = np.asarray(ids)[:, 1:]
+    return -np.take_along_axis(logp[:, :-1], labels[..., None], axis=-1)[..., 0]
+
+
+def test_score_is_the_log_likelihood_of_each_next_token_at_its_depth(tiny: Any) -> None:
+    ids, lengths = tiny.tokens(3, 21), jnp.asarray([21, 8, 1])
+    found = score(tiny.decoder, tiny.params, ids, lengths, gated(tiny))
+    x = oracle(tiny.decoder, tiny.params, ids, lengths, found.depths)
+    wanted = plain_nll(tiny, ids, x)
+    predicted = np.arange(20) < np.asarray(lengths)[:, None] - 1
+    np.testing.assert_allclose(np.asarray(found.log_likelihood)[:, :-1][predicted], -wanted[predicted], atol=1e-4)
+    np.testing.assert_array_equal(np.asarray(found.predicted)[:, :-1], predicted)
+    assert not np.asarray(found.log_likelihood)[~np.asarray(found.predicted)].any()
+    assert np.asarray(found.predicted).sum() == 20 + 7 + 0
+    assert (np.asarray(found.depths)[2, 1:] == 0).all()
+
+
+def test_both_full_depth_programs_agree(tiny: Any) -> None:
+    ids, lengths = tiny.tokens(2, 33), jnp.asarray([33, 12])
+    blocks = score(tiny.decoder, tiny.params, ids, lengths, full_depth(tiny.decoder))
+    dense = score_dense(tiny.decoder, tiny.params, ids, lengths)
+    np.testing.assert_allclose(blocks.log_likelihood, dense.log_likelihood, atol=1e-5)
+    np.testing.assert_array_equal(blocks.depths, dense.depths)
+    assert int(dense.work.queries.sum()) == 2 * 33 * 4
+
+
+def test_exit_nll_is_the_loss_of_truncating_at_each_exit(tiny: Any) -> None:
+    ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 12])
+    found = exit_nll(tiny.decoder, tiny.params, ids, lengths)
+    states = dense_states(tiny.decoder, tiny.params, ids, lengths, depths=tiny.decoder.config.exits)
+    for nll, x in zip(found, states, strict=True):
+        np.testing.assert_allclose(nll[:, :-1], plain_nll(tiny, ids, x), atol=1e-4)
+
+
+def test_comparison_of_states_with_themselves_and_with_others(tiny: Any) -> None:
+    ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 5])
+    shallow, full = dense_states(tiny.decoder, tiny.params, ids, lengths, depths=(1, 4))
+    same = compare_states(tiny.decoder, tiny.params, ids, lengths, full, full)
+    np.testing.assert_allclose(same.kl, 0, atol=1e-6)
+    assert int(same.agree.sum()) == 11 + 4
+    other = compare_states(tiny.decoder, tiny.params, ids, lengths, shallow, full)
+    p, q = (jax.nn.log_softmax(tiny.decoder.unembed(tiny.params, x)) for x in (full, shallow))
+    kl = np.asarray((jnp.exp(p) * (p - q)).sum(-1))
+    predicted = np.arange(12) < np.asarray(lengths)[:, None] - 1
+    np.testing.assert_allclose(other.kl, np.where(predicted, kl, 0), atol=1e-4)
+    assert (np.asarray(other.kl)[predicted] > 0).all()
+    np.testing.assert_allclose(other.nll_full, same.nll, atol=1e-6)
+
+
+def test_map_blocks_covers_every_token_once() -> None:
+    for batch, token in ((1, 1), (3, 50), (2, 128), (5, 100)):
+        values = jnp.arange(batch * token, dtype=jnp.float32).reshape(batch, token)
+        np.testing.assert_array_equal(map_blocks(lambda x: 2 * x, values), 2 * values)

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies: what each decides, what it charges, and that thresholds move it one way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_staircase import gated, surrogate
+
+from utio_jax import Random, Uniform, full_depth, predictive_entropy, staircase
+from utio_jax.cost import token_cost
+
+
+def depths_of(model: Any, policy: Any, seed: int = 4, batch: int = 3, token: int = 17) -> np.ndarray:
+    ids = model.tokens(batch, token, seed=seed)
+    lengths = jnp.full(batch, token, jnp.int32)
+    found = cases.run_staircase(
+        model.decoder, model.params, ids, lengths, policy, kv="propagate", executor=cases.SHAPES[1].executor
+    )
+    return np.asarray(found.depths)
+
+
+def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -> None:
+    policy = Random(fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=(1, 2, 4))
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (64, 64)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), ids.shape)
+    draws = np.asarray(policy.start(ids, positions))
+    shares = [(draws < 0.5).mean(), ((draws >= 0.5) & (draws < 0.75)).mean()]
+    np.testing.assert_allclose(shares, [0.5, 0.25], atol=0.03)
+    np.testing.assert_array_equal(draws[:1], policy.start(ids[:1], positions[:1]))
+    other = dataclasses.replace(policy, key=jax.random.key(6))
+    assert (np.asarray(other.start(ids, positions)) != draws).mean() > 0.9
+    decided = depths_of(tiny, policy)
+    wanted = np.select([d < 0.5 for d in [policy_draws(policy, tiny)]], [1], default=0)
+    assert ((decided == 1) == (wanted == 1)).all()
+
+
+def policy_draws(policy: Random, model: Any) -> np.ndarray:
+    ids = model.tokens(3, 17, seed=4)
+    return np.asarray(policy.start(ids, jnp.broadcast_to(jnp.arange(17, dtype=jnp.int32), ids.shape)))
+
+
+@pytest.mark.parametrize("make", [gated, surrogate])
+def test_higher_thresholds_never_run_a_token_deeper_at_the_first_boundary(tiny: Any, make: Any) -> None:
+    policy = make(tiny)
+    stays = []
+    for shift in (-2.0, -0.5, 0.0, 0.5, 2.0):
+        moved = dataclasses.replace(policy, thresholds=policy.thresholds + shift)
+        stays.append(depths_of(tiny, moved) == policy.depths[0])
+    for shallower, deeper in zip(stays[1:], stays, strict=False):
+        assert (shallower | ~deeper).all()
+    assert stays[-1].sum() > stays[0].sum()
+
+
+def test_infinite_thresholds_and_nan_scores(tiny: Any) -> None:
+    policy = gated(tiny)
+    everyone = dataclasses.replace(policy, thresholds=jnp.full(2, jnp.inf))
+    nobody = dataclasses.replace(policy, thresholds=jnp.full(2, -jnp.inf))
+    assert (depths_of(tiny, everyone) == 1).all()
+    assert (depths_of(tiny, nobody) == 4).all()
+    broken = dataclasses.replace(policy.gates[0], output=jnp.full(8, jnp.nan))
+    nan = dataclasses.replace(everyone, gates=(broken, broken))
+    assert (depths_of(tiny, nan) == 4).all(), "a score that is not a number goes deepest"
+
+
+def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
+    policy = surrogate(tiny)
+    ids, lengths = tiny.tokens(2, 9), jnp.full(2, 9, jnp.int32)
+    x = staircase(tiny.decoder, tiny.params, ids, lengths, Uniform(depth=1)).x
+    mean = np.asarray(policy.mean_state)
+    cosine = np.asarray(x) @ mean / np.linalg.norm(x, axis=-1) / np.linalg.norm(mean)
+    entropy = np.asarray(predictive_entropy(tiny.decoder.unembed(tiny.params, x)))
+    wanted = 2 / 3 * entropy + 1 / 3 * (1 - cosine)
+    found = policy.score(tiny.decoder, tiny.params, x.reshape(-1, x.shape[-1])).reshape(2, 9)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    decided = np.asarray(
+        staircase(tiny.decoder, tiny.params, ids, lengths, policy, executor=cases.SHAPES[1].executor).depths
+    )
+    low, high = np.asarray(policy.thresholds)
+    np.testing.assert_array_equal(decided, np.select([wanted <= low, wanted <= high], [1, 2], 4))
+
+
+def test_gates_are_charged(tiny: Any) -> None:
+    config, cost = tiny.decoder.config, token_cost(tiny.decoder, tiny.params)
+    hidden = 8
+    assert gated(tiny).flops(0, tiny.decoder, tiny.params) == 2 * config.embed_dim * hidden + 2 * hidden
+    assert surrogate(tiny).flops(0, tiny.decoder, tiny.params) >= cost.head
+    assert surrogate(tiny).flops(1, tiny.decoder, tiny.params) == 0
+    assert full_depth(tiny.decoder).depths == (config.num_layers,)
+    assert Uniform(depth=2).flops(0, tiny.decoder, tiny.params) == 0
+
+
+def test_policies_are_pytrees_whose_leaves_are_what_calibration_changes(tiny: Any) -> None:
+    for policy in (gated(tiny), surrogate(tiny), Uniform(depth=2)):
+        leaves, treedef = jax.tree.flatten(policy)
+        again = jax.tree.unflatten(treedef, leaves)
+        assert again.depths == policy.depths
+        assert again.name == policy.name
+        assert again.causal

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the README shows runs, and what it says exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+def test_every_link_and_every_file_of_the_tree_exists() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
+    (tree,) = re.findall(r"```text\n(utio_jax/.*?)```", README, flags=re.DOTALL)
+    folder = ""
+    for line in tree.splitlines():
+        name = line.split()[0]
+        if not line.startswith(" "):
+            folder = name if name.endswith("/") else ""
+        path = ROOT / name if not line.startswith(" ") else ROOT / folder / name
+        assert path.exists(), path
+    listed = set(re.findall(r"^  (\w+\.py)", tree, flags=re.MULTILINE))
+    for file in [*(ROOT / "utio_jax").glob("*.py"), *(ROOT / "models").glob("*.py")]:
+        if not file.name.startswith("_"):
+            assert file.name in listed, f"{file.name} is missing in the README's file tree"

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m utio_jax` is `utio-jax`."""
+
+import sys
+
+from utio_jax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

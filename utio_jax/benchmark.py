@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledger rows: quality, cost and time of policies next to their controls, in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.artifacts import versions
+from utio_jax.decoder import Decoder, Params
+from utio_jax.documents import Batch
+from utio_jax.evaluate import Quality, evaluate
+from utio_jax.executors import Executor
+from utio_jax.microbatches import MicroBatches
+from utio_jax.forward import Comparison, full_depth, score, score_dense
+from utio_jax.layers import FrozenKV
+from utio_jax.ledger import Ledger
+from utio_jax.plan import Policy
+from utio_jax.policies import Uniform
+from utio_jax.timing import Timing, routing_only, time_programs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One row to measure: a policy, and the budget that it was fitted for, if any."""
+
+    policy: Policy
+    budget: float | None = None
+
+    @property
+    def label(self) -> str:
+        """A name that no other entry has."""
+        if self.budget is not None:
+            return f"{self.policy.name}@{self.budget:g}"
+        if self.policy.name == "full":
+            return "full"
+        return f"{self.policy.name}:{self.policy.depths[-1]}"
+
+
+def control_entries(decoder: Decoder) -> list[Entry]:
+    """Returns full depth and one `uniform` per earlier exit: what every policy is read against."""
+    exits = decoder.config.exits[:-1]
+    return [Entry(policy=full_depth(decoder)), *(Entry(policy=Uniform(depth=depth)) for depth in exits)]
+
+
+def measure(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    entries: Sequence[Entry],
+    *,
+    kv: FrozenKV = "propagate",
+    executor: Executor = MicroBatches(),
+    rounds: int = 5,
+    progress: Callable[[], None] | None = None,
+) -> list[Ledger]:
+    """Returns one ledger row per entry, plus `uniform_hull` at every budget that occurs.
+
+    Quality and FLOPs come from all batches. Times come from the first batch, programs taking turns,
+    against the faster of the repository's two full-depth programs; `speedup_ideal` is that batch's.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: the text; timing uses the first.
+      entries: what to measure; must contain full depth.
+      kv: what others see of frozen tokens.
+      executor: how live slots are run.
+      rounds: timed turns of each program.
+      progress: called `count_steps` times in all.
+    """
+    policies = {entry.label: entry.policy for entry in entries}
+    if "full" not in policies:
+        raise ValueError("Wanted entries that contain full depth, the baseline. Got none.")
+    depths_of: dict[str, np.ndarray] = {}
+
+    def remember(name: str, batch: Batch, _: Comparison, depths: np.ndarray) -> None:
+        if batch is batches[0]:
+            depths_of[name] = depths
+
+    look = partial(evaluate, decoder, params, policies=policies, kv=kv, executor=executor, progress=progress)
+    first = look(batches[:1], observe=remember)
+    rest = look(batches[1:]) if len(batches) > 1 else dict.fromkeys(policies, Quality())
+
+    ids, lengths = jnp.asarray(batches[0].token_ids), jnp.asarray(batches[0].lengths)
+    run = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor"))
+    dense = jax.jit(score_dense, static_argnums=0)
+    programs: dict[str, Callable[[], object]] = {
+        label: partial(run, decoder, params, ids, lengths, policy, kv=kv, executor=executor)
+        for label, policy in policies.items()
+    }
+    programs["full dense"] = partial(dense, decoder, params, ids, lengths)
+    times = time_programs(programs, rounds=rounds, progress=progress)
+    fastest = min((times["full"], times["full dense"]), key=lambda timing: timing.median)
+    routing = time_programs(
+        {
+            label: partial(
+                routing_only,
+                jnp.asarray(depths_of[label]),
+                depths=policy.depths,
+                dim=decoder.config.embed_dim,
+                executor=executor,
+            )
+            for label, policy in policies.items()
+            if len(policy.depths) > 1
+        }
+        or {"none": lambda: None},
+        rounds=rounds,
+    )
+    rows = []
+    for entry in entries:
+        quality = first[entry.label] + rest[entry.label]
+        row = quality.ledger(entry.policy.name, budget=entry.budget, num_layers=decoder.config.num_layers)
+        rows.append(
+            _with_times(
+                row,
+                first[entry.label],
+                times[entry.label],
+                fastest,
+                routing.get(entry.label),
+                params,
+            )
+        )
+    hull = uniform_hull(rows)
+    budgets = sorted({entry.budget for entry in entries if entry.budget is not None})
+    return rows + [_hull_row(rows[0], budget, hull(budget)) for budget in budgets]
+
+
+def count_steps(entries: Sequence[Entry], batches: Sequence[Batch], *, rounds: int) -> int:
+    """Returns how often `measure` calls `progress`."""
+    return len(entries) * len(batches) + (len(entries) + 1) * (rounds + 2)
+
+
+def _with_times(
+    row: Ledger,
+    timed: Quality,
+    timing: Timing,
+    fastest: Timing,
+    routing: Timing | None,
+    params: Params,
+) -> Ledger:
+    speedup, ideal = timing.speedup_over(fastest), timed.flops_full / timed.flops_ideal
+    device = jax.devices()[0]
+    return dataclasses.replace(
+        row,
+        seconds_full=fastest.median,
+        seconds=timing.median,
+        speedup=speedup,
+        speedup_ideal=ideal,
+        efficiency=speedup / ideal,
+        routing_overhead_pct=100 * routing.median / timing.median if routing is not None else None,
+        compiles=timing.compiles,
+        device=f"{device.platform}:{device.device_kind}",
+        dtype=str(jax.tree.leaves(params)[0].dtype),
+        versions=versions(),
+    )
+
+
+def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
+    """Returns the lower convex hull of the `uniform` rows and full depth, as a function.
+
+    It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach; None
+    below the cheapest exit.
+    """
+    points = sorted(
+        (row.flops_ratio or 0.0, row.nll_increase_pct or 0.0)
+        for row in rows
+        if row.policy in ("uniform", "full")
+    )
+    hull: list[tuple[float, float]] = []
+    for point in points:
+        while len(hull) >= 2 and _turns_up(hull[-2], hull[-1], point) is False:
+            hull.pop()
+        hull.append(point)
+    xs, ys = zip(*hull, strict=True)
+    return lambda x: None if x < xs[0] else float(np.interp(x, xs, ys))
+
+
+def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0]) > 0
+
+
+def _hull_row(full: Ledger, budget: float, increase_pct: float | None) -> Ledger:
+    """Returns a row of what is interpolated; the rest of it was not measured."""
+    nll = None if increase_pct is None or full.nll_full is None else full.nll_full * (1 + increase_pct / 100)
+    return Ledger(
+        policy="uniform_hull",
+        budget=budget,
+        tokens=full.tokens,
+        num_layers=full.num_layers,
+        nll_full=full.nll_full,
+        nll=nll,
+        nll_increase_pct=increase_pct,
+        flops_ratio=None if increase_pct is None else budget,
+        device=full.device,
+        dtype=full.dtype,
+        versions=full.versions,
+    )

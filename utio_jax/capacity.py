@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The differentiable executor: a static prefix of slots, sized on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention import attend
+from utio_jax.decoder import Decoder, Params, Places
+from utio_jax.executors import Work, flat, layer_at
+from utio_jax.plan import check_min_bucket
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixSlots:
+    """The first `capacity` slots of every row, live tokens first and in token order."""
+
+    token_of_slot: Int[Array, "batch slot"]
+    live: Bool[Array, "batch token"]
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CapacityPrefix:
+    """The first `capacities[segment]` slots of all rows at once: static shapes, differentiable.
+
+    A segment whose live tokens do not fit runs at full width instead: more cost, same result.
+
+    Attributes:
+      capacities: slots per row and segment, multiples of `min_bucket`; `fit_capacities` finds them.
+      min_bucket: the unit of padding.
+    """
+
+    capacities: tuple[int, ...]
+    min_bucket: int = 64
+
+    def __post_init__(self) -> None:
+        check_min_bucket(self.min_bucket)
+        if any(capacity < 0 or capacity % self.min_bucket for capacity in self.capacities):
+            raise ValueError(
+                f"Wanted capacities that are multiples of min_bucket={self.min_bucket}, in slots. "
+                f"Got capacities={self.capacities}. `fit_capacities` rounds them up."
+            )
+
+    def pack(self, segment: int, live: Bool[Array, "batch token"]) -> PrefixSlots:
+        if segment >= len(self.capacities):
+            raise ValueError(
+                f"Wanted a capacity for each of the policy's depths. Got {len(self.capacities)} capacities."
+            )
+        batch, width = live.shape
+        ahead = jnp.cumsum(live, axis=1, dtype=jnp.int32)
+        behind = ahead[:, -1:] + jnp.cumsum(~live, axis=1, dtype=jnp.int32)
+        slot_of_token = jnp.where(live, ahead, behind) - 1
+        rows = jnp.arange(batch)[:, None]
+        tokens = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), live.shape)
+        token_of_slot = jnp.zeros_like(tokens).at[rows, slot_of_token].set(tokens, unique_indices=True)
+        return PrefixSlots(
+            token_of_slot=token_of_slot, live=live, capacity=min(self.capacities[segment], width)
+        )
+
+    def key_widths(self, width: int) -> list[int]:
+        """Returns `[width]`: a static prefix attends over whole rows."""
+        return [width]
+
+    def _choose(self, slots: PrefixSlots, run: Callable[[int], Callable[[], Any]]) -> Any:
+        """Returns `run(capacity)()`, or `run(width)()` where a row's live tokens do not fit."""
+        width = slots.live.shape[1]
+        if slots.capacity == width:
+            return run(width)()
+        return jax.lax.cond(self._overflows(slots), run(width), run(slots.capacity))
+
+    def _overflows(self, slots: PrefixSlots) -> Bool[Array, ""]:
+        return jnp.max(jnp.sum(slots.live, axis=1)) > slots.capacity
+
+    def run_layers(
+        self,
+        decoder: Decoder,
+        params: Params,
+        x: Float[Array, "batch token dim"],
+        places: Places,
+        keys_shown: Bool[Array, "batch token"],
+        slots: PrefixSlots,
+        layers: tuple[int, int],
+        only_live_keys: bool,
+    ) -> Float[Array, "batch token dim"]:
+        del only_live_keys  # K/V of hidden keys cost little here; `keys_shown` hides them.
+        batch, width, _ = x.shape
+        rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
+        gather = jax.vmap(lambda leaf, order: leaf[order])
+
+        def run(size: int) -> Callable[[], jax.Array]:
+            tokens = slots.token_of_slot[:, :size]
+            keep = gather(slots.live, tokens)[..., None]
+            visible = (jnp.arange(width) <= tokens[..., None]) & keys_shown[:, None, :]
+
+            def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
+                layer = layer_at(decoder, params, index)
+                keys, values = (rows(y, width) for y in decoder.keys_values(layer, flat(x), flat(places)))
+                block = gather(x, tokens)
+                block_places = jax.tree.map(lambda leaf: gather(leaf, tokens), places)
+                queries = rows(decoder.queries(layer, flat(block), flat(block_places)), size)
+                attended = attend(queries, keys, values, visible)
+                new = rows(decoder.finish_layer(layer, flat(block), flat(attended)), size)
+                new = jnp.where(keep, new, block)
+                return jax.vmap(lambda row, order, new: row.at[order].set(new))(x, tokens, new)
+
+            return lambda: jax.lax.fori_loop(*layers, run_layer, x)
+
+        return self._choose(slots, run)
+
+    def map_slots(self, slots: PrefixSlots, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        batch, width = slots.live.shape
+
+        def run(size: int) -> Callable[[], jax.Array]:
+            def on_prefix() -> jax.Array:
+                tokens = slots.token_of_slot[:, :size]
+                new = function(*(flat(jax.vmap(lambda row, order: row[order])(a, tokens)) for a in arrays))
+                results = jnp.zeros((batch, width, *new.shape[1:]), new.dtype)
+                new = new.reshape(batch, size, *new.shape[1:])
+                return jax.vmap(lambda row, order, new: row.at[order].set(new))(results, tokens, new)
+
+            return on_prefix
+
+        return self._choose(slots, run)
+
+    def work(self, slots: PrefixSlots, layers: int, only_live_keys: bool) -> Work:
+        batch, width = slots.live.shape
+        used = jnp.where(self._overflows(slots), width, slots.capacity).astype(jnp.int32) * batch
+        return Work(
+            queries=used * layers,
+            keys_values=jnp.int32(batch * width * layers),
+            key_slots=used.astype(jnp.float32) * width * layers,
+            decisions=used,
+        )
+
+
+def fit_capacities(
+    depth_of_token: np.ndarray, *, depths: Sequence[int], min_bucket: int = 64
+) -> tuple[int, ...]:
+    """Returns the smallest capacities, in slots per row, that hold these tokens. On the host.
+
+    Args:
+      depth_of_token: decided depths `[batch, token]` in layers; 0 for padding.
+      depths: the policy's depths.
+      min_bucket: the unit that capacities are multiples of.
+
+    >>> fit_capacities(np.array([[2, 2, 4], [2, 4, 4]]), depths=(2, 4), min_bucket=2)
+    (4, 2)
+    """
+    decided = np.asarray(depth_of_token)
+    live = [int((decided > start).sum(axis=1).max(initial=0)) for start in (0, *depths[:-1])]
+    return tuple(-(-count // min_bucket) * min_bucket for count in live)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of any length into rows of a few static shapes, and token ids checked on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def check_tokens(token_ids: Any, lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `token_ids` `[batch, token]` and `lengths` `[batch]` as int32, checked on the host.
+
+    Raises:
+      ValueError: wrong ranks or types, lengths beyond the rows, or ids outside the vocabulary.
+    """
+    ids, ends = np.asarray(token_ids), np.asarray(lengths)
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"Wanted integer token_ids [batch, token]. Got shape {ids.shape}, dtype {ids.dtype}.")
+    if ends.shape != ids.shape[:1] or not np.issubdtype(ends.dtype, np.integer):
+        raise ValueError(
+            f"Wanted one integer length per row, shape {ids.shape[:1]}. Got shape {ends.shape}, dtype {ends.dtype}."
+        )
+    if ends.size and (ends.min() < 0 or ends.max() > ids.shape[1]):
+        raise ValueError(f"Wanted lengths between 0 and {ids.shape[1]}. Got {ends.min()} to {ends.max()}.")
+    real = ids[np.arange(ids.shape[1]) < ends[:, None]]
+    if real.size and (real.min() < 0 or real.max() >= vocab_size):
+        raise ValueError(
+            f"Wanted token ids from 0 to {vocab_size - 1}, the model's vocabulary. Got {real.min()} to "
+            f"{real.max()}. Is this another model's tokenizer?"
+        )
+    return ids.astype(np.int32), ends.astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Right-padded rows.
+
+    Attributes:
+      token_ids: `[batch, token]`.
+      lengths: `[batch]`; 0 for a row that only fills the batch.
+      window: `[batch]`, which window of `windows_of` a row is; -1 for a filler.
+    """
+
+    token_ids: np.ndarray
+    lengths: np.ndarray
+    window: np.ndarray
+
+
+def windows_of(documents: Sequence[np.ndarray], *, width: int) -> list[np.ndarray]:
+    """Returns documents cut into windows of at most `width` tokens that overlap by one.
+
+    So every token but a document's first is predicted exactly once. Windows of one token, which
+    predict nothing, do not occur, except for documents of one token.
+
+    Raises:
+      ValueError: width < 2, or a document is empty.
+    """
+    if width < 2:
+        raise ValueError(f"Wanted windows of at least 2 tokens. Got width={width}.")
+    windows = []
+    for index, document in enumerate(documents):
+        if len(document) == 0:
+            raise ValueError(f"Wanted documents of at least one token. Document {index} is empty.")
+        starts = range(0, max(1, len(document) - 1), width - 1)
+        windows.extend(np.asarray(document[start : start + width]) for start in starts)
+    return windows
+
+
+def batches_of(
+    windows: Sequence[np.ndarray], *, rows: int, widths: Sequence[int], vocab_size: int
+) -> Iterator[Batch]:
+    """Yields all windows in batches of `rows`, longest first, padded to the smallest of `widths`.
+
+    Raises:
+      ValueError: a window is longer than the largest width, or holds ids outside the vocabulary.
+    """
+    order = sorted(range(len(windows)), key=lambda index: -len(windows[index]))
+    for start in range(0, len(order), rows):
+        chosen = order[start : start + rows]
+        longest = len(windows[chosen[0]])
+        fitting = [width for width in sorted(widths) if width >= longest]
+        if not fitting:
+            raise ValueError(f"Wanted windows of at most {max(widths)} tokens. Got one of {longest}.")
+        ids = np.zeros((rows, fitting[0]), np.int32)
+        lengths, names = np.zeros(rows, np.int32), np.full(rows, -1)
+        for row, index in enumerate(chosen):
+            ids[row, : len(windows[index])] = windows[index]
+            lengths[row], names[row] = len(windows[index]), index
+        check_tokens(ids, lengths, vocab_size=vocab_size)
+        yield Batch(token_ids=ids, lengths=lengths, window=names)

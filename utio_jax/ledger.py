@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record that every claim of speed or quality carries."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ledger:
+    """One policy at one budget, measured in one run. What was not measured is None.
+
+    Attributes:
+      policy: stable name, the same for all budgets.
+      budget: the `flops_ratio` that the policy was calibrated for; None where there is no target.
+      tokens: tokens of the text, without padding.
+      num_layers: of the model.
+      depth_decided_mean: layers that the policy decided, per token.
+      depth_executed_mean: query slots computed, times layers, per token; padding included.
+      depth_histogram: share of tokens by decided depth.
+      involuntary_stays: tokens run deeper than decided.
+      involuntary_exits: tokens run shallower than decided: always 0.
+      nll_full: loss of the full model, nats per predicted token.
+      nll: loss of the policy, nats per predicted token.
+      nll_increase_pct: of `nll` over `nll_full`.
+      kl_full: KL(full || policy), nats per predicted token.
+      agreement: share of predicted tokens with the full model's most probable token.
+      flops_ratio: all executed FLOPs (layers, padding, frozen K/V, head, gates) / those of the full pass.
+      gate_pct: extra heads and gates, % of the full pass' FLOPs.
+      padding_ratio: executed / decided token-layers.
+      seconds_full: median of the fastest full-depth program in the repository.
+      seconds: median, from the same interleaved runs.
+      speedup: median over rounds of the paired ratio.
+      speedup_ideal: full FLOPs / FLOPs of decided layers, frozen K/V and one head per token.
+      efficiency: speedup / speedup_ideal.
+      routing_overhead_pct: packing, unpacking and bookkeeping, % of `seconds`; gates apart.
+      compiles: backend compilations after warm-up.
+      device: where it ran.
+      dtype: of the parameters.
+      versions: of Python and the libraries.
+    """
+
+    policy: str
+    budget: float | None = None
+    tokens: int | None = None
+    num_layers: int | None = None
+    depth_decided_mean: float | None = None
+    depth_executed_mean: float | None = None
+    depth_histogram: dict[str, float] | None = None
+    involuntary_stays: int | None = None
+    involuntary_exits: int | None = None
+    nll_full: float | None = None
+    nll: float | None = None
+    nll_increase_pct: float | None = None
+    kl_full: float | None = None
+    agreement: float | None = None
+    flops_ratio: float | None = None
+    gate_pct: float | None = None
+    padding_ratio: float | None = None
+    seconds_full: float | None = None
+    seconds: float | None = None
+    speedup: float | None = None
+    speedup_ideal: float | None = None
+    efficiency: float | None = None
+    routing_overhead_pct: float | None = None
+    compiles: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    versions: dict[str, str] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the record as JSON-ready values, floats rounded to six significant digits."""
+        return {
+            key: float(f"{value:.6g}") if isinstance(value, float) else value
+            for key, value in dataclasses.asdict(self).items()
+        }

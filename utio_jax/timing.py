@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing that can be trusted: programs take turns in one run, and speed is a ratio round by round."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from utio_jax.executors import Executor
+
+_compilations = 0
+
+
+def _listen(event: str, duration: float, **_: Any) -> None:
+    global _compilations
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compilations += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@dataclasses.dataclass
+class CompileCount:
+    """Backend compilations inside a `count_compiles` block, known once it has ended."""
+
+    count: int = 0
+
+
+@contextmanager
+def count_compiles() -> Iterator[CompileCount]:
+    """Counts XLA's backend compilations: `with count_compiles() as compiles: ...`; `compiles.count`."""
+    found, before = CompileCount(), _compilations
+    try:
+        yield found
+    finally:
+        found.count = _compilations - before
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One program's seconds, one entry per round; entries of one round belong together.
+
+    Attributes:
+      seconds: `[round]`.
+      compiles: backend compilations after the warm-up; anything but 0 spoils the timing.
+    """
+
+    seconds: np.ndarray
+    compiles: int
+
+    @property
+    def median(self) -> float:
+        """Median seconds."""
+        return float(np.median(self.seconds))
+
+    def speedup_over(self, other: Timing) -> float:
+        """Returns the median of the rounds' ratios: how many times faster this is than `other`."""
+        return float(np.median(other.seconds / self.seconds))
+
+
+def time_programs(
+    programs: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 7,
+    warmup: int = 2,
+    progress: Callable[[], None] | None = None,
+) -> dict[str, Timing]:
+    """Times programs that take turns, so that a drift of the machine meets all of them.
+
+    Args:
+      programs: name to a function without arguments; its result is waited for.
+      rounds: timed turns of each. The order rotates by one from round to round.
+      warmup: turns before, in which everything compiles.
+      progress: called after every turn.
+
+    Raises:
+      ValueError: no programs, or rounds < 1.
+    """
+    if not programs or rounds < 1:
+        raise ValueError(f"Wanted programs and at least one round. Got {len(programs)} programs, rounds={rounds}.")
+    names = list(programs)
+    for name in names * warmup:
+        jax.block_until_ready(programs[name]())
+        if progress is not None:
+            progress()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    compiles = dict.fromkeys(names, 0)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            with count_compiles() as compiled:
+                start = time.perf_counter()
+                jax.block_until_ready(programs[name]())
+                seconds[name].append(time.perf_counter() - start)
+            compiles[name] += compiled.count
+            if progress is not None:
+                progress()
+    return {name: Timing(seconds=np.asarray(seconds[name]), compiles=compiles[name]) for name in names}
+
+
+@partial(jax.jit, static_argnames=("depths", "dim", "executor"))
+def routing_only(
+    depth_of_token: Int[Array, "batch token"], *, depths: tuple[int, ...], dim: int, executor: Executor
+) -> Array:
+    """Runs a pass's packing and unpacking with none of its arithmetic: what routing itself costs.
+
+    Each segment packs its slots, gathers the live states once, and in each layer scatters them back.
+    """
+    x = jnp.zeros((*depth_of_token.shape, dim), jnp.float32)
+    done = 0
+    for segment, depth in enumerate(depths):
+        slots = executor.pack(segment, depth_of_token > done)
+
+        def layer(_: jax.Array, x: jax.Array, slots: Any = slots) -> jax.Array:
+            return executor.map_slots(slots, lambda block: block + 1.0, x)
+
+        x = jax.lax.fori_loop(done, depth, layer, x)
+        done = depth
+    return x
