@@ -31,7 +31,9 @@ def main() -> None:
     layers = model.decoder.config.num_layers
     pieces = ["BOS", *(model.tokenizer.decode([int(i)]) for i in ids[1:])]
     labels = [piece.replace("\n", "\\n").replace(" ", "·") for piece in pieces]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.9), sharey=True, layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(9.6, 3.9), sharey=True, layout="constrained"
+    )
     colours = ListedColormap(["#dfe7ea", "#11806a", "#f6f6f4"])
     grid = np.where(np.arange(layers)[:, None] < depths, 1, 0)
     left.imshow(grid, cmap=colours, vmin=0, vmax=2, origin="lower", aspect="auto")
@@ -53,7 +55,14 @@ def main() -> None:
             Patch(color="#11806a", label="computed"),
             Patch(color="#dfe7ea", label="frozen: shows K/V only"),
             Patch(facecolor="#f6f6f4", edgecolor="#bbbbbb", label="no slot, no work"),
-            plt.Line2D([], [], color="black", linewidth=0.8, linestyle=":", label="boundary: the gate decides"),
+            plt.Line2D(
+                [],
+                [],
+                color="black",
+                linewidth=0.8,
+                linestyle=":",
+                label="boundary: the gate decides",
+            ),
         ],
         loc="outside lower center",
         ncols=4,

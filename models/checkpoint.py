@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders: `config.json`, `model.safetensors`, `tokenizer.json`, and a calibration where there is one."""
+"""Model folders: `config.json`, `model.safetensors`, `tokenizer.json`, perhaps a calibration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Model:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """The folder's calibration. Raises ValueError where there is none, or it is another model's."""
+        """The folder's calibration. Raises ValueError if there is none, or another model's."""
         return load_calibration(self.folder, model_sha256=self.sha256)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
@@ -60,14 +60,18 @@ def load(path_or_name: str | Path = SHIPPED, *, dtype: jax.typing.DTypeLike = jn
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
 
     Raises:
-      ValueError: the folder, its config or its weights are missing or broken, or do not fit each other.
+      ValueError: the folder, its config or its weights are missing or broken, or do not fit each
+        other.
     """
     if str(path_or_name) == SHIPPED:
         folder = Path(__file__).parent / SHIPPED.replace("-", "_")
     else:
         folder = Path(path_or_name)
     if not folder.is_dir():
-        raise ValueError(f"Wanted a model folder, or the shipped model {SHIPPED!r}. There is nothing at {folder}.")
+        raise ValueError(
+            f"Wanted a model folder, or the shipped model {SHIPPED!r}. "
+            f"There is nothing at {folder}."
+        )
     decoder = Transformer(load_config(folder / "config.json"))
     wanted = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     file = folder / "model.safetensors"
@@ -81,25 +85,36 @@ def load_config(file: str | Path) -> TransformerConfig:
     """Reads a `config.json` that `save` wrote.
 
     Raises:
-      ValueError: the file is missing, is not JSON, or names unknown, missing or impossible settings.
+      ValueError: the file is missing or not JSON, or names unknown, missing or impossible settings.
     """
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"Wanted a config at {path}. There is none.")
     try:
         stored: dict[str, Any] = json.loads(path.read_text())
-        return TransformerConfig(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()}
-        )
+        settings: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()
+        }
+        return TransformerConfig(**settings)
     except (json.JSONDecodeError, TypeError, AttributeError) as error:
-        raise ValueError(f"Wanted the fields of TransformerConfig in {path}. Got: {error}.") from error
+        raise ValueError(
+            f"Wanted the fields of TransformerConfig in {path}. Got: {error}."
+        ) from error
 
 
 def save(
-    folder: str | Path, decoder: Transformer, params: Params, *, dtype: jax.typing.DTypeLike = jnp.bfloat16
+    folder: str | Path,
+    decoder: Transformer,
+    params: Params,
+    *,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> None:
     """Writes `config.json` and `model.safetensors`."""
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(dataclasses.asdict(decoder.config), indent=1) + "\n")
-    save_tensors(out / "model.safetensors", jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params))
+    (out / "config.json").write_text(
+        json.dumps(dataclasses.asdict(decoder.config), indent=1) + "\n"
+    )
+    save_tensors(
+        out / "model.safetensors", jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
+    )

@@ -36,9 +36,10 @@ class Document:
 
 
 def split_of_path(path: str) -> Split | None:
-    """Returns the split of a relative POSIX path: SHA-256 mod 20; 0 test, 1-2 calibrate, rest train.
+    """Returns the split of a relative POSIX path by SHA-256 mod 20: 0 test, 1-2 calibrate.
 
-    None where the file is left out: hashed to test or calibrate, but not part of every Python.
+    The rest train. None where the file is left out: hashed to test or calibrate, but not part of
+    every Python.
 
     >>> split_of_path("json/decoder.py")
     'train'
@@ -59,7 +60,7 @@ def standard_library(split: Split, *, root: str | Path | None = None) -> tuple[D
       root: folder to read; the running interpreter's standard library by default.
 
     Raises:
-      ValueError: an unknown split, or a folder without Python source (stripped installations exist).
+      ValueError: an unknown split, or a folder without Python source (as stripped ones are).
     """
     if split not in ("train", "calibrate", "test"):
         raise ValueError(f'Wanted the split "train", "calibrate" or "test". Got {split!r}.')
@@ -103,7 +104,7 @@ def read_files(paths: Sequence[str | Path]) -> tuple[Document, ...]:
     """Returns text files as documents.
 
     Raises:
-      ValueError: a file is missing, is not UTF-8 text, or is empty; all such files are named at once.
+      ValueError: a file is missing, is not UTF-8 text, or is empty; all such are named at once.
     """
     documents, wrong = [], []
     for path in map(Path, paths):
@@ -120,6 +121,8 @@ def read_files(paths: Sequence[str | Path]) -> tuple[Document, ...]:
                 wrong.append(f"{path}: empty")
     if wrong or not documents:
         raise ValueError(
-            "Wanted readable, non-empty UTF-8 text files. Got " + ("; ".join(wrong) or "no files") + "."
+            "Wanted readable, non-empty UTF-8 text files. Got "
+            + ("; ".join(wrong) or "no files")
+            + "."
         )
     return tuple(documents)

@@ -25,11 +25,19 @@ from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_to
 from utio_jax.models.train import TrainConfig, bits_per_byte, train, training_stream
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
-_PRESETS = {"stdlib-16": STDLIB_16, "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128)}
+_PRESETS = {
+    "stdlib-16": STDLIB_16,
+    "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
+}
 
 
 def run_recipe(
-    out: str | Path, *, preset: str = "stdlib-16", steps: int = 2200, seed: int = 0, resume: bool = False
+    out: str | Path,
+    *,
+    preset: str = "stdlib-16",
+    steps: int = 2200,
+    seed: int = 0,
+    resume: bool = False,
 ) -> dict[str, Any]:
     """Trains a preset on the running Python's standard library; returns what the model card says.
 
@@ -52,7 +60,9 @@ def run_recipe(
         seed=seed,
         long_context=long,
         context=min(256, long),
-        exit_weights=TrainConfig.exit_weights if len(config.exits) == 6 else (0.5,) * (len(config.exits) - 1),
+        exit_weights=TrainConfig.exit_weights
+        if len(config.exits) == 6
+        else (0.5,) * (len(config.exits) - 1),
     )
     held_out = standard_library("calibrate")
     params = train(
@@ -61,7 +71,9 @@ def run_recipe(
         recipe,
         out=folder,
         resume=resume,
-        validate=lambda params: _exit_nats(decoder, params, encode([d.text for d in held_out[:12]]))[0],
+        validate=lambda params: _exit_nats(
+            decoder, params, encode([d.text for d in held_out[:12]])
+        )[0],
     )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
     bits = bits_of_test_split(decoder, rounded, encode)
@@ -124,18 +136,23 @@ def model_card(summary: dict[str, Any], config: TransformerConfig) -> str:
     """Returns the model card as Markdown."""
     text = summary["train_text"]
     rows = "\n".join(f"| {depth} | {bits} |" for depth, bits in summary["bits_per_byte"].items())
-    return f"""# A small decoder for Python source, with exits at depths {", ".join(map(str, config.exits))}
+    exits = ", ".join(map(str, config.exits))
+    return f"""# A small decoder for Python source, with exits at depths {exits}
 
 For demonstrations and experiments with adaptive depth; it is not useful for writing code.
 
-- **Architecture**: {config.num_layers} layers of width {config.embed_dim}, {config.num_heads} heads of {config.head_dim} with
-  {config.num_kv_heads} K/V head, {config.activation} MLP of {config.mlp_dim}, RMSNorm, RoPE, tied head, {config.vocab_size} byte-level BPE pieces,
+- **Architecture**: {config.num_layers} layers of width {config.embed_dim}, {config.num_heads} heads
+  of {config.head_dim} with {config.num_kv_heads} K/V head, {config.activation} MLP of
+  {config.mlp_dim}, RMSNorm, RoPE, tied head, {config.vocab_size} byte-level BPE pieces,
   context {config.context_length}; {summary["parameters"]:,} parameters in bfloat16.
-- **Data**: the source of the Python {text["python"]} standard library, {text["documents"]} files and {text["bytes"]:,} bytes (SHA-256
-  `{text["sha256"][:16]}`), under the PSF licence. A file's split is the SHA-256 of its relative path mod 20:
-  0 test, 1-2 calibrate, rest train; files of test packages, idlelib, lib2to3 and turtledemo only ever train.
-- **Recipe**: `utio-jax train --steps {summary["steps"]}`: {summary["tokens"]:,} tokens, anytime loss at every exit, layer dropout, Muon.
-- **Hardware**: {platform.machine()} CPU; {json.dumps(summary["seconds_total"])} seconds in the last session of the run.
+- **Data**: the source of the Python {text["python"]} standard library, {text["documents"]} files
+  and {text["bytes"]:,} bytes (SHA-256 `{text["sha256"][:16]}`), under the PSF licence. A file's
+  split is the SHA-256 of its relative path mod 20: 0 test, 1-2 calibrate, rest train; files of test
+  packages, idlelib, lib2to3 and turtledemo only ever train.
+- **Recipe**: `utio-jax train --steps {summary["steps"]}`: {summary["tokens"]:,} tokens, anytime
+  loss at every exit, layer dropout, Muon.
+- **Hardware**: {platform.machine()} CPU; {json.dumps(summary["seconds_total"])} seconds in the last
+  session of the run.
 
 | exit (layers) | bits per byte, all test documents |
 |---|---|

@@ -31,22 +31,30 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 def load_tokenizer(file: str | Path) -> Tokenizer:
     """Reads a `tokenizer.json`.
 
+    Text that spells a special piece encodes as any other text: no text can open a document.
+
     Raises:
       ValueError: the file is missing or is not a tokenizer.
     """
     path = Path(file)
     if not path.is_file():
         raise ValueError(
-            f"Wanted a tokenizer at {path}. There is none. Pass token ids instead of text, or add the "
-            "model's tokenizer.json to its folder."
+            f"Wanted a tokenizer at {path}. There is none. Pass token ids instead of text, or add "
+            "the model's tokenizer.json to its folder."
         )
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises a bare Exception.
-        raise ValueError(f"Wanted a tokenizer.json of the `tokenizers` library at {path}. {error}") from error
+        raise ValueError(
+            f"Wanted a tokenizer.json of the `tokenizers` library at {path}. {error}"
+        ) from error
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], *, bos_id: int | None) -> list[np.ndarray]:
+def encode_documents(
+    tokenizer: Tokenizer, texts: Sequence[str], *, bos_id: int | None
+) -> list[np.ndarray]:
     """Returns each text's token ids, `[token]` int32, opened by `bos_id` where there is one.
 
     Raises:

@@ -5,10 +5,10 @@
     utio-jax train --out out/train --resume   # after an interruption
 
 Every exit learns to predict with the same norm and head (anytime loss), and layers are dropped with
-a probability that grows exponentially with depth, both after LayerSkip (Elhoushi et al. 2024, section
-4.1). LayerSkip rotates the supervised exits over *steps*; here they rotate over *tokens*: in every
-step each intermediate exit predicts its own random share of the positions, so any number of exits
-costs one head more than plain training does.
+a probability that grows exponentially with depth, both after LayerSkip (Elhoushi et al. 2024,
+section 4.1). LayerSkip rotates the supervised exits over *steps*; here they rotate over *tokens*:
+in every step each intermediate exit predicts its own random share of the positions, so any number
+of exits costs one head more than plain training does.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def exit_states(
     key: jax.Array,
     max_layer_dropout: float,
 ) -> jax.Array:
-    """Returns the states after every layer, `[layer, batch, token, dim]`, with layers dropped by row."""
+    """Returns the states after every layer, `[layer, batch, token, dim]`; rows drop layers."""
     batch, token = token_ids.shape
     num_layers = decoder.config.num_layers
     positions = jnp.broadcast_to(jnp.arange(token), (batch, token))
@@ -103,7 +103,9 @@ def exit_states(
     @jax.checkpoint
     def one(x: jax.Array, layer_and_kept: tuple[Any, jax.Array]) -> jax.Array:
         layer, kept_rows = layer_and_kept
-        return jnp.where(kept_rows[:, None, None], apply_layer(decoder, layer, x, places, visible), x)
+        return jnp.where(
+            kept_rows[:, None, None], apply_layer(decoder, layer, x, places, visible), x
+        )
 
     def body(x: jax.Array, xs: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
         x = one(x, xs)
@@ -156,19 +158,21 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         )
 
     return contrib.muon(
-        lambda step: config.matrix_rate * config.rate_at(step),
+        lambda step: config.matrix_rate * config.rate_at(jnp.asarray(step)),
         weight_decay=config.weight_decay,
         adam_b1=0.9,
         adam_b2=0.99,
-        adam_learning_rate=lambda step: config.vector_rate * config.rate_at(step),
+        adam_learning_rate=lambda step: config.vector_rate * config.rate_at(jnp.asarray(step)),
         muon_weight_dimension_numbers=matrices,
     )
 
 
-def training_stream(documents: Sequence[Document], encode: Callable[[Sequence[str]], list[np.ndarray]]) -> np.ndarray:
+def training_stream(
+    documents: Sequence[Document], encode: Callable[[Sequence[str]], list[np.ndarray]]
+) -> np.ndarray:
     """Returns one stream of token ids `[token]` uint16 of all documents, each opened by BOS.
 
-    Modules outside test packages appear twice: they are what calibrate and test documents look like.
+    Modules outside test packages appear twice: calibrate and test documents look like them.
     """
     tests = {"test", "tests", "idle_test"}
     modules = [d.text for d in documents if not tests & set(d.path.split("/"))]
@@ -178,7 +182,7 @@ def training_stream(documents: Sequence[Document], encode: Callable[[Sequence[st
 
 
 def batch_at(stream: np.ndarray, step: int, config: TrainConfig) -> np.ndarray:
-    """Returns step `step`'s windows, `[batch, context + 1]` int32: a function of seed and step alone.
+    """Returns step `step`'s windows, `[batch, context + 1]` int32, by seed and step alone.
 
     Windows are drawn without replacement within an epoch, at an offset that changes by epoch.
     """
@@ -260,27 +264,43 @@ def train(
 
         names = [f"exit {depth}" for depth in exits]
         first = 0 if latest is None else latest
-        with (folder / "log.tsv").open("a") as log, tqdm(
-            total=config.steps, initial=first, unit="step", mininterval=5
-        ) as bar:
+        with (
+            (folder / "log.tsv").open("a") as log,
+            tqdm(total=config.steps, initial=first, unit="step", mininterval=5) as bar,
+        ):
             for step in range(first, config.steps):
-                state, losses = update(state, jnp.asarray(batch_at(stream, step, config)), jnp.int32(step))
+                state, losses = update(
+                    state, jnp.asarray(batch_at(stream, step, config)), jnp.int32(step)
+                )
                 losses = np.asarray(losses)
                 if not np.isfinite(losses).all():
                     raise FloatingPointError(
-                        f"The loss is not finite at step {step}: {losses}. Lower the learning rates "
-                        "and resume."
+                        f"The loss is not finite at step {step}: {losses}. Lower the learning "
+                        "rates and resume."
                     )
                 bar.update()
-                bar.set_postfix_str(" ".join(f"{n[5:]}:{v:.3f}" for n, v in zip(names, losses, strict=True)))
-                log.write("\t".join([str(step), f"{float(config.rate_at(step)):.4f}", *(f"{v:.4f}" for v in losses)]) + "\n")
+                bar.set_postfix_str(
+                    " ".join(f"{n[5:]}:{v:.3f}" for n, v in zip(names, losses, strict=True))
+                )
+                log.write(
+                    "\t".join(
+                        [
+                            str(step),
+                            f"{float(config.rate_at(step)):.4f}",
+                            *(f"{v:.4f}" for v in losses),
+                        ]
+                    )
+                    + "\n"
+                )
                 done = step + 1
                 if done % config.save_every == 0 or done == config.steps:
                     manager.save(done, args=ocp.args.StandardSave(state))
                     log.flush()
                     if validate is not None:
                         held_out = validate(state["params"])
-                        log.write(f"# validate {done}\t" + "\t".join(f"{v:.4f}" for v in held_out) + "\n")
+                        log.write(
+                            f"# validate {done}\t" + "\t".join(f"{v:.4f}" for v in held_out) + "\n"
+                        )
                         log.flush()
         return state["params"]
 

@@ -46,7 +46,8 @@ class TransformerConfig(DecoderConfig):
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"RoPE rotates pairs, so TransformerConfig needs an even head_dim. Got head_dim={self.head_dim}."
+                "RoPE rotates pairs, so TransformerConfig needs an even head_dim. "
+                f"Got head_dim={self.head_dim}."
             )
 
 
@@ -63,11 +64,15 @@ class RMSNorm(nn.Module):
         return wide.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def rotate(x: Float[Array, "*lead head head_dim"], places: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Returns `x` with the two halves of each head rotated by its position (RoPE, Su et al. 2021)."""
+def rotate(
+    x: Float[Array, "*lead head head_dim"], places: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """Returns `x` with the two halves of each head rotated by position (RoPE, Su et al. 2021)."""
     cosine, sine = (part[..., None, :].astype(x.dtype) for part in places)
     first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
 
 
 class Layer(nn.Module):
@@ -112,7 +117,9 @@ class Layer(nn.Module):
         config = self.config
         normed = self.attention_norm(x)
         shape = (*x.shape[:-1], config.num_kv_heads, config.head_dim)
-        return rotate(self.k_proj(normed).reshape(shape), places), self.v_proj(normed).reshape(shape)
+        return rotate(self.k_proj(normed).reshape(shape), places), self.v_proj(normed).reshape(
+            shape
+        )
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         x = x + self.o_proj(attended.reshape(*x.shape[:-1], -1))
@@ -152,7 +159,9 @@ class Transformer:
         }
         if not config.tie_embeddings:
             params["head"] = {
-                "kernel": nn.initializers.lecun_normal()(head_key, (config.embed_dim, config.vocab_size))
+                "kernel": nn.initializers.lecun_normal()(
+                    head_key, (config.embed_dim, config.vocab_size)
+                )
             }
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
@@ -162,7 +171,9 @@ class Transformer:
     def encode_positions(self, positions: Int[Array, "*lead"]) -> tuple[jax.Array, jax.Array]:
         half = self.config.head_dim // 2
         frequencies = self.config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-        angles = positions[..., None].astype(jnp.float32) * frequencies.reshape((1,) * positions.ndim + (-1,))
+        angles = positions[..., None].astype(jnp.float32) * frequencies.reshape(
+            (1,) * positions.ndim + (-1,)
+        )
         return jnp.cos(angles), jnp.sin(angles)
 
     def embed(
@@ -171,7 +182,9 @@ class Transformer:
         del positions  # Rotary positions enter at the queries and keys.
         return params["embedding"]["embedding"][token_ids]
 
-    def queries(self, layer: LayerParams, x: jax.Array, places: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def queries(
+        self, layer: LayerParams, x: jax.Array, places: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
         return Layer(self.config).apply({"params": layer}, x, places, method="queries")  # type: ignore[return-value]
 
     def keys_values(
@@ -185,5 +198,5 @@ class Transformer:
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         normed = RMSNorm(self.config.norm_eps).apply({"params": params["norm"]}, x)
         if self.config.tie_embeddings:
-            return normed @ params["embedding"]["embedding"].T  # type: ignore[operator]
-        return normed @ params["head"]["kernel"]  # type: ignore[operator]
+            return normed @ params["embedding"]["embedding"].T
+        return normed @ params["head"]["kernel"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generated cases for the staircase: depths, lengths and models over a handful of compiled shapes."""
+"""Generated cases for the staircase: depths, lengths and models over a few compiled shapes."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def draw(shape: Shape, vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarr
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
-def run_staircase(decoder, params, ids, lengths, policy, *, kv, executor):  # type: ignore[no-untyped-def]
+def run_staircase(decoder, params, ids, lengths, policy, *, kv, executor):
     """The staircase, compiled."""
     return staircase(decoder, params, ids, lengths, policy, kv=kv, executor=executor)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv",))
-def run_oracle(decoder, params, ids, lengths, depths, *, kv):  # type: ignore[no-untyped-def]
+def run_oracle(decoder, params, ids, lengths, depths, *, kv):
     """The oracle, compiled."""
     return oracle(decoder, params, ids, lengths, depths, kv=kv)
 
@@ -99,7 +99,7 @@ def compare_cases(model: Any, shape: Shape, seeds: range) -> Iterator[tuple[int,
 
 
 def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]]:
-    """Returns (query slots, key-value tokens, key slots) per segment: the padding rule, spelled out."""
+    """Returns (query slots, key-value tokens, key slots) per segment by the padding rule."""
     executor, width = shape.executor, shape.token
     step = max(executor.key_step, -(-width // 8))
     up = lambda n, unit: -(-n // unit) * unit  # noqa: E731

@@ -36,7 +36,9 @@ def test_bfloat16_files_keep_their_type(tiny: Any, tmp_path: Path) -> None:
     save(tmp_path, tiny.decoder, tiny.params)
     stored = load_tensors(tmp_path / "model.safetensors")
     assert {str(a.dtype) for a in stored.values()} == {"bfloat16"}
-    for a, b in zip(jax.tree.leaves(load(tmp_path).params), jax.tree.leaves(tiny.params), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(load(tmp_path).params), jax.tree.leaves(tiny.params), strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=2**-8)
 
 

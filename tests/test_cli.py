@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line's contract: one line of JSON last on stdout, all else on stderr, honest errors."""
+"""The command line's contract: a line of JSON last on stdout, all else on stderr, honest errors."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_demo_measures_every_policy_and_draws(
         (["score", "--token-ids", "EMPTY"], "not JSON"),
         (["score", "--token-ids", "NESTED"], "list of lists of token ids"),
         (["score", "--token-ids", "FOREIGN"], "ids from 0 to 299, the model's vocabulary. Got 300"),
-        (["demo", "--text", "SHORT"], "at least 1024 tokens, one batch"),
+        (["demo", "--text", "SHORT"], "text of at least 1024 tokens"),
         (["calibrate", "--text", "SOURCE", "--budgets", "0.01"], "budgets that learned can reach"),
         (["train", "--preset", "huge"], "Wanted a preset of"),
     ],

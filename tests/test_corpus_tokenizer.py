@@ -170,6 +170,16 @@ def test_a_saved_tokenizer_encodes_alike(tmp_path):
     assert loaded.encode(TEXTS[0]).ids == TOKENIZER.encode(TEXTS[0]).ids
 
 
+def test_text_that_spells_the_special_piece_is_ordinary_text(tmp_path):
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    text = f"bos = {BOS!r}{BOS}\n"
+    (ids,) = encode_documents(loaded, [text], bos_id=0)
+    assert ids[0] == 0
+    assert 0 not in ids[1:]
+    assert loaded.decode(ids.tolist()) == text
+
+
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"Wanted a tokenizer at .*gone\.json.*There is none"):
         load_tokenizer(tmp_path / "gone.json")

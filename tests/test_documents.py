@@ -14,9 +14,7 @@ from utio_jax import check_tokens
 from utio_jax.documents import batches_of, windows_of
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 16), st.integers(1, 5)
-)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 16), st.integers(1, 5))
 def test_every_token_but_the_first_is_predicted_exactly_once(
     lengths: list[int], width: int, rows: int
 ) -> None:

@@ -15,7 +15,8 @@ from test_staircase import gated
 from utio_jax import GivenDepths, Ledger, MicroBatches, Uniform, full_depth, oracle
 from utio_jax.cost import token_cost
 from utio_jax.documents import Batch, batches_of, windows_of
-from utio_jax.evaluate import check_worthwhile, evaluate, score_documents
+from utio_jax.evaluate import Quality, evaluate, score_documents
+from utio_jax.guardrails import check_worthwhile
 
 EXECUTOR = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8)
 
@@ -27,6 +28,11 @@ def batches(model: Any) -> list[Batch]:
     return list(batches_of(windows, rows=3, widths=[16], vocab_size=64))
 
 
+def ledger_of(quality: Quality, name: str, *, budget: float | None) -> Any:
+    """Returns the row as Any: the entries that these tests read are all set."""
+    return quality.ledger(name, budget=budget, num_layers=4)
+
+
 def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
     policy, read = gated(tiny), batches(tiny)
     seen: list[tuple[Batch, np.ndarray]] = []
@@ -36,9 +42,11 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
         read,
         {"learned": policy, "full": full_depth(tiny.decoder)},
         executor=EXECUTOR,
-        observe=lambda name, batch, _, depths: seen.append((batch, depths)) if name == "learned" else None,
+        observe=lambda name, batch, _, depths: (
+            seen.append((batch, depths)) if name == "learned" else None
+        ),
     )
-    row = found["learned"].ledger("learned", budget=0.6, num_layers=4)
+    row = ledger_of(found["learned"], "learned", budget=0.6)
     nll = nll_full = tokens = predicted = decided = 0.0
     for batch, depths in seen:
         mask = np.arange(15) < batch.lengths[:, None] - 1
@@ -47,7 +55,11 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
             x = oracle(tiny.decoder, tiny.params, *map(jnp.asarray, (ids, lengths, at)))
             total = plain_nll(tiny, ids, x)[mask].sum()
             nll, nll_full = (nll + total, nll_full) if kind == "policy" else (nll, nll_full + total)
-        tokens, predicted, decided = tokens + lengths.sum(), predicted + mask.sum(), decided + depths.sum()
+        tokens, predicted, decided = (
+            tokens + lengths.sum(),
+            predicted + mask.sum(),
+            decided + depths.sum(),
+        )
     assert row.tokens == tokens
     assert found["learned"].predicted == predicted == 29 + 10 + 23 + 1
     np.testing.assert_allclose(row.nll, nll / predicted, rtol=1e-4)
@@ -58,7 +70,7 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
     assert row.depth_executed_mean >= row.depth_decided_mean
     assert row.padding_ratio == pytest.approx(row.depth_executed_mean / row.depth_decided_mean)
     assert row.involuntary_exits == 0
-    full = found["full"].ledger("full", budget=None, num_layers=4)
+    full = ledger_of(found["full"], "full", budget=None)
     assert full.flops_ratio == 1
     assert full.nll_increase_pct == pytest.approx(0, abs=1e-4)
     assert full.kl_full == pytest.approx(0, abs=1e-5)
@@ -79,7 +91,9 @@ def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any)
     found = evaluate(tiny.decoder, tiny.params, [batch], {"": policy}, executor=executor)[""]
     cost = token_cost(tiny.decoder, tiny.params)
     wanted = sum(
-        depth * (cost.query + cost.attention_per_key * (position + 1)) + 4 * cost.keys_values + cost.head
+        depth * (cost.query + cost.attention_per_key * (position + 1))
+        + 4 * cost.keys_values
+        + cost.head
         for row in depths
         for position, depth in enumerate(row)
     )
@@ -115,23 +129,38 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
 def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None:
     document = [np.arange(40) % 64]
     coarse = MicroBatches(min_bucket=64, block=64, query_block=64)
-    reason = check_worthwhile(tiny.decoder, tiny.params, gated(tiny), batch=1, width=8, executor=coarse, fractions=(0.0, 0.0, 1.0))
+    reason = check_worthwhile(
+        tiny.decoder,
+        tiny.params,
+        gated(tiny),
+        batch=1,
+        width=8,
+        executor=coarse,
+        fractions=(0.0, 0.0, 1.0),
+    )
     assert reason is not None
     assert "routing would cost" in reason
-    assert check_worthwhile(tiny.decoder, tiny.params, gated(tiny), batch=64, width=128, executor=coarse) is None
+    assert (
+        check_worthwhile(
+            tiny.decoder, tiny.params, gated(tiny), batch=64, width=128, executor=coarse
+        )
+        is None
+    )
     found = score_documents(tiny.decoder, tiny.params, document, gated(tiny), rows=1, min_tokens=65)
     assert list(found.fallbacks.values()) == [1]
     assert "fewer than the minimum of 65" in next(iter(found.fallbacks))
     assert (found.documents[0].depths == 4).all()
-    routed = score_documents(tiny.decoder, tiny.params, document, gated(tiny), rows=1, executor=EXECUTOR)
+    routed = score_documents(
+        tiny.decoder, tiny.params, document, gated(tiny), rows=1, executor=EXECUTOR
+    )
     assert not routed.fallbacks
     assert (routed.documents[0].depths < 4).any()
 
 
 def test_wrong_texts_are_refused(tiny: Any) -> None:
-    run = lambda documents, **kw: score_documents(  # noqa: E731
-        tiny.decoder, tiny.params, documents, Uniform(depth=2), **kw
-    )
+    def run(documents: list[np.ndarray], *, rows: int = 16) -> None:
+        score_documents(tiny.decoder, tiny.params, documents, Uniform(depth=2), rows=rows)
+
     with pytest.raises(ValueError, match="at least two tokens.*fewer in documents \\[1\\]"):
         run([np.arange(3), np.arange(1)])
     with pytest.raises(ValueError, match="Got no documents"):

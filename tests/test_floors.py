@@ -22,8 +22,10 @@ FLOORS = (
     {"microbatches", "capacity"},
     {"layers", "policies"},
     {"forward", "timing", "calibration"},
+    {"guardrails"},
     {"evaluate", "gates"},
     {"calibrate", "benchmark", "report"},
+    {"demo"},
     {"cli"},
     {"__init__", "__main__"},
 )

@@ -27,7 +27,9 @@ def test_score_is_the_log_likelihood_of_each_next_token_at_its_depth(tiny: Any) 
     x = oracle(tiny.decoder, tiny.params, ids, lengths, found.depths)
     wanted = plain_nll(tiny, ids, x)
     predicted = np.arange(20) < np.asarray(lengths)[:, None] - 1
-    np.testing.assert_allclose(np.asarray(found.log_likelihood)[:, :-1][predicted], -wanted[predicted], atol=1e-4)
+    np.testing.assert_allclose(
+        np.asarray(found.log_likelihood)[:, :-1][predicted], -wanted[predicted], atol=1e-4
+    )
     np.testing.assert_array_equal(np.asarray(found.predicted)[:, :-1], predicted)
     assert not np.asarray(found.log_likelihood)[~np.asarray(found.predicted)].any()
     assert np.asarray(found.predicted).sum() == 20 + 7 + 0

@@ -17,17 +17,27 @@ from utio_jax import Random, Uniform, full_depth, predictive_entropy, staircase
 from utio_jax.cost import token_cost
 
 
-def depths_of(model: Any, policy: Any, seed: int = 4, batch: int = 3, token: int = 17) -> np.ndarray:
+def depths_of(
+    model: Any, policy: Any, seed: int = 4, batch: int = 3, token: int = 17
+) -> np.ndarray:
     ids = model.tokens(batch, token, seed=seed)
     lengths = jnp.full(batch, token, jnp.int32)
     found = cases.run_staircase(
-        model.decoder, model.params, ids, lengths, policy, kv="propagate", executor=cases.SHAPES[1].executor
+        model.decoder,
+        model.params,
+        ids,
+        lengths,
+        policy,
+        kv="propagate",
+        executor=cases.SHAPES[1].executor,
     )
     return np.asarray(found.depths)
 
 
 def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -> None:
-    policy = Random(fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=(1, 2, 4))
+    policy = Random(
+        fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=(1, 2, 4)
+    )
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (64, 64)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), ids.shape)
     draws = np.asarray(policy.start(ids, positions))
@@ -43,11 +53,15 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
 
 def policy_draws(policy: Random, model: Any) -> np.ndarray:
     ids = model.tokens(3, 17, seed=4)
-    return np.asarray(policy.start(ids, jnp.broadcast_to(jnp.arange(17, dtype=jnp.int32), ids.shape)))
+    return np.asarray(
+        policy.start(ids, jnp.broadcast_to(jnp.arange(17, dtype=jnp.int32), ids.shape))
+    )
 
 
 @pytest.mark.parametrize("make", [gated, surrogate])
-def test_higher_thresholds_never_run_a_token_deeper_at_the_first_boundary(tiny: Any, make: Any) -> None:
+def test_higher_thresholds_never_run_a_token_deeper_at_the_first_boundary(
+    tiny: Any, make: Any
+) -> None:
     policy = make(tiny)
     stays = []
     for shift in (-2.0, -0.5, 0.0, 0.5, 2.0):
@@ -80,7 +94,9 @@ def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
     found = policy.score(tiny.decoder, tiny.params, x.reshape(-1, x.shape[-1])).reshape(2, 9)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     decided = np.asarray(
-        staircase(tiny.decoder, tiny.params, ids, lengths, policy, executor=cases.SHAPES[1].executor).depths
+        staircase(
+            tiny.decoder, tiny.params, ids, lengths, policy, executor=cases.SHAPES[1].executor
+        ).depths
     )
     low, high = np.asarray(policy.thresholds)
     np.testing.assert_array_equal(decided, np.select([wanted <= low, wanted <= high], [1, 2], 4))
@@ -89,7 +105,10 @@ def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
 def test_gates_are_charged(tiny: Any) -> None:
     config, cost = tiny.decoder.config, token_cost(tiny.decoder, tiny.params)
     hidden = 8
-    assert gated(tiny).flops(0, tiny.decoder, tiny.params) == 2 * config.embed_dim * hidden + 2 * hidden
+    assert (
+        gated(tiny).flops(0, tiny.decoder, tiny.params)
+        == 2 * config.embed_dim * hidden + 2 * hidden
+    )
     assert surrogate(tiny).flops(0, tiny.decoder, tiny.params) >= cost.head
     assert surrogate(tiny).flops(1, tiny.decoder, tiny.params) == 0
     assert full_depth(tiny.decoder).depths == (config.num_layers,)

@@ -63,6 +63,12 @@ def test_the_static_prefix_equals_the_oracle_even_when_it_overflows(
     assert max(error for _, error in cases.compare_cases(tiny, shape, range(24))) < 1e-4
 
 
+def assert_close(found: Any, wanted: Any) -> None:
+    """Checks equality to 1e-5 of the largest entry: the same sums, taken in another order."""
+    scale = max(1.0, float(np.abs(wanted).max(initial=0.0)))
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * scale)
+
+
 def small_case(model: Any, seed: int = 6) -> tuple[cases.Shape, jax.Array, jax.Array, jax.Array]:
     shape = cases.SHAPES[1]
     ids, lengths, depths = cases.draw(shape, model.decoder.config.vocab_size, seed)
@@ -94,8 +100,8 @@ def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
         for key in path:
             other = other[key.key]
         scale = float(jnp.abs(leaf).max())
-        assert scale > 0, path
-        np.testing.assert_allclose(other, leaf, atol=1e-4 * scale, err_msg=str(path))
+        assert scale > 0 or path[0].key == "norm", path  # The final norm comes after these states.
+        np.testing.assert_allclose(other, leaf, atol=1e-4 * max(scale, 1e-6), err_msg=str(path))
 
 
 def test_all_deep_equals_the_plain_model(tiny: Any) -> None:
@@ -112,7 +118,7 @@ def test_all_deep_equals_the_plain_model(tiny: Any) -> None:
         executor=shape.executor,
     )
     real = np.arange(shape.token) < np.asarray(lengths)[:, None]
-    np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(plain)[real], atol=1e-5)
+    assert_close(np.asarray(found.x)[real], np.asarray(plain)[real])
 
 
 def test_uniform_exits_equal_the_plain_models_states(tiny: Any) -> None:
@@ -121,7 +127,7 @@ def test_uniform_exits_equal_the_plain_models_states(tiny: Any) -> None:
     real = np.arange(shape.token) < np.asarray(lengths)[:, None]
     for depth, state in enumerate(states, start=1):
         found = staircase(tiny.decoder, tiny.params, ids, lengths, Uniform(depth=depth))
-        np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(state)[real], atol=1e-5)
+        assert_close(np.asarray(found.x)[real], np.asarray(state)[real])
 
 
 def gated(model: Any, depths: tuple[int, ...] = (1, 2, 4)) -> Learned:
@@ -208,7 +214,7 @@ def test_later_tokens_change_nothing_before_them(tiny: Any, name: str) -> None:
         changed[:, cut:] = (changed[:, cut:] + 7) % tiny.decoder.config.vocab_size
         after = run(changed)
         np.testing.assert_array_equal(after.depths[:, :cut], before.depths[:, :cut])
-        np.testing.assert_allclose(after.x[:, :cut], before.x[:, :cut], atol=1e-5)
+        assert_close(after.x[:, :cut], before.x[:, :cut])
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -231,7 +237,7 @@ def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, name: str) 
         place = int(np.flatnonzero(order == row)[0])
         for found, at in ((alone, 0), (turned, place), (wide, row), (other, row)):
             np.testing.assert_array_equal(found.depths[at, :length], together.depths[row, :length])
-            np.testing.assert_allclose(found.x[at, :length], together.x[row, :length], atol=1e-5)
+            assert_close(found.x[at, :length], together.x[row, :length])
         assert not np.asarray(wide.depths)[row, length:].any()
 
 
@@ -324,7 +330,9 @@ def test_never_copies_the_stacked_weights() -> None:
     lowered = cases.run_staircase.lower(
         decoder, params, ids, lengths, policy, kv="propagate", executor=executor
     )
-    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    temporary = memory.temp_size_in_bytes
     assert temporary < stacked / 4, f"{temporary} of {stacked} bytes"
 
 
@@ -332,18 +340,13 @@ def test_runs_inside_shard_map_row_by_row(tiny: Any) -> None:
     shape, ids, lengths, depths = small_case(tiny)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec("data")
-    run = lambda ids, lengths, depths: (
-        staircase(  # noqa: E731
-            tiny.decoder,
-            tiny.params,
-            ids,
-            lengths,
-            GivenDepths(depth_of_token=depths, depths=shape.depths),
-            executor=shape.executor,
-        ).x
-    )
+
+    def run(ids: jax.Array, lengths: jax.Array, depths: jax.Array) -> jax.Array:
+        policy = GivenDepths(depth_of_token=depths, depths=shape.depths)
+        return staircase(tiny.decoder, tiny.params, ids, lengths, policy, executor=shape.executor).x
+
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    np.testing.assert_allclose(mapped(ids, lengths, depths), run(ids, lengths, depths), atol=1e-5)
+    assert_close(mapped(ids, lengths, depths), run(ids, lengths, depths))
 
 
 @pytest.mark.parametrize(

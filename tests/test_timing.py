@@ -71,15 +71,30 @@ def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None
     steps = []
     read = batches(tiny)[:2]
     rows = measure(
-        tiny.decoder, tiny.params, read, entries, executor=EXECUTOR, rounds=2, progress=lambda: steps.append(1)
+        tiny.decoder,
+        tiny.params,
+        read,
+        entries,
+        executor=EXECUTOR,
+        rounds=2,
+        progress=lambda: steps.append(1),
     )
     assert len(steps) == count_steps(entries, read, rounds=2)
-    assert [r.policy for r in rows] == ["full", "uniform", "uniform", "learned", "random", "uniform_hull"]
+    assert [r.policy for r in rows] == [
+        "full",
+        "uniform",
+        "uniform",
+        "learned",
+        "random",
+        "uniform_hull",
+    ]
     for row in rows[:-1]:
         values = row.to_dict()
         missing = {key for key, value in values.items() if value is None}
         assert missing <= {"budget", "routing_overhead_pct"}, missing
         assert row.compiles == 0
+        assert row.speedup is not None
+        assert row.speedup_ideal is not None
         assert row.efficiency == pytest.approx(row.speedup / row.speedup_ideal)
     assert rows[-1].seconds is None
     assert rows[-1].speedup is None

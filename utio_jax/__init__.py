@@ -5,16 +5,16 @@
     from utio_jax import bucket_tokens, run_buckets     # independent items
     from utio_jax.models import load                    # the shipped model
 
-Axes, everywhere: `batch` rows; `token` along a row, in text order; `slot` a place in a packed block;
-`layer` of the stack; `head` and `kv_head`; `head_dim`; `dim` of the residual stream; `vocab`.
+Axes, everywhere: `batch` rows; `token` along a row, in text order; `slot` a place in a packed
+block; `layer` of the stack; `head` and `kv_head`; `head_dim`; `dim` of the residual stream;
+`vocab`.
 Index arrays name their frame: `token_of_slot[slot]` is a token, `bucket_of_token[token]` a bucket.
 Depths count layers; scores and thresholds are in nats unless they say otherwise.
 """
 
 from utio_jax.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
-from utio_jax.decoder import Decoder, DecoderConfig
 from utio_jax.capacity import CapacityPrefix, fit_capacities
-from utio_jax.microbatches import MicroBatches
+from utio_jax.decoder import Decoder, DecoderConfig
 from utio_jax.documents import check_tokens
 from utio_jax.forward import Scores, exit_nll, full_depth, score
 from utio_jax.importance import (
@@ -25,6 +25,7 @@ from utio_jax.importance import (
 )
 from utio_jax.layers import StaircaseResult, dense_states, oracle, staircase
 from utio_jax.ledger import Ledger
+from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Boundary, BucketPlan, Policy
 from utio_jax.policies import GivenDepths, Learned, Random, StateGate, Uniform, UtioSurrogate
 

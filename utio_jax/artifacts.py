@@ -59,15 +59,16 @@ def load_tensors(file: str | Path) -> dict[str, np.ndarray]:
         raise ValueError(f"Wanted a safetensors file at {path}. There is none.")
     if path.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(
-            f"Wanted safetensors. {path} is a pickle, which can run code when it is read. Convert it where "
-            "it came from: safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
+            f"Wanted safetensors. {path} is a pickle, which can run code when it is read. "
+            "Convert it where it came from: "
+            "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
         )
     try:
         return load_file(str(path))
     except SafetensorError as error:
         raise ValueError(
-            f"Wanted a whole safetensors file. {path} ({path.stat().st_size} bytes) is truncated or "
-            f"corrupt: {error}. Fetch or write it again."
+            f"Wanted a whole safetensors file. {path} ({path.stat().st_size} bytes) is truncated "
+            f"or corrupt: {error}. Fetch or write it again."
         ) from error
 
 

@@ -16,10 +16,10 @@ from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch
 from utio_jax.evaluate import Quality, evaluate
 from utio_jax.executors import Executor
-from utio_jax.microbatches import MicroBatches
 from utio_jax.forward import Comparison, full_depth, score, score_dense
 from utio_jax.layers import FrozenKV
 from utio_jax.ledger import Ledger
+from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
 from utio_jax.timing import Timing, routing_only, time_programs
@@ -45,7 +45,10 @@ class Entry:
 def control_entries(decoder: Decoder) -> list[Entry]:
     """Returns full depth and one `uniform` per earlier exit: what every policy is read against."""
     exits = decoder.config.exits[:-1]
-    return [Entry(policy=full_depth(decoder)), *(Entry(policy=Uniform(depth=depth)) for depth in exits)]
+    return [
+        Entry(policy=full_depth(decoder)),
+        *(Entry(policy=Uniform(depth=depth)) for depth in exits),
+    ]
 
 
 def measure(
@@ -83,7 +86,9 @@ def measure(
         if batch is batches[0]:
             depths_of[name] = depths
 
-    look = partial(evaluate, decoder, params, policies=policies, kv=kv, executor=executor, progress=progress)
+    look = partial(
+        evaluate, decoder, params, policies=policies, kv=kv, executor=executor, progress=progress
+    )
     first = look(batches[:1], observe=remember)
     rest = look(batches[1:]) if len(batches) > 1 else dict.fromkeys(policies, Quality())
 
@@ -115,7 +120,9 @@ def measure(
     rows = []
     for entry in entries:
         quality = first[entry.label] + rest[entry.label]
-        row = quality.ledger(entry.policy.name, budget=entry.budget, num_layers=decoder.config.num_layers)
+        row = quality.ledger(
+            entry.policy.name, budget=entry.budget, num_layers=decoder.config.num_layers
+        )
         rows.append(
             _with_times(
                 row,
@@ -164,8 +171,8 @@ def _with_times(
 def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
     """Returns the lower convex hull of the `uniform` rows and full depth, as a function.
 
-    It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach; None
-    below the cheapest exit.
+    It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach;
+    None below the cheapest exit.
     """
     points = sorted(
         (row.flops_ratio or 0.0, row.nll_increase_pct or 0.0)
@@ -187,7 +194,11 @@ def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, fl
 
 def _hull_row(full: Ledger, budget: float, increase_pct: float | None) -> Ledger:
     """Returns a row of what is interpolated; the rest of it was not measured."""
-    nll = None if increase_pct is None or full.nll_full is None else full.nll_full * (1 + increase_pct / 100)
+    nll = (
+        None
+        if increase_pct is None or full.nll_full is None
+        else full.nll_full * (1 + increase_pct / 100)
+    )
     return Ledger(
         policy="uniform_hull",
         budget=budget,

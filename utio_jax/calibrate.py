@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits policies to a model and a text: gates, thresholds, and which exits to use at which budget.
 
-The label is KL to full depth: dense, and free of any annotation. A budget is a target `flops_ratio`,
-everything executed included, so thresholds are fitted twice: once on the cost model, and again after
-the real pass has shown what padding and decisions add to it.
+The label is KL to full depth: dense, and free of any annotation. A budget is a target
+`flops_ratio`, everything executed included, so thresholds are fitted to the cost model first, and
+again after the real pass has shown what padding and decisions add to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import numpy as np
 
 from utio_jax.artifacts import versions
 from utio_jax.calibration import Calibration
-from utio_jax.cost import count_matmul_flops, relative_costs, token_cost
+from utio_jax.cost import count_matmul_flops, depth_flops, token_cost
 from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch
 from utio_jax.evaluate import evaluate
@@ -30,6 +31,8 @@ from utio_jax.thresholds import Thresholds, fit_thresholds
 
 BUDGETS = (0.5, 0.6, 0.75, 0.9)
 """The `flops_ratio`s that policies are fitted for by default."""
+
+_THRESHOLD_TOKENS = 120_000  # Plenty for a handful of thresholds, and seconds to sort.
 
 
 def calibrate(
@@ -69,16 +72,21 @@ def calibrate(
     gates = fit_gates(signals.states, signals.kl[:-1], seed=seed)
     apply = jax.jit(lambda gate, x: gate(x))
     predicted = np.stack(
-        [np.asarray(apply(g, x.astype(np.float32))) for g, x in zip(gates, signals.states, strict=True)]
+        [
+            np.asarray(apply(g, x.astype(np.float32)))
+            for g, x in zip(gates, signals.states, strict=True)
+        ]
     )
     cost, width = token_cost(decoder, params), batches[0].token_ids.shape[1]
-    relative = relative_costs(cost, exits, width=width, key_widths=executor.key_widths(width))
-    gate = count_matmul_flops(gates[0], jnp.zeros((1, decoder.config.embed_dim))) / relative.full
+    flops = partial(depth_flops, cost, width=width, key_widths=executor.key_widths(width))
+    full = float(flops(exits)[-1])
+    gate = count_matmul_flops(gates[0], jnp.zeros((1, decoder.config.embed_dim))) / full
+    some = np.random.default_rng(seed).permutation(signals.kl.shape[1])[:_THRESHOLD_TOKENS]
+    kl, surrogate = signals.kl[:, some], signals.surrogate[:, some]
+    share = lambda depths: flops(depths) / full  # noqa: E731
     fits: dict[str, Callable[[float], Thresholds]] = {
-        "learned": partial(_fit_learned, exits, predicted, signals.kl, relative.by_depth, gate),
-        "utio_surrogate": partial(
-            _fit_surrogate, exits, signals.surrogate, signals.kl, relative.by_depth, cost.head / relative.full
-        ),
+        "learned": partial(_fit_learned, exits, predicted[:, some], kl, share, gate),
+        "utio_surrogate": partial(_fit_surrogate, exits, surrogate, kl, share, cost.head / full),
     }
     entries: dict[str, dict[float, Thresholds]] = {name: {} for name in fits}
     fitted = Calibration(
@@ -96,7 +104,9 @@ def calibrate(
                 entries[name][budget] = fit(target)
                 for _ in range(2):
                     policy = fitted.policy(name, budget)
-                    real = evaluate(decoder, params, sample, {name: policy}, executor=executor)[name]
+                    real = evaluate(decoder, params, sample, {name: policy}, executor=executor)[
+                        name
+                    ]
                     target += budget - real.flops / real.flops_full
                     entries[name][budget] = fit(target)
             except ValueError as error:
@@ -129,49 +139,78 @@ def _fit_learned(
     exits: Sequence[int],
     predicted: np.ndarray,
     kl: np.ndarray,
-    cost_of_depth: np.ndarray,
+    share: Callable[[Sequence[int]], np.ndarray],
     gate: float,
     budget: float,
 ) -> Thresholds:
-    return fit_thresholds(
-        predicted,
-        kl,
-        depths=exits,
-        cost_of_depth=cost_of_depth,
-        cost_of_gate=np.full(len(exits) - 1, gate),
-        budget=budget,
-    )
+    """Tries each of the last exits as the deepest: nobody then pays for K/V beyond it."""
+    found = []
+    for last in range(max(2, len(exits) // 2), len(exits) + 1):
+        depths = exits[:last]
+        costs = share(depths)
+        if costs[0] + gate > budget:
+            continue
+        fit = fit_thresholds(
+            predicted[: last - 1],
+            kl[:last],
+            depths=depths,
+            cost_of_depth=costs,
+            cost_of_gate=np.full(last - 1, gate),
+            budget=budget,
+        )
+        scores = dict(zip(exits, predicted, strict=False))
+        found.append((_harm(fit, scores, dict(zip(exits, kl, strict=True))), fit))
+    return _best(found, "learned", share(exits[:2])[0] + gate, budget)
 
 
 def _fit_surrogate(
     exits: Sequence[int],
     surrogate: np.ndarray,
     kl: np.ndarray,
-    cost_of_depth: np.ndarray,
+    share: Callable[[Sequence[int]], np.ndarray],
     head: float,
     budget: float,
 ) -> Thresholds:
     """Tries the first three exits as the floor, where the score is taken once and costs a head."""
     found = []
-    for first in range(min(3, len(exits) - 1)):
-        boundaries = len(exits) - 1 - first
-        if budget < cost_of_depth[first] + head:
+    kl_at = dict(zip(exits, kl, strict=True))
+    for first, last in itertools.product(range(min(3, len(exits) - 1)), range(2, len(exits) + 1)):
+        depths, costs = exits[first:last], share(exits[:last])[first:]
+        if len(depths) < 2 or costs[0] + head > budget:
             continue
         fit = fit_thresholds(
-            np.broadcast_to(surrogate[first], (boundaries, kl.shape[1])),
-            kl[first:],
-            depths=exits[first:],
-            cost_of_depth=cost_of_depth[first:],
-            cost_of_gate=np.concatenate([[head], np.zeros(boundaries - 1)]),
-            budget=budget,
+            np.broadcast_to(surrogate[first], (len(depths) - 1, kl.shape[1])),
+            kl[first:last],
+            depths=depths,
+            cost_of_depth=costs,
+            cost_of_gate=np.zeros(len(depths) - 1),
+            budget=budget - head,  # Spent at the floor, whoever leaves there.
         )
-        if fit.depths[0] == exits[first]:  # Else nobody leaves at the floor, and there is no score.
-            left = [surrogate[first] <= threshold for threshold in fit.thresholds]
-            harm = np.select(left, [kl[exits.index(depth)] for depth in fit.depths[:-1]], default=0.0)
-            found.append((float(harm.mean()), fit))
+        if fit.depths[0] != exits[first]:  # Nobody leaves at the floor; the score is still taken.
+            fit = Thresholds(
+                depths=(exits[first], *fit.depths),
+                thresholds=(-1e30, *fit.thresholds),  # JSON has no infinity.
+                fractions=(0.0, *fit.fractions),
+            )
+        scores = dict.fromkeys(exits, surrogate[first])
+        found.append((_harm(fit, scores, kl_at), fit))
+    return _best(found, "utio_surrogate", share(exits)[0] + head, budget)
+
+
+def _harm(fit: Thresholds, scores: Mapping[int, np.ndarray], kl: Mapping[int, np.ndarray]) -> float:
+    """Returns the mean KL of stopping where `fit` says."""
+    harm = kl[fit.depths[-1]]
+    for depth, threshold in reversed(list(zip(fit.depths, fit.thresholds, strict=False))):
+        harm = np.where(scores[depth] <= threshold, kl[depth], harm)
+    return float(harm.mean())
+
+
+def _best(
+    found: Sequence[tuple[float, Thresholds]], name: str, cheapest: float, budget: float
+) -> Thresholds:
     if not found:
         raise ValueError(
-            f"Wanted a budget that utio_surrogate can reach: at least {cost_of_depth[0] + head:.3f} here. "
+            f"Wanted a budget that {name} can reach: at least {cheapest:.3f} here. "
             f"Got {budget:.3f}."
         )
     return min(found, key=lambda pair: pair[0])[1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fitted policies as files: `policies.json` and `policies.safetensors`, tied to one model's weights."""
+"""Fitted policies as `policies.json` and `policies.safetensors`, tied to one model's weights."""
 
 from __future__ import annotations
 
@@ -62,12 +62,14 @@ class Calibration:
         """
         known = {"random", *self.entries}
         if name not in known:
-            raise ValueError(f"Wanted a policy of full, uniform, {', '.join(sorted(known))}. Got {name!r}.")
+            raise ValueError(
+                f"Wanted a policy of full, uniform, {', '.join(sorted(known))}. Got {name!r}."
+            )
         fitted = self.entries["learned" if name == "random" else name]
         if budget not in fitted:
             raise ValueError(
-                f"Wanted a budget of {sorted(fitted)}, for which {name!r} was calibrated. Got {budget}. "
-                "`utio-jax calibrate --budgets ...` fits others."
+                f"Wanted a budget of {sorted(fitted)}, for which {name!r} was calibrated. "
+                f"Got {budget}. `utio-jax calibrate --budgets ...` fits others."
             )
         return fitted[budget]
 
@@ -95,7 +97,9 @@ def load_calibration(folder: str | Path, *, model_sha256: str) -> Calibration:
     """
     path = Path(folder) / "policies.json"
     if not path.is_file():
-        raise ValueError(f"Wanted a calibration at {path}. There is none. `utio-jax calibrate` writes one.")
+        raise ValueError(
+            f"Wanted a calibration at {path}. There is none. `utio-jax calibrate` writes one."
+        )
     try:
         stored = json.loads(path.read_text())
         entries = {
@@ -107,11 +111,13 @@ def load_calibration(folder: str | Path, *, model_sha256: str) -> Calibration:
         }
         owner = stored["info"]["model_sha256"]
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"Wanted a calibration at {path}. It cannot be read: {error!r}.") from error
+        raise ValueError(
+            f"Wanted a calibration at {path}. It cannot be read: {error!r}."
+        ) from error
     if owner != model_sha256:
         raise ValueError(
-            f"Wanted a calibration of the model with SHA-256 {model_sha256[:12]}. {path} belongs to "
-            f"{owner[:12]}. Calibrate this model: utio-jax calibrate."
+            f"Wanted a calibration of the model with SHA-256 {model_sha256[:12]}. {path} belongs "
+            f"to {owner[:12]}. Calibrate this model: utio-jax calibrate."
         )
     tensors = nest(load_tensors(Path(folder) / "policies.safetensors"))
     return Calibration(
@@ -120,6 +126,8 @@ def load_calibration(folder: str | Path, *, model_sha256: str) -> Calibration:
             int(depth): StateGate(**{k: jnp.asarray(v) for k, v in gate.items()})
             for depth, gate in tensors["gates"].items()
         },
-        mean_states={int(depth): jnp.asarray(mean) for depth, mean in tensors["mean_states"].items()},
+        mean_states={
+            int(depth): jnp.asarray(mean) for depth, mean in tensors["mean_states"].items()
+        },
         info=stored["info"],
     )

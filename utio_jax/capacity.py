@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +52,8 @@ class CapacityPrefix:
     def pack(self, segment: int, live: Bool[Array, "batch token"]) -> PrefixSlots:
         if segment >= len(self.capacities):
             raise ValueError(
-                f"Wanted a capacity for each of the policy's depths. Got {len(self.capacities)} capacities."
+                "Wanted a capacity for each of the policy's depths. "
+                f"Got {len(self.capacities)} capacities."
             )
         batch, width = live.shape
         ahead = jnp.cumsum(live, axis=1, dtype=jnp.int32)
@@ -61,7 +61,9 @@ class CapacityPrefix:
         slot_of_token = jnp.where(live, ahead, behind) - 1
         rows = jnp.arange(batch)[:, None]
         tokens = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), live.shape)
-        token_of_slot = jnp.zeros_like(tokens).at[rows, slot_of_token].set(tokens, unique_indices=True)
+        token_of_slot = (
+            jnp.zeros_like(tokens).at[rows, slot_of_token].set(tokens, unique_indices=True)
+        )
         return PrefixSlots(
             token_of_slot=token_of_slot, live=live, capacity=min(self.capacities[segment], width)
         )
@@ -70,12 +72,18 @@ class CapacityPrefix:
         """Returns `[width]`: a static prefix attends over whole rows."""
         return [width]
 
-    def _choose(self, slots: PrefixSlots, run: Callable[[int], Callable[[], Any]]) -> Any:
-        """Returns `run(capacity)()`, or `run(width)()` where a row's live tokens do not fit."""
+    def _choose(
+        self, slots: PrefixSlots, run: Callable[[int], Callable[[], jax.Array]], nothing: jax.Array
+    ) -> jax.Array:
+        """Returns `run(capacity)()`, or `run(width)()` where a row's live tokens do not fit.
+
+        `nothing` is the result of an empty prefix.
+        """
         width = slots.live.shape[1]
         if slots.capacity == width:
             return run(width)()
-        return jax.lax.cond(self._overflows(slots), run(width), run(slots.capacity))
+        fits = run(slots.capacity) if slots.capacity else lambda: nothing
+        return jax.lax.cond(self._overflows(slots), run(width), fits)
 
     def _overflows(self, slots: PrefixSlots) -> Bool[Array, ""]:
         return jnp.max(jnp.sum(slots.live, axis=1)) > slots.capacity
@@ -103,7 +111,9 @@ class CapacityPrefix:
 
             def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
                 layer = layer_at(decoder, params, index)
-                keys, values = (rows(y, width) for y in decoder.keys_values(layer, flat(x), flat(places)))
+                keys, values = (
+                    rows(y, width) for y in decoder.keys_values(layer, flat(x), flat(places))
+                )
                 block = gather(x, tokens)
                 block_places = jax.tree.map(lambda leaf: gather(leaf, tokens), places)
                 queries = rows(decoder.queries(layer, flat(block), flat(block_places)), size)
@@ -114,22 +124,29 @@ class CapacityPrefix:
 
             return lambda: jax.lax.fori_loop(*layers, run_layer, x)
 
-        return self._choose(slots, run)
+        return self._choose(slots, run, x)
 
-    def map_slots(self, slots: PrefixSlots, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    def map_slots(
+        self, slots: PrefixSlots, function: Callable[..., jax.Array], *arrays: jax.Array
+    ) -> jax.Array:
         batch, width = slots.live.shape
+        block = [jax.ShapeDtypeStruct((1, *a.shape[2:]), a.dtype) for a in arrays]
+        shape = jax.eval_shape(function, *block)
+        empty = jnp.zeros((batch, width, *shape.shape[1:]), shape.dtype)
 
         def run(size: int) -> Callable[[], jax.Array]:
             def on_prefix() -> jax.Array:
                 tokens = slots.token_of_slot[:, :size]
-                new = function(*(flat(jax.vmap(lambda row, order: row[order])(a, tokens)) for a in arrays))
-                results = jnp.zeros((batch, width, *new.shape[1:]), new.dtype)
+                gather = jax.vmap(lambda row, order: row[order])
+                new = function(*(flat(gather(a, tokens)) for a in arrays))
                 new = new.reshape(batch, size, *new.shape[1:])
-                return jax.vmap(lambda row, order, new: row.at[order].set(new))(results, tokens, new)
+                keep = gather(slots.live, tokens).reshape(batch, size, *(1,) * (new.ndim - 2))
+                new = jnp.where(keep, new, jnp.zeros((), new.dtype))
+                return jax.vmap(lambda row, order, new: row.at[order].set(new))(empty, tokens, new)
 
             return on_prefix
 
-        return self._choose(slots, run)
+        return self._choose(slots, run, empty)
 
     def work(self, slots: PrefixSlots, layers: int, only_live_keys: bool) -> Work:
         batch, width = slots.live.shape

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`utio-jax`: demo, score, calibrate, train. Tables go to stderr; stdout ends with one line of JSON."""
+"""`utio-jax`: demo, score, calibrate, train. Tables go to stderr, one line of JSON to stdout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ImportError:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Reads the standard library's test documents with the shipped model, every policy, four budgets.
+    """Reads the standard library's test documents under every policy, at four budgets.
 
     Attributes:
       model: a model folder with a calibration, or the shipped model's name.
@@ -40,71 +40,23 @@ class Demo:
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from rich.console import Console
-
-        from utio_jax.benchmark import Entry, control_entries, count_steps, measure, uniform_hull
-        from utio_jax.documents import Batch
+        from utio_jax.demo import run_demo
         from utio_jax.models import load
-        from utio_jax.report import ledger_table, plot_pareto
 
         started = time.perf_counter()
-        console = Console(stderr=True)
         model = load(self.model)
         documents, described = _documents(self.text, "test")
-        calibration = model.calibration
-        config = model.decoder.config
-        rows, width = 16, min(512, config.context_length)
-        ids = np.concatenate(model.encode([document.text for document in documents]))
-        wanted = self.batches * rows
-        windows = len(ids) // width
-        if windows < rows:
-            raise ValueError(
-                f"Wanted a text of at least {rows * width} tokens, one batch. Got {len(ids)}. Add files with --text."
-            )
-        wanted = min(wanted, windows // rows * rows)
-        chosen = np.random.default_rng(self.seed).permutation(windows)[:wanted]
-        cut = np.stack([ids[w * width : (w + 1) * width] for w in chosen]).astype(np.int32)
-        batches = [
-            Batch(
-                token_ids=cut[start : start + rows],
-                lengths=np.full(rows, width, np.int32),
-                window=np.arange(start, start + rows),
-            )
-            for start in range(0, wanted, rows)
-        ]
-        budgets = sorted(calibration.entries["learned"])
-        fitted = [
-            Entry(policy=calibration.policy(name, budget), budget=budget)
-            for name in ("random", "utio_surrogate", "learned")
-            for budget in budgets
-            if name == "random" or budget in calibration.entries[name]
-        ]
-        entries = [*control_entries(model.decoder), *fitted]
-        console.print(
-            f"{len(documents)} documents of the test text, {wanted} windows of {width} tokens; "
-            f"{config.num_layers} layers, exits {config.exits}"
+        found = run_demo(
+            model,
+            [document.text for document in documents],
+            batches=self.batches,
+            rounds=self.rounds,
+            seed=self.seed,
+            out=self.out,
+            bar=_bar,
         )
-        with _bar(count_steps(entries, batches, rounds=self.rounds), "reading and timing") as step:
-            found = measure(
-                model.decoder, model.params, batches, entries, rounds=self.rounds, progress=step
-            )
-        hull = uniform_hull(found)
-        console.print(ledger_table(found, title="Loss, cost and time of 16 x 512 tokens", hull=hull))
-        pareto = self.out / "pareto.png"
-        plot_pareto(found, pareto, title=f"{wanted * width} tokens of Python source, {config.num_layers} layers")
-        picture = self.out / "depths.png"
-        _draw_depths(model, calibration.policy("learned", _nearest(budgets, 0.6)), picture)
-        console.print(f"Pictures: {pareto}, {picture}")
-        return {
-            "command": "demo",
-            "seconds_total": round(time.perf_counter() - started, 1),
-            "text": described,
-            "pictures": [str(pareto), str(picture)],
-            "rows": [
-                row.to_dict() | {"hull_nll_increase_pct": None if row.flops_ratio is None else hull(row.flops_ratio)}
-                for row in found
-            ],
-        }
+        total = round(time.perf_counter() - started, 1)
+        return {"command": "demo", "seconds_total": total, "text": described, **found}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,7 +186,9 @@ class Calibrate:
         documents, described = _documents(self.text, "calibrate")
         windows = windows_of(model.encode([d.text for d in documents]), width=config.context_length)
         batches = list(
-            batches_of(windows, rows=16, widths=[config.context_length], vocab_size=config.vocab_size)
+            batches_of(
+                windows, rows=16, widths=[config.context_length], vocab_size=config.vocab_size
+            )
         )
         fitted = calibrate(
             model.decoder,
@@ -244,7 +198,9 @@ class Calibrate:
             text=described,
             budgets=self.budgets,
             seed=self.seed,
-            progress=lambda what: print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr),
+            progress=lambda what: print(
+                f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr
+            ),
         )
         out = self.out if self.out is not None else model.folder
         fitted.save(out)
@@ -304,44 +260,19 @@ def _read_token_ids(file: Path) -> list[np.ndarray]:
         raise ValueError(f"{wanted}, in {file}. {error.strerror}.") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{wanted}, in {file}. It is not JSON: {error}.") from error
-    good = isinstance(stored, list) and stored and all(
-        isinstance(ids, list) and ids and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-        for ids in stored
+    good = (
+        isinstance(stored, list)
+        and stored
+        and all(
+            isinstance(ids, list)
+            and ids
+            and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+            for ids in stored
+        )
     )
     if not good:
         raise ValueError(f"{wanted}, none of them empty, in {file}. Got something else.")
     return [np.asarray(ids, np.int64) for ids in stored]
-
-
-def _draw_depths(model: Any, policy: Any, file: Path) -> None:
-    """Draws the beginning of this project's own `executors.py` in the colours of its tokens' depths."""
-    import jax
-
-    from utio_jax import executors
-    from utio_jax.forward import score
-    from utio_jax.report import plot_depths
-
-    text = "\n".join(Path(executors.__file__).read_text().split("\n")[:64])
-    encoded = model.tokenizer.encode(text, add_special_tokens=False)
-    config = model.decoder.config
-    count = min(len(encoded.ids), config.context_length - 1)
-    ids = np.asarray([[config.bos_id or 0, *encoded.ids[:count]]], np.int32)
-    run = jax.jit(score, static_argnums=0)
-    depths = np.asarray(run(model.decoder, model.params, ids, np.asarray([count + 1], np.int32), policy).depths)
-    offsets = encoded.offsets[:count]
-    # A token's depth is what it took to predict what follows it; colour the token that was read.
-    plot_depths(
-        text[: offsets[-1][1]],
-        offsets,
-        depths[0, 1:].tolist(),
-        file,
-        levels=policy.depths,
-        title=f"utio_jax/executors.py: layers that each token ran ({policy.name}, mean {depths[0, 1:].mean():.1f} of {config.num_layers})",
-    )
-
-
-def _nearest(values: list[float], target: float) -> float:
-    return min(values, key=lambda value: abs(value - target))
 
 
 def _bar(total: int | None, what: str) -> Any:
@@ -373,7 +304,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except ImportError as error:
         extra = "train" if "orbax" in str(error) else "cli"
-        print(f"utio-jax: {error}. Install the extra: pip install 'utio-jax[{extra}]'", file=sys.stderr)
+        print(
+            f"utio-jax: {error}. Install the extra: pip install 'utio-jax[{extra}]'",
+            file=sys.stderr,
+        )
         return 2
     print(json.dumps(result))
     return 0

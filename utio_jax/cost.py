@@ -196,20 +196,18 @@ def expected_flops(
     return total
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RelativeCosts:
-    """Costs of depths per token: `by_depth` as shares of `full`, which is in FLOPs."""
-
-    by_depth: np.ndarray
-    full: float
-
-
-def relative_costs(
+def depth_flops(
     cost: TokenCost, depths: Sequence[int], *, width: int, key_widths: Sequence[int]
-) -> RelativeCosts:
-    """Returns what a token costs at each depth, frozen K/V and head included, gates not."""
+) -> np.ndarray:
+    """Returns a token's mean FLOPs at each depth: layers, K/V up to the last depth, and the head.
+
+    Args:
+      cost: of one token.
+      depths: where tokens may stop; frozen tokens pay for K/V up to the last of these.
+      width: tokens per row.
+      key_widths: numbers of keys that the program can attend over, ascending.
+    """
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(width), side="right")].mean()
     frozen = depths[-1] * cost.keys_values + cost.head
-    flops = np.asarray(depths) * (cost.query + cost.attention_per_key * keys) + frozen
-    return RelativeCosts(by_depth=flops / flops[-1], full=float(flops[-1]))
+    return np.asarray(depths) * (cost.query + cost.attention_per_key * keys) + frozen

@@ -18,18 +18,23 @@ def check_tokens(token_ids: Any, lengths: Any, *, vocab_size: int) -> tuple[np.n
     """
     ids, ends = np.asarray(token_ids), np.asarray(lengths)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"Wanted integer token_ids [batch, token]. Got shape {ids.shape}, dtype {ids.dtype}.")
+        raise ValueError(
+            f"Wanted integer token_ids [batch, token]. Got shape {ids.shape}, dtype {ids.dtype}."
+        )
     if ends.shape != ids.shape[:1] or not np.issubdtype(ends.dtype, np.integer):
         raise ValueError(
-            f"Wanted one integer length per row, shape {ids.shape[:1]}. Got shape {ends.shape}, dtype {ends.dtype}."
+            f"Wanted one integer length per row, shape {ids.shape[:1]}. "
+            f"Got shape {ends.shape}, dtype {ends.dtype}."
         )
     if ends.size and (ends.min() < 0 or ends.max() > ids.shape[1]):
-        raise ValueError(f"Wanted lengths between 0 and {ids.shape[1]}. Got {ends.min()} to {ends.max()}.")
+        raise ValueError(
+            f"Wanted lengths between 0 and {ids.shape[1]}. Got {ends.min()} to {ends.max()}."
+        )
     real = ids[np.arange(ids.shape[1]) < ends[:, None]]
     if real.size and (real.min() < 0 or real.max() >= vocab_size):
         raise ValueError(
-            f"Wanted token ids from 0 to {vocab_size - 1}, the model's vocabulary. Got {real.min()} to "
-            f"{real.max()}. Is this another model's tokenizer?"
+            f"Wanted token ids from 0 to {vocab_size - 1}, the model's vocabulary. "
+            f"Got {real.min()} to {real.max()}. Is this another model's tokenizer?"
         )
     return ids.astype(np.int32), ends.astype(np.int32)
 
@@ -83,7 +88,9 @@ def batches_of(
         longest = len(windows[chosen[0]])
         fitting = [width for width in sorted(widths) if width >= longest]
         if not fitting:
-            raise ValueError(f"Wanted windows of at most {max(widths)} tokens. Got one of {longest}.")
+            raise ValueError(
+                f"Wanted windows of at most {max(widths)} tokens. Got one of {longest}."
+            )
         ids = np.zeros((rows, fitting[0]), np.int32)
         lengths, names = np.zeros(rows, np.int32), np.full(rows, -1)
         for row, index in enumerate(chosen):

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.cost import expected_flops, ideal_flops, pass_flops, token_cost
+from utio_jax.cost import ideal_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch, batches_of, windows_of
 from utio_jax.executors import Executor, Work
-from utio_jax.microbatches import MicroBatches
 from utio_jax.forward import Comparison, compare_states, full_depth
+from utio_jax.guardrails import check_worthwhile
 from utio_jax.layers import FrozenKV, staircase
 from utio_jax.ledger import Ledger
+from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 
 
@@ -62,7 +63,9 @@ class Quality:
             if field.name != "histogram"
         }
         depths = sorted({*self.histogram, *other.histogram})
-        added["histogram"] = {d: self.histogram.get(d, 0) + other.histogram.get(d, 0) for d in depths}
+        added["histogram"] = {
+            d: self.histogram.get(d, 0) + other.histogram.get(d, 0) for d in depths
+        }
         return Quality(**added)
 
     def ledger(self, policy: str, *, budget: float | None, num_layers: int) -> Ledger:
@@ -75,7 +78,9 @@ class Quality:
             num_layers=num_layers,
             depth_decided_mean=decided / self.tokens,
             depth_executed_mean=self.query_layers / self.tokens,
-            depth_histogram={str(d): round(n / self.tokens, 6) for d, n in self.histogram.items() if n},
+            depth_histogram={
+                str(d): round(n / self.tokens, 6) for d, n in self.histogram.items() if n
+            },
             involuntary_stays=0,
             involuntary_exits=0,
             nll_full=self.nll_full / self.predicted,
@@ -101,7 +106,7 @@ def evaluate(
     observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Quality]:
-    """Returns each policy's quality and cost on the same batches, compared with one full-depth pass.
+    """Returns each policy's quality and cost on the same batches, against one full-depth pass.
 
     Args:
       decoder: the model.
@@ -161,47 +166,8 @@ def evaluate(
 def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
     """Returns the FLOPs of a pass's decisions."""
     per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
-    return float(sum(f * float(n) for f, n in zip(per_slot, np.asarray(work.decisions)[:-1], strict=True)))
-
-
-def check_worthwhile(
-    decoder: Decoder,
-    params: Params,
-    policy: Policy,
-    *,
-    batch: int,
-    width: int,
-    executor: Executor = MicroBatches(),
-    fractions: Sequence[float] | None = None,
-    min_tokens: int = 0,
-) -> str | None:
-    """Returns why routing cannot pay at a shape, or None where it can.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      policy: what would route.
-      batch: rows.
-      width: tokens per row.
-      executor: how it would run.
-      fractions: expected share of tokens at each of the policy's depths; by default the best case,
-        in which everybody stops at the first.
-      min_tokens: smallest pass that is routed at all.
-    """
-    if batch * width < min_tokens:
-        return f"{batch} x {width} tokens are fewer than the minimum of {min_tokens}"
-    cost = token_cost(decoder, params)
-    shares = fractions if fractions is not None else [1.0] + [0.0] * (len(policy.depths) - 1)
-    layers = decoder.config.num_layers
-    shape = {"batch": batch, "width": width, "min_bucket": executor.min_bucket}
-    full = expected_flops(cost, **shape, depths=(layers,), fractions=(1.0,))
-    gates = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
-    routed = expected_flops(cost, **shape, depths=policy.depths, fractions=shares, gates=gates)
-    if routed < full or policy.depths == (layers,):
-        return None
-    return (
-        f"at {batch} x {width} tokens in buckets of {executor.min_bucket} routing would cost "
-        f"{routed / full:.2f} of the full pass' FLOPs"
+    return float(
+        sum(f * float(n) for f, n in zip(per_slot, np.asarray(work.decisions)[:-1], strict=True))
     )
 
 
@@ -251,7 +217,7 @@ def score_documents(
     Args:
       decoder: the model.
       params: its parameters.
-      documents: token ids `[token]` each, at least two of them; longer than the context: in windows.
+      documents: token ids `[token]` each, at least two; longer than the context: in windows.
       policy: who runs how deep.
       rows: per pass.
       kv: what others see of frozen tokens.
@@ -303,7 +269,14 @@ def score_documents(
             fallbacks[reason] = fallbacks.get(reason, 0) + 1
         used = policy if reason is None else full_depth(decoder)
         found = evaluate(
-            decoder, params, [batch], {"": used}, kv=kv, executor=executor, observe=observe, progress=progress
+            decoder,
+            params,
+            [batch],
+            {"": used},
+            kv=kv,
+            executor=executor,
+            observe=observe,
+            progress=progress,
         )
         total += found[""]
     ends = np.cumsum([len(of_one) for of_one in cut])
@@ -321,12 +294,12 @@ def score_documents(
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
-def _run(decoder, params, ids, lengths, policy, *, kv, executor):  # type: ignore[no-untyped-def]
+def _run(decoder, params, ids, lengths, policy, *, kv, executor):
     return staircase(decoder, params, ids, lengths, policy, kv=kv, executor=executor)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
-def _run_and_compare(decoder, params, ids, lengths, policy, x_full, *, kv, executor):  # type: ignore[no-untyped-def]
+def _run_and_compare(decoder, params, ids, lengths, policy, x_full, *, kv, executor):
     result = staircase(decoder, params, ids, lengths, policy, kv=kv, executor=executor)
     comparison = compare_states(decoder, params, ids, lengths, result.x, x_full)
     return result.depths, result.work, comparison

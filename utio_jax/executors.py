@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs the live tokens of a segment: the executors' contract, and what they share.
 
-An executor changes cost, never results. It packs the live tokens into slots, applies layers to them,
-and leaves all other tokens' states alone. `utio_jax.microbatches` runs blocks in traced loops;
-`utio_jax.capacity` a static prefix, through which gradients flow.
+An executor changes cost, never results. It packs the live tokens into slots, applies layers to
+them, and leaves all other tokens' states alone. `utio_jax.microbatches` runs blocks in traced
+loops; `utio_jax.capacity` a static prefix, through which gradients flow.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
     every call (28 ms against 4 for 6 of 12 layers), indexing reads one layer where it is.
     """
     return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), decoder.layers(params)
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
+        decoder.layers(params),
     )
 
 
@@ -84,12 +85,14 @@ class Executor(Protocol):
     ) -> Float[Array, "batch token dim"]:
         """Returns the states after layers `[start, stop)`; tokens without a slot are unchanged.
 
-        Keys are seen where `keys_shown`; with `only_live_keys` none but the slots' own are projected.
+        Keys are seen where `keys_shown`; with `only_live_keys` only the slots' own are projected.
         """
         ...
 
-    def map_slots(self, slots: Any, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        """Returns `function` of the live tokens' `[slot, ...]` blocks, in token order; elsewhere 0."""
+    def map_slots(
+        self, slots: Any, function: Callable[..., jax.Array], *arrays: jax.Array
+    ) -> jax.Array:
+        """Returns `function` of the live tokens' `[slot, ...]` blocks, in token order; else 0."""
         ...
 
     def work(self, slots: Any, layers: int, only_live_keys: bool) -> Work:

@@ -13,12 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, Params
 from utio_jax.executors import Executor, Work
-from utio_jax.microbatches import MicroBatches
 from utio_jax.layers import FrozenKV, StaircaseResult, dense_states, staircase
+from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
 
-# Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] does not.
+# Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] not.
 _HEAD_BLOCK = 128
 
 
@@ -52,7 +52,7 @@ def score(
 ) -> Scores:
     """Returns every token's log-likelihood with the depth that the policy gives it.
 
-    Pure; jit it with `decoder`, `kv` and `executor` static. Padding beyond `lengths` changes nothing.
+    Pure; jit it with `decoder`, `kv` and `executor` static. Padding past `lengths` changes nothing.
 
     Args:
       decoder: the model.
@@ -68,7 +68,10 @@ def score(
 
 
 def score_dense(
-    decoder: Decoder, params: Params, token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
 ) -> Scores:
     """Returns the same at full depth by the plain program: all rows at once, layer by layer."""
     depth = decoder.config.num_layers
@@ -86,7 +89,11 @@ def score_dense(
 
 
 def _scores(
-    decoder: Decoder, params: Params, token_ids: jax.Array, lengths: jax.Array, result: StaircaseResult
+    decoder: Decoder,
+    params: Params,
+    token_ids: jax.Array,
+    lengths: jax.Array,
+    result: StaircaseResult,
 ) -> Scores:
     with jax.named_scope("head"):
         nll, predicted = _next_token_nll(decoder, params, token_ids, lengths, result.x)
@@ -101,7 +108,7 @@ def _scores(
 def _next_token_nll(
     decoder: Decoder, params: Params, token_ids: jax.Array, lengths: jax.Array, x: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the negative log-likelihood of each next token, 0 where there is none, and where there is."""
+    """Returns the negative log-likelihood of each next token, else 0, and where there is one."""
     labels, predicted = labels_of(token_ids, lengths)
 
     def block(x: jax.Array, label: jax.Array) -> jax.Array:
@@ -121,7 +128,7 @@ def labels_of(
 
 
 def map_blocks(function: Callable[..., Any], *arrays: Array) -> Any:
-    """Returns `function` of `[batch, token, ...]` arrays, applied to blocks of tokens `[token, ...]`."""
+    """Returns `function` of `[batch, token, ...]` arrays, applied in blocks `[token, ...]`."""
     lead = arrays[0].shape[:2]
     total = lead[0] * lead[1]
     size = min(_HEAD_BLOCK, total)
@@ -133,7 +140,9 @@ def map_blocks(function: Callable[..., Any], *arrays: Array) -> Any:
         for a in arrays
     ]
     mapped = jax.lax.map(lambda xs: function(*xs), tuple(blocks))
-    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:total].reshape(*lead, *y.shape[2:]), mapped)
+    return jax.tree.map(
+        lambda y: y.reshape(-1, *y.shape[2:])[:total].reshape(*lead, *y.shape[2:]), mapped
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -162,7 +171,7 @@ def compare_states(
     x: Float[Array, "batch token dim"],
     x_full: Float[Array, "batch token dim"],
 ) -> Comparison:
-    """Returns what states `x` cost in quality against full-depth states `x_full`, teacher-forced."""
+    """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced."""
     labels, predicted = labels_of(token_ids, lengths)
 
     def block(x: jax.Array, x_full: jax.Array, label: jax.Array) -> Comparison:
@@ -182,9 +191,12 @@ def compare_states(
 
 
 def exit_nll(
-    decoder: Decoder, params: Params, token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
 ) -> Float[Array, "exit batch token"]:
-    """Returns each exit's negative log-likelihood of the next token, nats; 0 where none is predicted.
+    """Returns each exit's negative log-likelihood of the next token, nats; 0 where there is none.
 
     The losses of truncating the model at each of its exits, from one pass.
     """

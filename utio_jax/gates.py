@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -37,7 +38,7 @@ class Signals:
 
 
 @partial(jax.jit, static_argnums=0)
-def _exit_signals(decoder, params, ids, lengths):  # type: ignore[no-untyped-def]
+def _exit_signals(decoder, params, ids, lengths):
     states = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
     compare = partial(compare_states, decoder, params, ids, lengths, x_full=states[-1])
     return jnp.stack(states[:-1]), jnp.stack([compare(x=x).kl for x in states])
@@ -58,12 +59,15 @@ def collect_signals(
     exits = decoder.config.exits
     if len(exits) < 2:
         raise ValueError(
-            f"Wanted a model with an exit before its last layer {exits[-1]}. Got exits={exits}. Name "
-            "exits in its config; stock models need exits fitted first."
+            "Wanted a model with an exit before its last layer "
+            f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
+            "config; stock models need exits fitted first."
         )
     states, divergences = [], []
     for batch in batches:
-        x, kl = _exit_signals(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        x, kl = _exit_signals(
+            decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+        )
         predicted = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
         states.append(np.asarray(x.astype(jnp.float16))[:, predicted])
         divergences.append(np.asarray(kl)[:, predicted])
@@ -121,32 +125,41 @@ def fit_gates(
 
     exits, tokens, dim = states.shape
     keys = jax.random.split(jax.random.key(seed), exits)
-    gates = jax.vmap(
-        lambda key: StateGate(
+
+    # Optax's types know no dataclasses: to it, gates are Any.
+    def start(key: jax.Array) -> Any:
+        return StateGate(
             hidden=jax.random.normal(key, (dim, hidden)) * dim**-0.5,
             hidden_bias=jnp.zeros(hidden),
             output=jax.random.normal(jax.random.fold_in(key, 1), (hidden,)) * hidden**-0.5,
             output_bias=jnp.zeros(()),
         )
-    )(keys)
+
+    gates = jax.vmap(start)(keys)
     optimizer = optax.adam(optax.linear_schedule(learning_rate, 0.0, steps))
 
     def loss(gates: StateGate, x: jax.Array, target: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.mean((jax.vmap(lambda gate, x: gate(x))(gates, x) - target) ** 2, axis=1))
+        return jnp.sum(
+            jnp.mean((jax.vmap(lambda gate, x: gate(x))(gates, x) - target) ** 2, axis=1)
+        )
 
     @jax.jit
-    def update(gates: StateGate, state: Any, x: jax.Array, target: jax.Array) -> tuple[StateGate, Any]:
+    def update(gates: Any, state: Any, x: jax.Array, target: jax.Array) -> tuple[Any, Any]:
         updates, state = optimizer.update(jax.grad(loss)(gates, x, target), state)
         return optax.apply_updates(gates, updates), state
 
-    state, rng, root = optimizer.init(gates), np.random.default_rng(seed), np.sqrt(kl).astype(np.float32)
+    state, rng, root = (
+        optimizer.init(gates),
+        np.random.default_rng(seed),
+        np.sqrt(kl).astype(np.float32),
+    )
     for _ in range(steps):
         chosen = rng.integers(tokens, size=batch)
         gates, state = update(gates, state, states[:, chosen].astype(np.float32), root[:, chosen])
-    return tuple(jax.tree.map(lambda leaf: leaf[index], gates) for index in range(exits))
+    return tuple(jax.tree.map(itemgetter(index), gates) for index in range(exits))
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     """Returns Spearman's rank correlation; ties get arbitrary ranks."""
-    ranks = [np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The staircase, and the oracle that defines what it must compute.
 
-The depths cut the stack into nested segments [0, d1) [d1, d2) ... Each segment packs the tokens that
-still run into dense slots and works on these alone; at its end the policy decides who goes on, and the
-rest is frozen. What is frozen stays visible to the others as the choice `kv` says:
+The depths cut the stack into nested segments [0, d1) [d1, d2) ... Each segment packs the tokens
+that still run into dense slots and works on these alone; at its end the policy decides who goes on,
+and the rest is frozen. What is frozen stays visible to the others as the choice `kv` says:
 
     token    0 1 2 3 4 5 6 7          # one row
     [8,16)   . . # . . . # .          # "#" computed, "." frozen: K/V only (or nothing)
@@ -11,8 +11,8 @@ rest is frozen. What is frozen stays visible to the others as the choice `kv` sa
     [0, 4)   # # # # # # # #
 
 States never move: they stay in token order, and a segment's slots are a list of indices into them
-(`utio_jax.executors`). Packing and unpacking a block costs about 1 % of its arithmetic on CPU, and K/V
-come out in the order that causal attention and caches want.
+(`utio_jax.executors`). Packing and unpacking a block costs about 1 % of its arithmetic on CPU, and
+K/V come out in the order that causal attention and caches want.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Boundary, Policy
 
 FrozenKV = Literal["propagate", "drop", "full"]
-"""What others see of a token at layers beyond its depth: K/V projected from its frozen state, nothing,
-or the K/V of its own full-depth states."""
+"""What others see of a token at layers beyond its depth: K/V projected from its frozen state,
+nothing, or the K/V of its own full-depth states."""
 
 # Above every position: a key there is visible to no query.
 _NOWHERE = jnp.iinfo(jnp.int32).max
@@ -92,7 +92,9 @@ def dense_states(
         x = jax.lax.fori_loop(
             done,
             depth,
-            lambda index, x: apply_layer(decoder, layer_at(decoder, params, index), x, places, visible),
+            lambda index, x: apply_layer(
+                decoder, layer_at(decoder, params, index), x, places, visible
+            ),
             x,
         )
         states.append(x)
@@ -119,8 +121,8 @@ def oracle(
 ) -> Float[Array, "batch token dim"]:
     """Returns each token's state at its own depth. Slow and obvious: this defines the semantics.
 
-    All layers run on all tokens under masks. Token `i` changes only while `layer < depths[i]`; at the
-    layers beyond, the others see of it what `kv` says. Differentiable.
+    All layers run on all tokens under masks. Token `i` changes only while `layer < depths[i]`; at
+    the layers beyond, the others see of it what `kv` says. Differentiable.
 
     Args:
       decoder: the model.

@@ -26,7 +26,7 @@ class Ledger:
       nll_increase_pct: of `nll` over `nll_full`.
       kl_full: KL(full || policy), nats per predicted token.
       agreement: share of predicted tokens with the full model's most probable token.
-      flops_ratio: all executed FLOPs (layers, padding, frozen K/V, head, gates) / those of the full pass.
+      flops_ratio: executed FLOPs (layers, padding, frozen K/V, head, gates) / the full pass'.
       gate_pct: extra heads and gates, % of the full pass' FLOPs.
       padding_ratio: executed / decided token-layers.
       seconds_full: median of the fastest full-depth program in the repository.

@@ -64,8 +64,8 @@ class MicroBatches:
     """Blocks of live slots in loops with traced trip counts: one executable for any counts.
 
     Projections and MLP run on blocks packed across rows; attention on blocks of one row, over the
-    keys up to the block's last position. Both take whole blocks first and the rest in `min_bucket`s,
-    so padding stays below `min_bucket` slots per row and segment. Nothing overflows, nothing syncs
+    keys up to the block's last position. Both take whole blocks first, the rest in `min_bucket`s;
+    padding stays below `min_bucket` slots per row and segment. Nothing overflows, nothing syncs
     with the host. Not reverse-differentiable: train through `CapacityPrefix`.
 
     Attributes:
@@ -86,8 +86,8 @@ class MicroBatches:
             size = getattr(self, name)
             if size < 1 or size % self.min_bucket:
                 raise ValueError(
-                    f"Wanted a {name} that is a multiple of min_bucket={self.min_bucket}, in slots. "
-                    f"Got {name}={size}."
+                    f"Wanted a {name} that is a multiple of min_bucket={self.min_bucket}, in "
+                    f"slots. Got {name}={size}."
                 )
         if self.key_step < 1:
             raise ValueError(f"Wanted a key_step of at least 1 key. Got key_step={self.key_step}.")
@@ -97,7 +97,9 @@ class MicroBatches:
         counts = jnp.sum(live, axis=1, dtype=jnp.int32)
         packed = live.reshape(-1)
         margin = max(self.block, self.query_block)
-        slot_of_token = jnp.where(packed, jnp.cumsum(packed, dtype=jnp.int32) - 1, packed.size + margin)
+        slot_of_token = jnp.where(
+            packed, jnp.cumsum(packed, dtype=jnp.int32) - 1, packed.size + margin
+        )
         token_of_slot = jnp.full((packed.size + margin,), packed.size, jnp.int32)
         token_of_slot = token_of_slot.at[slot_of_token].set(
             jnp.arange(packed.size, dtype=jnp.int32), mode="drop", unique_indices=True
@@ -181,8 +183,10 @@ class MicroBatches:
         slot_places = jax.tree.map(pack, places)
         rows = lambda y: y.reshape(batch, width, *y.shape[1:])  # noqa: E731
 
-        # Live states are carried twice: packed, for the blocks to read, and in token order, for K/V.
-        def run_layer(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # Live states are carried twice: packed, for blocks to read, and in token order, for K/V.
+        def run_layer(
+            index: jax.Array, carry: tuple[jax.Array, jax.Array]
+        ) -> tuple[jax.Array, jax.Array]:
             states, packed = carry
             layer = layer_at(decoder, params, index)
 
@@ -209,7 +213,9 @@ class MicroBatches:
 
             def finish(start: jax.Array, size: int, carry: tuple[jax.Array, jax.Array]) -> Any:
                 states, packed = carry
-                new = decoder.finish_layer(layer, slot(packed, start, size), slot(attended, start, size))
+                new = decoder.finish_layer(
+                    layer, slot(packed, start, size), slot(attended, start, size)
+                )
                 # Slots behind the live ones name no token: what they computed is dropped.
                 states = states.at[slot(slots.token_of_slot, start, size)].set(new, mode="drop")
                 return states, put(packed, new, start, 0)
@@ -232,7 +238,10 @@ class MicroBatches:
         for overhangs, blocks in enumerate(slots.query_blocks):
 
             def step(
-                index: jax.Array, attended: jax.Array, blocks: QueryBlocks = blocks, overhangs: int = overhangs
+                index: jax.Array,
+                attended: jax.Array,
+                blocks: QueryBlocks = blocks,
+                overhangs: int = overhangs,
             ) -> jax.Array:
                 row, start = blocks.row[index], blocks.start[index]
                 mine = jax.lax.dynamic_slice_in_dim(queries, start, blocks.size)
@@ -242,7 +251,9 @@ class MicroBatches:
                 def over(stop: int) -> Callable[[], jax.Array]:
                     def first(leaf: jax.Array) -> jax.Array:
                         tail = leaf.shape[2:]
-                        return jax.lax.dynamic_slice(leaf, (row, 0) + (0,) * len(tail), (1, stop, *tail))[0]
+                        return jax.lax.dynamic_slice(
+                            leaf, (row, 0) + (0,) * len(tail), (1, stop, *tail)
+                        )[0]
 
                     def on_first() -> jax.Array:
                         visible = (jnp.arange(stop) <= positions[:, None]) & first(keys_shown)
@@ -253,8 +264,8 @@ class MicroBatches:
                 new = jax.lax.switch(
                     blocks.reach[index], [over(stop) for stop in self.key_widths(slots.width)]
                 )
-                # Whole blocks stay within their row. A row's last min_bucket may reach into the next
-                # row's slots, and must keep what is there.
+                # Whole blocks stay within their row. A row's last min_bucket may reach into the
+                # next row's slots, and must keep what is there.
                 if overhangs:
                     old = jax.lax.dynamic_slice_in_dim(attended, start, blocks.size)
                     mine_to_write = tokens // slots.width == row
@@ -264,7 +275,9 @@ class MicroBatches:
             attended = jax.lax.fori_loop(0, blocks.count, step, attended)
         return attended
 
-    def map_slots(self, slots: PackedSlots, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    def map_slots(
+        self, slots: PackedSlots, function: Callable[..., jax.Array], *arrays: jax.Array
+    ) -> jax.Array:
         tokens = [flat(array) for array in arrays]
         block = [jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for a in tokens]
         shape = jax.eval_shape(function, *block)
@@ -281,11 +294,10 @@ class MicroBatches:
     def work(self, slots: PackedSlots, layers: int, only_live_keys: bool) -> Work:
         padded = -(-slots.total // self.min_bucket) * self.min_bucket
         widths = jnp.asarray(self.key_widths(slots.width), jnp.float32)
-        key_slots = sum(
-            jnp.sum(jnp.where(jnp.arange(blocks.row.shape[0]) < blocks.count, widths[blocks.reach], 0.0))
-            * blocks.size
-            for blocks in slots.query_blocks
-        )
+        key_slots = jnp.zeros((), jnp.float32)
+        for blocks in slots.query_blocks:
+            in_use = jnp.arange(blocks.row.shape[0]) < blocks.count
+            key_slots += blocks.size * jnp.sum(jnp.where(in_use, widths[blocks.reach], 0.0))
         everyone = jnp.int32(slots.batch * slots.width)
         return Work(
             queries=padded * layers,

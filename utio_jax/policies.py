@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth policies: frozen dataclasses that decide who runs deeper. `utio_jax.plan.Policy` is the contract."""
+"""Depth policies: frozen dataclasses that decide who runs deeper, after `utio_jax.plan.Policy`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _static(**kwargs: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Uniform:
-    """Every token runs `depth` layers: the model truncated at one exit. With all layers, the full model.
+    """Every token runs `depth` layers: the model truncated at one exit, or the full model.
 
     Attributes:
       depth: layers for everyone. Static.
@@ -37,10 +37,14 @@ class Uniform:
     def depths(self) -> tuple[int, ...]:
         return check_depths((self.depth,))
 
-    def start(self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]) -> None:
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> None:
         return None
 
-    def go_deeper(self, index: int, boundary: Boundary, memory: None) -> tuple[Bool[Array, "batch token"], None]:
+    def go_deeper(
+        self, index: int, boundary: Boundary, memory: None
+    ) -> tuple[Bool[Array, "batch token"], None]:
         raise AssertionError("a uniform policy has no boundary")
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
@@ -69,7 +73,9 @@ class GivenDepths:
             )
         return self.depth_of_token
 
-    def go_deeper(self, index: int, boundary: Boundary, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def go_deeper(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         return memory > self.depths[index], memory
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
@@ -81,8 +87,8 @@ class GivenDepths:
 class Random:
     """The control: depths drawn from a histogram, independent of the token.
 
-    Every token's draw depends on the key, its position and its id alone: causal, and the same whoever
-    shares the batch.
+    Every token's draw depends on the key, its position and its id alone: causal, and the same
+    whoever shares the batch.
 
     Attributes:
       fractions: probability of each depth, shallowest first.
@@ -100,11 +106,15 @@ class Random:
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
         def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
-            return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(self.key, token_id), position))
+            return jax.random.uniform(
+                jax.random.fold_in(jax.random.fold_in(self.key, token_id), position)
+            )
 
         return jax.vmap(jax.vmap(draw))(token_ids, positions)
 
-    def go_deeper(self, index: int, boundary: Boundary, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def go_deeper(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         return memory >= jnp.cumsum(self.fractions)[index], memory
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
@@ -116,9 +126,9 @@ class Random:
 class UtioSurrogate:
     """UTIO's surrogate, computed once at the depth floor from signals that really exist there.
 
-    Entropy (nats) of the exit's own prediction and the state's outlier against a calibrated mean; heat
-    has no causal estimate in scoring, so its weight goes to the other two. The number of thresholds
-    that the score exceeds is the bucket.
+    Entropy (nats) of the exit's own prediction and the state's outlier against a calibrated mean;
+    heat has no causal estimate in scoring, so its weight goes to the other two. The number of
+    thresholds that the score exceeds is the bucket.
 
     Attributes:
       thresholds: ascending, one fewer than depths, in the score's unit (mostly nats).
@@ -144,11 +154,13 @@ class UtioSurrogate:
     ) -> Float[Array, " slot"]:
         """Returns the surrogate of states at the floor."""
         entropy, outlier = self.weights
-        return entropy * predictive_entropy(decoder.unembed(params, x)) + outlier * embedding_outlier(
-            x, batch_mean=self.mean_state
-        )
+        return entropy * predictive_entropy(
+            decoder.unembed(params, x)
+        ) + outlier * embedding_outlier(x, batch_mean=self.mean_state)
 
-    def go_deeper(self, index: int, boundary: Boundary, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def go_deeper(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         if index == 0:
             memory = boundary.map_live(
                 lambda x: self.score(boundary.decoder, boundary.params, x), boundary.x
@@ -166,8 +178,8 @@ class UtioSurrogate:
 class StateGate:
     """A small MLP on the normalised state that predicts sqrt(KL to full depth), in nats ** 0.5.
 
-    The exit classifier of CALM (Schuster et al. 2022) and arXiv 2407.20272, with the dense, label-free
-    target of this project: how far the exit's prediction is from the full model's.
+    The exit classifier of CALM (Schuster et al. 2022) and arXiv 2407.20272, with the dense,
+    label-free target of this project: how far the exit's prediction is from the full model's.
 
     Attributes:
       hidden: `[dim, hidden]`.
@@ -192,7 +204,7 @@ class StateGate:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learned:
-    """A state gate at every boundary: a token goes deeper while its predicted sqrt(KL) exceeds a threshold.
+    """A state gate at every boundary: tokens go deeper while its value exceeds a threshold.
 
     Attributes:
       gates: one `StateGate` per boundary.
@@ -206,7 +218,9 @@ class Learned:
     causal: bool = _static(default=True)
     name: str = _static(default="learned")
 
-    def start(self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]) -> None:
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> None:
         return None
 
     def go_deeper(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:

@@ -9,13 +9,14 @@ from pathlib import Path
 import matplotlib
 
 matplotlib.use("Agg")  # Files only: no window, no display.
-import matplotlib.pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-from matplotlib.colors import BoundaryNorm, ListedColormap  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
-from rich.table import Table  # noqa: E402
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.table import Table
 
-from utio_jax.ledger import Ledger  # noqa: E402
+from utio_jax.ledger import Ledger
 
 _COLOURS = {
     "uniform": "#777777",
@@ -26,10 +27,25 @@ _COLOURS = {
 }
 
 
-def ledger_table(rows: Sequence[Ledger], *, title: str, hull: Callable[[float], float | None]) -> Table:
+def ledger_table(
+    rows: Sequence[Ledger], *, title: str, hull: Callable[[float], float | None]
+) -> Table:
     """Returns a terminal table; `hull` is the control that every row is read against."""
-    table = Table(title=title, caption="hull: loss increase of randomly mixed exits at the row's own FLOPs")
-    for name in ("policy", "budget", "FLOPs", "layers", "loss +%", "hull +%", "agree", "speed-up", "ideal", "effic."):
+    table = Table(
+        title=title, caption="hull: loss increase of randomly mixed exits at the row's own FLOPs"
+    )
+    for name in (
+        "policy",
+        "budget",
+        "FLOPs",
+        "layers",
+        "loss +%",
+        "hull +%",
+        "agree",
+        "speed-up",
+        "ideal",
+        "effic.",
+    ):
         table.add_column(name, justify="left" if name == "policy" else "right")
 
     def show(value: float | None, form: str) -> str:
@@ -59,28 +75,72 @@ def ledger_table(rows: Sequence[Ledger], *, title: str, hull: Callable[[float], 
     return table
 
 
-def plot_pareto(rows: Sequence[Ledger], file: str | Path, *, title: str) -> None:
+def plot_pareto(
+    rows: Sequence[Ledger],
+    file: str | Path,
+    *,
+    title: str,
+    hull: Callable[[float], float | None],
+) -> None:
     """Draws loss increase (%) over `flops_ratio`: policies, single exits and their hull."""
     figure, axes = plt.subplots(figsize=(7.2, 4.6), layout="constrained")
     exits = sorted(
         (row.flops_ratio, row.nll_increase_pct, row.depth_decided_mean)
         for row in rows
         if row.policy in ("uniform", "full")
+        and row.flops_ratio is not None
+        and row.nll_increase_pct is not None
+        and row.depth_decided_mean is not None
     )
     # The shallowest exits would squeeze everything of interest into the bottom edge.
-    others = [r.nll_increase_pct for r in rows if r.policy not in ("uniform", "full") and r.nll_increase_pct]
+    others = [
+        r.nll_increase_pct
+        for r in rows
+        if r.policy not in ("uniform", "full") and r.nll_increase_pct
+    ]
     top = 1.35 * max([0.5, *others])
-    line = _hull_line([(x, y) for x, y, _ in exits])
-    axes.plot(*line, color=_COLOURS["uniform_hull"], linewidth=1, linestyle="--", label="uniform_hull (random mix of exits)")
-    axes.scatter([x for x, *_ in exits], [y for _, y, _ in exits], color=_COLOURS["uniform"], s=22, zorder=3, label="uniform (one exit for all)")
+    xs = np.linspace(min(x for x, *_ in exits), 1.0, 400)
+    axes.plot(
+        xs,
+        np.asarray([hull(float(x)) for x in xs], np.float64),
+        color=_COLOURS["uniform_hull"],
+        linewidth=1,
+        linestyle="--",
+        label="uniform_hull (random mix of exits)",
+    )
+    axes.scatter(
+        [x for x, *_ in exits],
+        [y for _, y, _ in exits],
+        color=_COLOURS["uniform"],
+        s=22,
+        zorder=3,
+        label="uniform (one exit for all)",
+    )
     for x, y, depth in exits:
         if y <= top:
-            axes.annotate(f"{depth:.0f} layers", (x, y), textcoords="offset points", xytext=(4, 6), fontsize=8, color="#555555")
+            axes.annotate(
+                f"{depth:.0f} layers",
+                (x, y),
+                textcoords="offset points",
+                xytext=(4, 6),
+                fontsize=8,
+                color="#555555",
+            )
     for name in dict.fromkeys(row.policy for row in rows):
-        points = sorted((r.flops_ratio, r.nll_increase_pct) for r in rows if r.policy == name and r.budget is not None)
+        points = sorted(
+            (r.flops_ratio, r.nll_increase_pct)
+            for r in rows
+            if r.policy == name and r.budget is not None
+        )
         if name == "uniform_hull" or not points:
             continue
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=5, color=_COLOURS.get(name), label=name)
+        axes.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            markersize=5,
+            color=_COLOURS.get(name),
+            label=name,
+        )
     left = min(r.flops_ratio for r in rows if r.budget is not None and r.flops_ratio) - 0.06
     axes.set(
         xlabel="executed FLOPs / FLOPs of the full pass (padding, gates and frozen K/V included)",
@@ -92,15 +152,6 @@ def plot_pareto(rows: Sequence[Ledger], file: str | Path, *, title: str) -> None
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     _save(figure, file)
-
-
-def _hull_line(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    hull: list[tuple[float, float]] = []
-    for x, y in sorted(points):
-        while len(hull) >= 2 and (hull[-1][1] - hull[-2][1]) * (x - hull[-2][0]) >= (y - hull[-2][1]) * (hull[-1][0] - hull[-2][0]):
-            hull.pop()
-        hull.append((x, y))
-    return [x for x, _ in hull], [y for _, y in hull]
 
 
 def plot_depths(
@@ -134,18 +185,31 @@ def plot_depths(
         grid[number, : len(shown)] = np.where(shown < 0, np.nan, shown)
         begin += len(line) + 1
     colours = ListedColormap(plt.get_cmap("YlGnBu")(np.linspace(0.08, 0.85, len(levels))))
-    figure, axes = plt.subplots(figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained"
+    )
     norm = BoundaryNorm(np.arange(len(levels) + 1) - 0.5, len(levels))
     axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     for number, line in enumerate(lines):
         for column, character in enumerate(line[:columns]):
             if not character.isspace():
                 deep = grid[number, column] >= len(levels) * 0.6
-                axes.text(column, number, character, family="monospace", fontsize=7.5, ha="center", va="center", color="white" if deep else "black")
+                axes.text(
+                    column,
+                    number,
+                    character,
+                    family="monospace",
+                    fontsize=7.5,
+                    ha="center",
+                    va="center",
+                    color="white" if deep else "black",
+                )
     axes.axis("off")
     axes.set_title(title, fontsize=10, loc="left")
     figure.legend(
-        handles=[Patch(color=colours(i), label=f"{depth} layers") for i, depth in enumerate(levels)],
+        handles=[
+            Patch(color=colours(i), label=f"{depth} layers") for i, depth in enumerate(levels)
+        ],
         loc="outside lower center",
         ncols=len(levels),
         frameon=False,
@@ -154,7 +218,7 @@ def plot_depths(
     _save(figure, file)
 
 
-def _save(figure: plt.Figure, file: str | Path) -> None:
+def _save(figure: Figure, file: str | Path) -> None:
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
     plt.close(figure)

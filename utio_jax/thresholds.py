@@ -36,12 +36,12 @@ def fit_thresholds(
     """Returns the thresholds of least KL at a mean cost of `budget`.
 
     For a price of computation, each boundary's best threshold is found exactly, by sorting: leaving
-    is worth KL + price x cost of the exit, staying what the later thresholds make of the token. A few
-    sweeps from the last boundary to the first settle all of them; the price is found by bisection.
+    is worth KL + price x cost of the exit, staying what the later thresholds make of the token. A
+    few sweeps from the last boundary to the first settle all; the price is found by bisection.
 
     Args:
-      scores: `[boundary, token]`; a token leaves at the first boundary where its score is at or below
-        the threshold.
+      scores: `[boundary, token]`; a token leaves at the first boundary where its score is at or
+        below the threshold.
       kl: `[boundary + 1, token]` in nats, of leaving there.
       depths: `[boundary + 1]`.
       cost_of_depth: `[boundary + 1]`, as shares of the full pass.
@@ -54,17 +54,23 @@ def fit_thresholds(
     cheapest = cost_of_depth[0] + cost_of_gate[0]
     if budget < cheapest:
         raise ValueError(
-            f"Wanted a budget of at least {cheapest:.3f}, the cost of leaving at depth {depths[0]}. "
-            f"Got budget={budget}. Use an earlier exit, or a larger budget."
+            f"Wanted a budget of at least {cheapest:.3f}, the cost of leaving at depth "
+            f"{depths[0]}. Got budget={budget}. Use an earlier exit, or a larger budget."
         )
     order = np.argsort(scores, axis=1, kind="stable")
+    cuts = np.full(len(scores), -np.inf)
+    left = _leave(scores, cuts)
     low, high, best = 0.0, 1e4, None
     for _ in range(40):
         price = np.sqrt(max(low, 1e-6) * high)
         cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate)
         left = _leave(scores, cuts)
         mean = float(cost_of_depth[left].mean())
-        mean += sum(float(g * (left >= b).mean()) for b, g in enumerate(cost_of_gate) if np.isfinite(cuts[b]))
+        mean += sum(
+            float(g * (left >= b).mean())
+            for b, g in enumerate(cost_of_gate)
+            if np.isfinite(cuts[b])
+        )
         if mean > budget:
             low = price
         else:
@@ -82,9 +88,13 @@ def fit_thresholds(
 
 
 def _sweep(
-    scores: np.ndarray, kl: np.ndarray, order: np.ndarray, depth_price: np.ndarray, gate_price: np.ndarray
+    scores: np.ndarray,
+    kl: np.ndarray,
+    order: np.ndarray,
+    depth_price: np.ndarray,
+    gate_price: np.ndarray,
 ) -> np.ndarray:
-    boundaries, tokens = scores.shape
+    boundaries = len(scores)
     cuts = np.full(boundaries, -np.inf)
     for _ in range(4):
         left = _leave(scores, cuts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing that can be trusted: programs take turns in one run, and speed is a ratio round by round."""
+"""Timing that can be trusted: programs take turns in one run; speed is a ratio round by round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from utio_jax.executors import Executor
 _compilations = 0
 
 
-def _listen(event: str, duration: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
     global _compilations
     if event == "/jax/core/compile/backend_compile_duration":
         _compilations += 1
@@ -38,7 +38,7 @@ class CompileCount:
 
 @contextmanager
 def count_compiles() -> Iterator[CompileCount]:
-    """Counts XLA's backend compilations: `with count_compiles() as compiles: ...`; `compiles.count`."""
+    """Counts XLA's backend compilations in a `with` block; `count` of its target, once it ended."""
     found, before = CompileCount(), _compilations
     try:
         yield found
@@ -87,7 +87,10 @@ def time_programs(
       ValueError: no programs, or rounds < 1.
     """
     if not programs or rounds < 1:
-        raise ValueError(f"Wanted programs and at least one round. Got {len(programs)} programs, rounds={rounds}.")
+        raise ValueError(
+            f"Wanted programs and at least one round. Got {len(programs)} programs, "
+            f"rounds={rounds}."
+        )
     names = list(programs)
     for name in names * warmup:
         jax.block_until_ready(programs[name]())
@@ -104,16 +107,22 @@ def time_programs(
             compiles[name] += compiled.count
             if progress is not None:
                 progress()
-    return {name: Timing(seconds=np.asarray(seconds[name]), compiles=compiles[name]) for name in names}
+    return {
+        name: Timing(seconds=np.asarray(seconds[name]), compiles=compiles[name]) for name in names
+    }
 
 
 @partial(jax.jit, static_argnames=("depths", "dim", "executor"))
 def routing_only(
-    depth_of_token: Int[Array, "batch token"], *, depths: tuple[int, ...], dim: int, executor: Executor
+    depth_of_token: Int[Array, "batch token"],
+    *,
+    depths: tuple[int, ...],
+    dim: int,
+    executor: Executor,
 ) -> Array:
     """Runs a pass's packing and unpacking with none of its arithmetic: what routing itself costs.
 
-    Each segment packs its slots, gathers the live states once, and in each layer scatters them back.
+    Each segment packs its slots, gathers the live states, and in each layer scatters them back.
     """
     x = jnp.zeros((*depth_of_token.shape, dim), jnp.float32)
     done = 0

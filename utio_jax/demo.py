@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demonstration: a real model reads real text under every policy; a table and two pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+
+from utio_jax import executors
+from utio_jax.benchmark import Entry, control_entries, count_steps, measure, uniform_hull
+from utio_jax.documents import Batch
+from utio_jax.forward import score
+from utio_jax.plan import Policy
+from utio_jax.report import ledger_table, plot_depths, plot_pareto
+
+_ROWS, _WIDTH = 16, 512
+_DRAWN_LINES = 56
+
+
+def run_demo(
+    model: Any,
+    texts: Sequence[str],
+    *,
+    batches: int,
+    rounds: int,
+    seed: int,
+    out: Path,
+    bar: Callable[[int, str], Any],
+) -> dict[str, Any]:
+    """Measures every policy at every calibrated budget; returns ledger rows and picture files.
+
+    Args:
+      model: a `utio_jax.models.Model` with a calibration.
+      texts: what it reads.
+      batches: of 16 x 512 tokens, at most as many as the texts hold.
+      rounds: timed turns of each program.
+      seed: which windows of the texts are read.
+      out: folder for the pictures.
+      bar: `bar(total, what)` is a context manager whose value advances a progress bar.
+
+    Raises:
+      ValueError: less than one batch of text, or the model has no calibration.
+    """
+    console, calibration = Console(stderr=True), model.calibration
+    config = model.decoder.config
+    read = cut_batches(model.encode(list(texts)), batches=batches, seed=seed, config=config)
+    budgets = sorted(calibration.entries["learned"])
+    entries = control_entries(model.decoder) + [
+        Entry(policy=calibration.policy(name, budget), budget=budget)
+        for name in ("random", "utio_surrogate", "learned")
+        for budget in budgets
+        if name == "random" or budget in calibration.entries[name]
+    ]
+    tokens = sum(batch.token_ids.size for batch in read)
+    console.print(
+        f"{tokens:,} tokens of {len(texts)} documents; {config.num_layers} layers, "
+        f"exits {config.exits}"
+    )
+    with bar(count_steps(entries, read, rounds=rounds), "reading and timing") as step:
+        rows = measure(model.decoder, model.params, read, entries, rounds=rounds, progress=step)
+    hull = uniform_hull(rows)
+    console.print(ledger_table(rows, title="Loss, cost and time", hull=hull))
+    pareto, picture = out / "pareto.png", out / "depths.png"
+    title = f"{tokens:,} tokens, {config.num_layers} layers"
+    plot_pareto(rows, pareto, title=title, hull=hull)
+    nearest = min(budgets, key=lambda budget: abs(budget - 0.6))
+    draw_depths(model, calibration.policy("learned", nearest), picture)
+    console.print(f"Pictures: {pareto}, {picture}")
+    at = lambda row: None if row.flops_ratio is None else hull(row.flops_ratio)  # noqa: E731
+    return {
+        "pictures": [str(pareto), str(picture)],
+        "rows": [row.to_dict() | {"hull_nll_increase_pct": at(row)} for row in rows],
+    }
+
+
+def cut_batches(
+    documents: Sequence[np.ndarray], *, batches: int, seed: int, config: Any
+) -> list[Batch]:
+    """Returns batches of 16 full windows, drawn without replacement from the joined documents.
+
+    Raises:
+      ValueError: the documents hold less than one batch, or batches < 1.
+    """
+    width = min(_WIDTH, config.context_length)
+    ids = np.concatenate(documents)
+    windows = len(ids) // width
+    if windows < _ROWS or batches < 1:
+        raise ValueError(
+            f"Wanted at least one batch, and text of at least {_ROWS * width} tokens. "
+            f"Got batches={batches}, {len(ids)} tokens. Add files with --text."
+        )
+    count = min(batches, windows // _ROWS)
+    chosen = np.random.default_rng(seed).permutation(windows)[: count * _ROWS].reshape(count, _ROWS)
+    return [
+        Batch(
+            token_ids=np.stack([ids[w * width : (w + 1) * width] for w in rows]).astype(np.int32),
+            lengths=np.full(_ROWS, width, np.int32),
+            window=np.arange(index * _ROWS, (index + 1) * _ROWS),
+        )
+        for index, rows in enumerate(chosen)
+    ]
+
+
+def draw_depths(model: Any, policy: Policy, file: Path) -> None:
+    """Draws the start of this project's own `executors.py`, each token coloured by its depth."""
+    text = "\n".join(Path(executors.__file__).read_text().split("\n")[:_DRAWN_LINES])
+    encoded = model.tokenizer.encode(text, add_special_tokens=False)
+    config = model.decoder.config
+    opening = [] if config.bos_id is None else [config.bos_id]
+    count = min(len(encoded.ids), config.context_length - len(opening))
+    ids = jnp.asarray([[*opening, *encoded.ids[:count]]], jnp.int32)
+    run = jax.jit(score, static_argnums=0)
+    found = run(model.decoder, model.params, ids, jnp.asarray([ids.shape[1]]), policy)
+    depths = np.asarray(found.depths)[0, len(opening) :]
+    # A token's depth is what it took to predict the next one; the token that was read is coloured.
+    offsets = encoded.offsets[:count]
+    plot_depths(
+        text[: offsets[-1][1]],
+        offsets,
+        depths.tolist(),
+        file,
+        levels=policy.depths,
+        title=(
+            f"utio_jax/executors.py: layers that each token ran ({policy.name}, mean "
+            f"{depths.mean():.1f} of {config.num_layers})"
+        ),
+    )

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guardrails: whether routing can pay at a shape at all, asked of the cost model before a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from utio_jax.cost import expected_flops, token_cost
+from utio_jax.decoder import Decoder, Params
+from utio_jax.executors import Executor
+from utio_jax.microbatches import MicroBatches
+from utio_jax.plan import Policy
+
+
+def check_worthwhile(
+    decoder: Decoder,
+    params: Params,
+    policy: Policy,
+    *,
+    batch: int,
+    width: int,
+    executor: Executor = MicroBatches(),
+    fractions: Sequence[float] | None = None,
+    min_tokens: int = 0,
+) -> str | None:
+    """Returns why routing cannot pay at a shape, or None where it can.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      policy: what would route.
+      batch: rows.
+      width: tokens per row.
+      executor: how it would run.
+      fractions: expected share of tokens at each of the policy's depths; by default the best case,
+        in which everybody stops at the first.
+      min_tokens: smallest pass that is routed at all.
+    """
+    if batch * width < min_tokens:
+        return f"{batch} x {width} tokens are fewer than the minimum of {min_tokens}"
+    cost = token_cost(decoder, params)
+    shares = fractions if fractions is not None else [1.0] + [0.0] * (len(policy.depths) - 1)
+    layers = decoder.config.num_layers
+    expected = partial(
+        expected_flops, cost, batch=batch, width=width, min_bucket=executor.min_bucket
+    )
+    full = expected(depths=(layers,), fractions=(1.0,))
+    gates = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
+    routed = expected(depths=policy.depths, fractions=shares, gates=gates)
+    if routed < full or policy.depths == (layers,):
+        return None
+    return (
+        f"at {batch} x {width} tokens in buckets of {executor.min_bucket} routing would cost "
+        f"{routed / full:.2f} of the full pass' FLOPs"
+    )
