@@ -18,7 +18,7 @@ from utio_jax.evaluate import Quality, evaluate
 from utio_jax.executors import Executor
 from utio_jax.forward import Comparison, full_depth, score, score_dense
 from utio_jax.layers import FrozenKV
-from utio_jax.ledger import Ledger
+from utio_jax.ledger import Ledger, uniform_hull
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
@@ -166,30 +166,6 @@ def _with_times(
         dtype=str(jax.tree.leaves(params)[0].dtype),
         versions=versions(),
     )
-
-
-def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
-    """Returns the lower convex hull of the `uniform` rows and full depth, as a function.
-
-    It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach;
-    None below the cheapest exit.
-    """
-    points = sorted(
-        (row.flops_ratio or 0.0, row.nll_increase_pct or 0.0)
-        for row in rows
-        if row.policy in ("uniform", "full")
-    )
-    hull: list[tuple[float, float]] = []
-    for point in points:
-        while len(hull) >= 2 and _turns_up(hull[-2], hull[-1], point) is False:
-            hull.pop()
-        hull.append(point)
-    xs, ys = zip(*hull, strict=True)
-    return lambda x: None if x < xs[0] else float(np.interp(x, xs, ys))
-
-
-def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0]) > 0
 
 
 def _hull_row(full: Ledger, budget: float, increase_pct: float | None) -> Ledger:

@@ -9,7 +9,6 @@ again after the real pass has shown what padding and decisions add to it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +25,10 @@ from utio_jax.documents import Batch
 from utio_jax.evaluate import evaluate
 from utio_jax.executors import Executor
 from utio_jax.gates import collect_signals, fit_gates, rank_correlation
+from utio_jax.ledger import Ledger, uniform_hull
 from utio_jax.microbatches import MicroBatches
+from utio_jax.plan import Policy
+from utio_jax.policies import Uniform
 from utio_jax.thresholds import Thresholds, fit_thresholds
 
 BUDGETS = (0.5, 0.6, 0.75, 0.9)
@@ -82,38 +84,58 @@ def calibrate(
     full = float(flops(exits)[-1])
     gate = count_matmul_flops(gates[0], jnp.zeros((1, decoder.config.embed_dim))) / full
     some = np.random.default_rng(seed).permutation(signals.kl.shape[1])[:_THRESHOLD_TOKENS]
-    kl, surrogate = signals.kl[:, some], signals.surrogate[:, some]
-    share = lambda depths: flops(depths) / full  # noqa: E731
-    fits: dict[str, Callable[[float], Thresholds]] = {
-        "learned": partial(_fit_learned, exits, predicted[:, some], kl, share, gate),
-        "utio_surrogate": partial(_fit_surrogate, exits, surrogate, kl, share, cost.head / full),
-    }
-    entries: dict[str, dict[float, Thresholds]] = {name: {} for name in fits}
+    study = _Study(
+        exits=exits,
+        predicted=predicted[:, some],
+        surrogate=signals.surrogate[:, some],
+        harm=signals.harm[:, some],
+        share=lambda depths: flops(depths) / full,
+        gate=gate,
+        head=cost.head / full,
+    )
+    entries: dict[str, dict[float, Thresholds]] = {"learned": {}, "utio_surrogate": {}}
     fitted = Calibration(
         entries=entries,
         gates=dict(zip(exits, gates, strict=False)),
         mean_states=dict(zip(exits, map(jnp.asarray, signals.mean_state), strict=False)),
         info={},
     )
-    sample, unreachable = batches[: max(1, len(batches) // 4)], []
+    sample, unreachable = batches[::4], []  # Longest first: a stride meets every length.
+    run = partial(_really, decoder, params, sample, executor)
+    hull = uniform_hull([run(Uniform(depth=depth)) for depth in exits])
+
+    def really(name: str, budget: float, entry: Thresholds) -> Ledger:
+        entries[name][budget] = entry
+        return run(fitted.policy(name, budget))
+
     for budget in budgets:
-        say(f"thresholds at {budget:g}")
-        for name, fit in fits.items():
-            try:
-                target = budget
-                entries[name][budget] = fit(target)
-                for _ in range(2):
-                    policy = fitted.policy(name, budget)
-                    real = evaluate(decoder, params, sample, {name: policy}, executor=executor)[
-                        name
-                    ]
-                    target += budget - real.flops / real.flops_full
-                    entries[name][budget] = fit(target)
-            except ValueError as error:
-                entries[name].pop(budget, None)
-                unreachable.append(f"{name} at {budget:g}: {error}")
+        for name in entries:
+            say(f"{name} at {budget:g}")
+            fits = {
+                first: study.fit(name, first, budget) for first in range(min(3, len(exits) - 1))
+            }
+            rows = {
+                first: really(name, budget, fit) for first, fit in fits.items() if fit is not None
+            }
+            if not rows:
+                unreachable.append(f"{name} at {budget:g}")
+                continue
+            # Frozen K/V harm others, which only a real pass shows: so it chooses the floor.
+            floor = max(rows, key=lambda first: _margin(rows[first], hull))
+            target, row = budget, rows[floor]
+            for _ in range(2):
+                target += budget - (row.flops_ratio or 0.0)
+                again = study.fit(name, floor, target)
+                if again is None:
+                    break
+                row = really(name, budget, again)
+            if again is None:
+                entries[name][budget] = fits[floor]
     if not entries["learned"]:
-        raise ValueError("Wanted budgets that learned can reach. " + " ".join(unreachable))
+        cheapest = study.share(exits[:2])[0] + gate
+        raise ValueError(
+            f"Wanted budgets that learned can reach: at least {cheapest:.3f} here. Got {budgets}."
+        )
     root = np.sqrt(signals.kl[:-1])
     correlations = {
         name: {
@@ -135,82 +157,80 @@ def calibrate(
     return dataclasses.replace(fitted, info=info)
 
 
-def _fit_learned(
-    exits: Sequence[int],
-    predicted: np.ndarray,
-    kl: np.ndarray,
-    share: Callable[[Sequence[int]], np.ndarray],
-    gate: float,
-    budget: float,
-) -> Thresholds:
-    """Tries each of the last exits as the deepest: nobody then pays for K/V beyond it."""
-    found = []
-    for last in range(max(2, len(exits) // 2), len(exits) + 1):
-        depths = exits[:last]
-        costs = share(depths)
-        if costs[0] + gate > budget:
-            continue
-        fit = fit_thresholds(
-            predicted[: last - 1],
-            kl[:last],
-            depths=depths,
-            cost_of_depth=costs,
-            cost_of_gate=np.full(last - 1, gate),
-            budget=budget,
-        )
-        scores = dict(zip(exits, predicted, strict=False))
-        found.append((_harm(fit, scores, dict(zip(exits, kl, strict=True))), fit))
-    return _best(found, "learned", share(exits[:2])[0] + gate, budget)
+def _really(
+    decoder: Decoder, params: Params, batches: Sequence[Batch], executor: Executor, policy: Policy
+) -> Ledger:
+    """Returns what a policy costs and loses in real passes."""
+    found = evaluate(decoder, params, batches, {"": policy}, executor=executor)[""]
+    return found.ledger(policy.name, budget=None, num_layers=decoder.config.num_layers)
 
 
-def _fit_surrogate(
-    exits: Sequence[int],
-    surrogate: np.ndarray,
-    kl: np.ndarray,
-    share: Callable[[Sequence[int]], np.ndarray],
-    head: float,
-    budget: float,
-) -> Thresholds:
-    """Tries the first three exits as the floor, where the score is taken once and costs a head."""
-    found = []
-    kl_at = dict(zip(exits, kl, strict=True))
-    for first, last in itertools.product(range(min(3, len(exits) - 1)), range(2, len(exits) + 1)):
-        depths, costs = exits[first:last], share(exits[:last])[first:]
-        if len(depths) < 2 or costs[0] + head > budget:
-            continue
-        fit = fit_thresholds(
-            np.broadcast_to(surrogate[first], (len(depths) - 1, kl.shape[1])),
-            kl[first:last],
-            depths=depths,
-            cost_of_depth=costs,
-            cost_of_gate=np.zeros(len(depths) - 1),
-            budget=budget - head,  # Spent at the floor, whoever leaves there.
-        )
-        if fit.depths[0] != exits[first]:  # Nobody leaves at the floor; the score is still taken.
-            fit = Thresholds(
-                depths=(exits[first], *fit.depths),
-                thresholds=(-1e30, *fit.thresholds),  # JSON has no infinity.
-                fractions=(0.0, *fit.fractions),
+def _margin(row: Ledger, hull: Callable[[float], float | None]) -> float:
+    """Returns by how much (% of loss) a row lies below the hull; the more, the better."""
+    at_hull = hull(row.flops_ratio or 0.0)
+    return (np.inf if at_hull is None else at_hull) - (row.nll_increase_pct or 0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Study:
+    """Scores and harm of the calibration tokens at the model's exits.
+
+    Attributes:
+      exits: depths.
+      predicted: `[exit, token]`, the gates' predictions.
+      surrogate: `[exit, token]`.
+      harm: `[exit, token]`, extra nats of leaving there.
+      share: maps depths to the cost of each, as a share of the full pass.
+      gate: cost of one gate, head: of one vocabulary head; shares of the full pass.
+    """
+
+    exits: tuple[int, ...]
+    predicted: np.ndarray
+    surrogate: np.ndarray
+    harm: np.ndarray
+    share: Callable[[Sequence[int]], np.ndarray]
+    gate: float
+    head: float
+
+    def fit(self, name: str, first: int, budget: float) -> Thresholds | None:
+        """Returns the thresholds of least harm whose shallowest exit is the `first`-th, or None.
+
+        Tries each later exit as the deepest: nobody then pays for K/V beyond it.
+        """
+        learned, best = name == "learned", None
+        for last in range(first + 2, len(self.exits) + 1):
+            depths, costs = self.exits[first:last], self.share(self.exits[:last])[first:]
+            boundaries = len(depths) - 1
+            if learned:
+                scores, gates, spent = self.predicted[first : last - 1], self.gate, 0.0
+            else:  # One score, taken at the floor with a whole head, whoever leaves there.
+                scores = np.broadcast_to(self.surrogate[first], (boundaries, self.harm.shape[1]))
+                gates, spent = 0.0, self.head
+            if costs[0] + gates + spent > budget:
+                continue
+            fit = fit_thresholds(
+                scores,
+                self.harm[first:last],
+                depths=depths,
+                cost_of_depth=costs,
+                cost_of_gate=np.full(boundaries, gates),
+                budget=budget - spent,
             )
-        scores = dict.fromkeys(exits, surrogate[first])
-        found.append((_harm(fit, scores, kl_at), fit))
-    return _best(found, "utio_surrogate", share(exits)[0] + head, budget)
+            if not learned and fit.depths[0] != depths[0]:
+                fit = Thresholds(
+                    depths=(depths[0], *fit.depths),
+                    thresholds=(-1e30, *fit.thresholds),  # JSON has no infinity.
+                    fractions=(0.0, *fit.fractions),
+                )
+            if len(fit.depths) > 1:
+                harm = self._harm(fit, scores, depths)
+                best = min(best, (harm, fit), key=lambda pair: pair[0]) if best else (harm, fit)
+        return None if best is None else best[1]
 
-
-def _harm(fit: Thresholds, scores: Mapping[int, np.ndarray], kl: Mapping[int, np.ndarray]) -> float:
-    """Returns the mean KL of stopping where `fit` says."""
-    harm = kl[fit.depths[-1]]
-    for depth, threshold in reversed(list(zip(fit.depths, fit.thresholds, strict=False))):
-        harm = np.where(scores[depth] <= threshold, kl[depth], harm)
-    return float(harm.mean())
-
-
-def _best(
-    found: Sequence[tuple[float, Thresholds]], name: str, cheapest: float, budget: float
-) -> Thresholds:
-    if not found:
-        raise ValueError(
-            f"Wanted a budget that {name} can reach: at least {cheapest:.3f} here. "
-            f"Got {budget:.3f}."
-        )
-    return min(found, key=lambda pair: pair[0])[1]
+    def _harm(self, fit: Thresholds, scores: np.ndarray, depths: tuple[int, ...]) -> float:
+        """Returns the mean harm of stopping where `fit` says."""
+        harm = self.harm[self.exits.index(fit.depths[-1])]
+        for depth, threshold in reversed(list(zip(fit.depths, fit.thresholds, strict=False))):
+            leaves = scores[depths.index(depth)] <= threshold
+            harm = np.where(leaves, self.harm[self.exits.index(depth)], harm)
+        return float(harm.mean())

@@ -13,9 +13,10 @@ import numpy as np
 from rich.console import Console
 
 from utio_jax import executors
-from utio_jax.benchmark import Entry, control_entries, count_steps, measure, uniform_hull
+from utio_jax.benchmark import Entry, control_entries, count_steps, measure
 from utio_jax.documents import Batch
 from utio_jax.forward import score
+from utio_jax.ledger import uniform_hull
 from utio_jax.plan import Policy
 from utio_jax.report import ledger_table, plot_depths, plot_pareto
 
@@ -47,7 +48,7 @@ def run_demo(
     Raises:
       ValueError: less than one batch of text, or the model has no calibration.
     """
-    console, calibration = Console(stderr=True), model.calibration
+    console, calibration = Console(stderr=True, width=118), model.calibration
     config = model.decoder.config
     read = cut_batches(model.encode(list(texts)), batches=batches, seed=seed, config=config)
     budgets = sorted(calibration.entries["learned"])

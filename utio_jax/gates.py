@@ -28,12 +28,14 @@ class Signals:
       states: `[exit, token, dim]`, float16 to save memory; all exits but the last.
       surrogate: `[exit, token]`, UTIO's surrogate at each exit, for the means in `mean_state`.
       kl: `[exit, token]`, KL(full || exit) in nats; 0 at the last exit.
+      harm: `[exit, token]`, how much more the true next token costs there than at full depth, nats.
       mean_state: `[exit, dim]`.
     """
 
     states: np.ndarray
     surrogate: np.ndarray
     kl: np.ndarray
+    harm: np.ndarray
     mean_state: np.ndarray
 
 
@@ -41,7 +43,9 @@ class Signals:
 def _exit_signals(decoder, params, ids, lengths):
     states = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
     compare = partial(compare_states, decoder, params, ids, lengths, x_full=states[-1])
-    return jnp.stack(states[:-1]), jnp.stack([compare(x=x).kl for x in states])
+    found = [compare(x=x) for x in states]
+    harm = jnp.stack([each.nll - each.nll_full for each in found])
+    return jnp.stack(states[:-1]), jnp.stack([each.kl for each in found]), harm
 
 
 def collect_signals(
@@ -63,14 +67,15 @@ def collect_signals(
             f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
             "config; stock models need exits fitted first."
         )
-    states, divergences = [], []
+    states, divergences, harms = [], [], []
     for batch in batches:
-        x, kl = _exit_signals(
+        x, kl, harm = _exit_signals(
             decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
         )
         predicted = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
         states.append(np.asarray(x.astype(jnp.float16))[:, predicted])
         divergences.append(np.asarray(kl)[:, predicted])
+        harms.append(np.asarray(harm)[:, predicted])
         if progress is not None:
             progress()
     if not sum(kl.shape[1] for kl in divergences):
@@ -83,6 +88,7 @@ def collect_signals(
             [_surrogate(decoder, params, merged[i], means[i], exits) for i in range(len(exits) - 1)]
         ),
         kl=np.maximum(np.concatenate(divergences, axis=1), 0.0),
+        harm=np.concatenate(harms, axis=1),
         mean_state=means,
     )
 
@@ -104,7 +110,7 @@ def fit_gates(
     states: np.ndarray,
     kl: np.ndarray,
     *,
-    hidden: int = 32,
+    hidden: int = 64,
     steps: int = 3000,
     batch: int = 2048,
     learning_rate: float = 3e-3,

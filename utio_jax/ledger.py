@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,3 +78,27 @@ class Ledger:
             key: float(f"{value:.6g}") if isinstance(value, float) else value
             for key, value in dataclasses.asdict(self).items()
         }
+
+
+def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
+    """Returns the lower convex hull of the `uniform` rows and full depth, as a function.
+
+    It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach;
+    None below the cheapest exit.
+    """
+    points = sorted(
+        (row.flops_ratio or 0.0, row.nll_increase_pct or 0.0)
+        for row in rows
+        if row.policy in ("uniform", "full")
+    )
+    hull: list[tuple[float, float]] = []
+    for point in points:
+        while len(hull) >= 2 and _turns_up(hull[-2], hull[-1], point) is False:
+            hull.pop()
+        hull.append(point)
+    xs, ys = zip(*hull, strict=True)
+    return lambda x: None if x < xs[0] else float(np.interp(x, xs, ys))
+
+
+def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0]) > 0

@@ -75,7 +75,7 @@ class MicroBatches:
       key_step: keys come in multiples of this, but in at most 8 different counts.
     """
 
-    min_bucket: int = 64
+    min_bucket: int = 32
     block: int = 512
     query_block: int = 128
     key_step: int = 128
