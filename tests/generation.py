@@ -10,17 +10,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from conftest import Model, live_params
 from jaxtyping import Array, Int
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
 
 from utio_jax.generate import Generated
 from utio_jax.layers import oracle
 from utio_jax.loop import Lengths
 
-SMALL = Lengths(prompt_step=8, key_step=32)
-"""Lengths that a few tokens are enough to cross."""
+SMALL = Lengths(prompt_step=8, key_step=64)
+"""One width of attention, and so one loop to compile."""
+
+CROSSING = Lengths(prompt_step=8, key_step=32)
+"""Two widths, the first of which 40 new tokens outgrow."""
 
 PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4]]
 """Ragged: 3, 7 and 1 tokens, padded to 8."""
+
+
+def lively_model(**changes: Any) -> Model:
+    """Returns a tiny model whose greedy texts do not loop, and whose exits are right now and then.
+
+    With a tied head a random model repeats its last token for ever, and every mode agrees.
+    """
+    decoder = Transformer(dataclasses.replace(TINY, tie_embeddings=False, **changes))
+    params = live_params(decoder, seed=1, scale=0.2)
+    layers = params["layers"]
+    for name in ("o_proj", "down_proj"):  # Deep layers change less than shallow ones.
+        layers = layers | {name: {"kernel": layers[name]["kernel"].at[2:].multiply(0.3)}}
+    return Model(decoder, params | {"layers": layers})
 
 
 @jax.tree_util.register_dataclass

@@ -15,6 +15,7 @@ its own. Nothing is let out before that. The shallow layers never run twice for 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.cache import KVCache, fill
 from utio_jax.controller import Controller, EntropyAbove, GapBelow
-from utio_jax.decode import block_at, run_segment
+from utio_jax.decode import Block, block_at, run_segment
 from utio_jax.decoder import Decoder, Params
 from utio_jax.emission import DecodeState, StopRules, emit
 from utio_jax.executors import flat
@@ -33,7 +34,6 @@ from utio_jax.sampling import (
     REPLACE,
     Greedy,
     Sampling,
-    draw,
     token_keys,
     verify_greedy,
     verify_sampling,
@@ -140,18 +140,7 @@ class Lossless:
             positions = state.positions[:, None] + offsets
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
-            x, cache = run_segment(
-                decoder,
-                params,
-                drafted.cache,
-                drafted.x,
-                block,
-                start=depth,
-                stop=num_layers,
-                width=width,
-            )
-            logits = decoder.unembed(params, flat(x)).astype(jnp.float32)
-            logits = logits.reshape(*positions.shape, -1)
+            logits, cache, tokens = self._run_deep(decoder, params, drafted, block, depth, width)
             if isinstance(sampling, Greedy):
                 verified = verify_greedy(logits, drafted.token_ids, drafted.counts)
             else:
@@ -165,7 +154,7 @@ class Lossless:
                 )
         # The row's last draft runs no head; its distribution was not needed.
         runs = drafted.rounds
-        layers = runs * depth + self.block * (num_layers - depth)
+        layers = runs * depth + tokens * (num_layers - depth)
         tally = state.tally.add(
             active,
             steps=1,
@@ -173,7 +162,7 @@ class Lossless:
             accepted=verified.accepted,
             token_layers=layers,
             key_slots=(runs * depth + num_layers - depth) * float(width),
-            heads=jnp.minimum(runs, length) + self.block,
+            heads=jnp.minimum(runs, length) + tokens,
         )
         memory = state.memory
         if self.controller is not None:
@@ -196,6 +185,50 @@ class Lossless:
         # again before any later query sees them.
         lengths = jnp.where(active, state.positions, cache.lengths)
         return dataclasses.replace(state, cache=fill(cache, lengths))
+
+    def _run_deep(
+        self,
+        decoder: Decoder,
+        params: Params,
+        drafted: _Drafted,
+        block: Block,
+        depth: Int[Array, ""],
+        width: int,
+    ) -> tuple[Float[Array, "batch pending vocab"], KVCache, Int[Array, ""]]:
+        """Returns logits of the pending tokens, the cache, and the tokens per row of the pass.
+
+        Where drafts may be shorter than `max_draft`, the pass comes in three sizes: the smallest
+        that holds every row's pending tokens runs, the others skip all their layers.
+        """
+        varies = self.stop is not None or self.controller is not None
+        sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
+        needed = jnp.max(jnp.sum(block.valid, axis=1, dtype=jnp.int32))
+        passed = [(needed > size).astype(jnp.int32) for size in sizes[:-1]]
+        chosen = sum(passed, start=jnp.int32(0))
+        x, cache = drafted.x, drafted.cache
+        for number, size in enumerate(sizes):
+            deep, cache = run_segment(
+                decoder,
+                params,
+                cache,
+                x[:, :size],
+                jax.tree.map(lambda leaf: leaf[:, :size], block),  # noqa: B023
+                start=depth,
+                stop=jnp.where(chosen == number, decoder.config.num_layers, depth),
+                width=width,
+            )
+            x = jnp.concatenate([deep, x[:, size:]], axis=1)
+
+        def head(size: int) -> Callable[[], jax.Array]:
+            def run() -> jax.Array:
+                logits = decoder.unembed(params, flat(x[:, :size])).astype(jnp.float32)
+                logits = logits.reshape(x.shape[0], size, -1)
+                return jnp.pad(logits, ((0, 0), (0, self.block - size), (0, 0)))
+
+            return run
+
+        logits = jax.lax.switch(chosen, [head(size) for size in sizes])
+        return logits, cache, jnp.asarray(sizes, jnp.int32)[chosen]
 
     def _draft(
         self,
@@ -238,7 +271,7 @@ class Lossless:
                 logits = decoder.unembed(params, x[:, 0]).astype(jnp.float32)
                 hard = jnp.zeros((batch,), jnp.bool_) if self.stop is None else self.stop(logits)
                 if greedy:
-                    return draw(sampling, logits[:, None, :], None)[:, 0], hard, None
+                    return jnp.argmax(logits, axis=-1).astype(jnp.int32), hard, None
                 log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
                 keys = self._keys(state, positions + 1, DRAW)
                 drawn = jax.vmap(jax.random.categorical)(keys[:, 0], log_q)
