@@ -125,7 +125,7 @@ class Adaptive:
         if self.kv == "drop":
             now = self._show(now, block, decided)
         if self.kv != "full":
-            cache = fill(cache, state.lengths)
+            cache = fill(cache, jnp.where(active, state.lengths, cache.lengths))
         with jax.named_scope("head"):
             logits = decoder.unembed(params, now.x[:, 0]).astype(jnp.float32)
         tally = state.tally.add(
@@ -169,7 +169,8 @@ class Adaptive:
         )
         memory = now.memory
         if self.kv == "full":
-            cache = fill(cache, state.lengths, segment=0)
+            lengths = jnp.where(state.active, state.lengths, cache.lengths)
+            cache = fill(cache, lengths, segment=0)
             if len(self.policy.depths) > 1:
                 memory = _store(memory, 0, x, block)
         return now.after(

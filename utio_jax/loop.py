@@ -108,7 +108,7 @@ def run_chunks(
     if chunk < 1:
         raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
     mode.check(decoder)
-    row_seeds = np.arange(len(rows)) + seeds if isinstance(seeds, int) else np.asarray(seeds)
+    row_seeds = np.arange(len(rows)) + seeds if np.ndim(seeds) == 0 else np.asarray(seeds)
     if row_seeds.shape != (len(rows),):
         raise ValueError(
             f"Wanted one seed, or one per prompt ({len(rows)}). Got shape {row_seeds.shape}."
