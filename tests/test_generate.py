@@ -175,7 +175,6 @@ def test_a_stream_is_the_same_tokens(model, plain, chunk):
         stream(
             model.decoder,
             model.params,
-            CROSSING,
             PROMPTS,
             chunk=chunk,
             max_new_tokens=40,
@@ -216,7 +215,6 @@ def test_the_second_prompt_compiles_nothing(model, count_compiles, mode):
         for _ in stream(
             model.decoder,
             model.params,
-            CROSSING,
             PROMPTS,
             chunk=3,
             mode=mode,
