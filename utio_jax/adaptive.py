@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding with a depth per token, and a choice of what later tokens see of the shallow ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.cache import KVCache, fill
+from utio_jax.decode import Block, block_at, project_frozen, run_segment
+from utio_jax.decoder import Decoder, Params
+from utio_jax.emission import DecodeState, StopRules
+from utio_jax.layers import FrozenKV, check_kv, check_policy
+from utio_jax.mode import emit_drawn
+from utio_jax.plan import Boundary, Policy
+from utio_jax.sampling import Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adaptive:
+    """A depth per token: after each of the policy's depths a row's token stops or goes on.
+
+    The rows of a batch step together, so a segment is skipped only where *no* row needs it;
+    otherwise all rows go through it, and those that had stopped keep their states (involuntary
+    stays: cost, no change of results). With a probability of .5 to go on and 8 rows, 0.4 % of the
+    steps skip.
+
+    Attributes:
+      policy: decides at each of its depths; must be causal.
+      kv: what later tokens see of a stopped one at deeper layers: `"propagate"` projects K/V from
+        its last state, `"drop"` shows nothing, `"full"` computes its true K/V as soon as a token
+        goes deeper, together with those of all tokens that stopped since. The last saves weight
+        reads and launches, not FLOPs. Static.
+      catch_up: tokens per row of one block of that; more of them take more blocks. Static.
+    """
+
+    policy: Policy
+    kv: FrozenKV = dataclasses.field(default="propagate", metadata={"static": True})
+    catch_up: int = dataclasses.field(default=8, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        check_kv(self.kv)
+        if self.catch_up < 1:
+            raise ValueError(
+                f"Wanted a catch_up of at least 1 token. Got catch_up={self.catch_up}."
+            )
+
+    @property
+    def name(self) -> str:
+        return "adaptive"
+
+    @property
+    def block(self) -> int:
+        return 1
+
+    def check(self, decoder: Decoder) -> None:
+        check_policy(self.policy, decoder)
+        if not self.policy.causal:
+            raise ValueError(
+                "Wanted a causal policy: decoding cannot look at later tokens. "
+                f"Got policy {self.policy.name!r}."
+            )
+
+    def segments(self, decoder: Decoder) -> int:
+        return len(self.policy.depths) if self.kv == "full" else 1
+
+    def start(self, decoder: Decoder, params: Params, state: DecodeState) -> Any:
+        batch, slots = state.token_ids.shape
+        if self.kv == "drop":  # Layers at which each slot may be seen. Prompts ran them all.
+            return jnp.full((batch, slots), decoder.config.num_layers, jnp.int32)
+        if self.kv == "full":  # States at each depth but the last, from which to catch up.
+            x = jax.eval_shape(decoder.embed, params, state.token_ids, state.token_ids)
+            return jnp.zeros((len(self.policy.depths) - 1, *x.shape), x.dtype)
+        return None
+
+    def step(
+        self,
+        decoder: Decoder,
+        params: Params,
+        sampling: Sampling,
+        stops: StopRules,
+        state: DecodeState,
+        *,
+        width: int,
+    ) -> DecodeState:
+        active, positions, depths = state.active, state.positions[:, None], self.policy.depths
+        ids = state.last_ids[:, None]
+        block = block_at(decoder, positions, active[:, None])
+        live = active[:, None]
+        decided = jnp.where(live, depths[-1], 0)
+        memory = self.policy.start(ids, positions)
+        now = _Descent(
+            x=decoder.embed(params, ids, positions),
+            cache=state.cache,
+            memory=state.memory,
+            deepest=jnp.int32(0),
+            token_layers=jnp.int32(0),
+            key_slots=jnp.float32(0),
+        )
+        if self.kv == "drop":  # While it runs, the token sees itself everywhere.
+            now = self._show(now, block, jnp.full_like(decided, depths[-1]))
+        for index, depth in enumerate(depths):
+            run = self._catch_up if self.kv == "full" and index else self._run_current
+            with jax.named_scope(f"segment_{depth}"):
+                now = run(decoder, params, now, state, block, live, index=index, width=width)
+            if index + 1 < len(depths):
+                goes, memory = self.policy.go_deeper(
+                    index, _boundary(decoder, params, now.x, block, live, depth), memory
+                )
+                decided = jnp.where(live & ~goes, depth, decided)
+                live &= goes
+        cache = now.cache
+        frozen = 0
+        if self.kv == "propagate":
+            frozen = depths[-1] - now.deepest
+            cache = project_frozen(
+                decoder, params, cache, now.x, block, start=now.deepest, stop=depths[-1]
+            )
+        if self.kv == "drop":
+            now = self._show(now, block, decided)
+        if self.kv != "full":
+            cache = fill(cache, jnp.where(active, state.lengths, cache.lengths))
+        with jax.named_scope("head"):
+            logits = decoder.unembed(params, now.x[:, 0]).astype(jnp.float32)
+        tally = state.tally.add(
+            active,
+            steps=1,
+            heads=1,
+            token_layers=now.token_layers,
+            frozen_layers=frozen,
+            key_slots=now.key_slots,
+        )
+        state = dataclasses.replace(state, cache=cache, memory=now.memory, tally=tally)
+        executed = jnp.broadcast_to(now.deepest, state.lengths.shape)
+        return emit_drawn(state, sampling, stops, logits, decided=decided[:, 0], executed=executed)
+
+    def _run_current(
+        self,
+        decoder: Decoder,
+        params: Params,
+        now: _Descent,
+        state: DecodeState,
+        block: Block,
+        live: Bool[Array, "batch 1"],
+        *,
+        index: int,
+        width: int,
+    ) -> _Descent:
+        """Runs one segment on the current tokens, if any row is live."""
+        start, depth = (0, *self.policy.depths)[index], self.policy.depths[index]
+        stop = jnp.where(jnp.any(live), depth, start)
+        x, cache = run_segment(
+            decoder,
+            params,
+            now.cache,
+            now.x,
+            block,
+            start=start,
+            stop=stop,
+            width=width,
+            runs=live,
+            shown=now.memory if self.kv == "drop" else None,
+        )
+        memory = now.memory
+        if self.kv == "full":
+            lengths = jnp.where(state.active, state.lengths, cache.lengths)
+            cache = fill(cache, lengths, segment=0)
+            if len(self.policy.depths) > 1:
+                memory = _store(memory, 0, x, block)
+        return now.after(
+            x=x,
+            cache=cache,
+            memory=memory,
+            deepest=stop,
+            layers=stop - start,
+            tokens=1,
+            width=width,
+        )
+
+    def _catch_up(
+        self,
+        decoder: Decoder,
+        params: Params,
+        now: _Descent,
+        state: DecodeState,
+        block: Block,
+        live: Bool[Array, "batch 1"],
+        *,
+        index: int,
+        width: int,
+    ) -> _Descent:
+        """Runs one segment on all tokens that have not run it yet, of all rows, if any row is live.
+
+        Rows that could wait go along: their slots in the block are computed anyway.
+        """
+        start, depth = self.policy.depths[index - 1 : index + 1]
+        needed = jnp.any(live)
+        first = now.cache.filled[index]
+        pending = jnp.where(state.active, state.lengths - first, 0)
+        blocks = jnp.where(needed, -(-jnp.max(pending) // self.catch_up), 0)
+        offsets = jnp.arange(self.catch_up, dtype=jnp.int32)[None, :]
+
+        def run_block(number: jax.Array, carry: Any) -> Any:
+            x, cache, memory = carry
+            positions = first[:, None] + number * self.catch_up + offsets
+            valid = (positions < state.lengths[:, None]) & state.active[:, None]
+            behind = block_at(decoder, positions, valid)
+            rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+            states = memory[index - 1].at[rows, positions].get(mode="clip")
+            states, cache = run_segment(
+                decoder, params, cache, states, behind, start=start, stop=depth, width=width
+            )
+            if index + 1 < len(self.policy.depths):
+                memory = _store(memory, index, states, behind)
+            # The current token is the last one behind; its row takes the new state only if it goes
+            # on.
+            mine = valid & (positions == block.positions)
+            new = jnp.sum(jnp.where(mine[:, :, None], states, 0), axis=1, keepdims=True)
+            x = jnp.where((live & jnp.any(mine, axis=1, keepdims=True))[:, :, None], new, x)
+            return x, cache, memory
+
+        x, cache, memory = jax.lax.fori_loop(0, blocks, run_block, (now.x, now.cache, now.memory))
+        cache = fill(cache, jnp.where(needed & state.active, state.lengths, first), segment=index)
+        return now.after(
+            x=x,
+            cache=cache,
+            memory=memory,
+            deepest=jnp.where(needed, depth, now.deepest),
+            layers=blocks * (depth - start),
+            tokens=self.catch_up,
+            width=width,
+        )
+
+    def _show(self, now: _Descent, block: Block, depth: Int[Array, "batch 1"]) -> _Descent:
+        rows = jnp.arange(depth.shape[0], dtype=jnp.int32)[:, None]
+        slots = jnp.where(block.valid, block.positions, now.memory.shape[1])
+        return dataclasses.replace(now, memory=now.memory.at[rows, slots].set(depth, mode="drop"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Descent:
+    """The current tokens on their way down, and what the way has cost each row."""
+
+    x: Float[Array, "batch 1 dim"]
+    cache: KVCache
+    memory: Any
+    deepest: Int[Array, ""]
+    token_layers: Int[Array, ""]
+    key_slots: Float[Array, ""]
+
+    def after(
+        self,
+        *,
+        x: jax.Array,
+        cache: KVCache,
+        memory: Any,
+        deepest: jax.Array,
+        layers: jax.Array,
+        tokens: int,
+        width: int,
+    ) -> _Descent:
+        return _Descent(
+            x=x,
+            cache=cache,
+            memory=memory,
+            deepest=jnp.maximum(self.deepest, deepest * (layers > 0)),
+            token_layers=self.token_layers + layers * tokens,
+            key_slots=self.key_slots + layers * float(width),
+        )
+
+
+def _boundary(
+    decoder: Decoder, params: Params, x: jax.Array, block: Block, live: jax.Array, depth: int
+) -> Boundary:
+    def map_live(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        new = function(*(array[:, 0] for array in arrays))[:, None]
+        shape = live.shape + (1,) * (new.ndim - 2)
+        return jnp.where(live.reshape(shape), new, jnp.zeros((), new.dtype))
+
+    return Boundary(
+        x=x,
+        positions=block.positions,
+        live=live,
+        params=params,
+        depth=depth,
+        decoder=decoder,
+        map_live=map_live,
+    )
+
+
+def _store(memory: jax.Array, index: int, states: jax.Array, block: Block) -> jax.Array:
+    rows = jnp.arange(states.shape[0], dtype=jnp.int32)[:, None]
+    slots = jnp.where(block.valid, block.positions, memory.shape[2])
+    return memory.at[index, rows, slots].set(states, mode="drop")

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generate` and `stream`: ragged prompts in, tokens and what they cost out, in any mode.
+
+    result = generate(decoder, params, [[0, 17, 4], [0, 8]], mode=Lossless(exit=4),
+    max_new_tokens=64) result.token_ids[0], result.decided[0], result.finish_reasons[0]
+
+The loop over tokens runs on the device. Shapes depend on the batch and on two rounded lengths
+(`Lengths`) only, so another prompt of the same rounded length compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from utio_jax.cache import bytes_per_slot
+from utio_jax.decoder import Decoder, Params
+from utio_jax.emission import REASONS, DecodeState
+from utio_jax.loop import Lengths, run_chunks
+from utio_jax.mode import Mode, Plain
+from utio_jax.sampling import Greedy, Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What `generate` returns. All arrays live on the host; row `i` of each belongs to prompt `i`.
+
+    Attributes:
+      token_ids: new tokens of each prompt, `[new]`, the one that ended it included.
+      finish_reasons: `"eos"`, `"stop"` or `"length"`.
+      decided: layers behind the distribution that each new token was taken from, `[new]`; the first
+        is prefill's. Under `Lossless`: the exit that guessed it, or all layers.
+      executed: layers that really ran for it, `[new]`; more than decided where other rows went
+        deeper.
+      log_probabilities: of each new token in nats, `[new]`, under the distribution that it was
+        taken from, before any sampling method.
+      steps: rounds of the loop per row.
+      drafts: drafts that were verified, per row.
+      accepted: those that were right.
+      token_layers: token slots that ran a layer after prefill, padding and rejected drafts
+        included.
+      frozen_layers: K/V-only projections of frozen states.
+      heads: token slots that went through the vocabulary head after prefill.
+      kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
+      kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end.
+      mode: the mode's name.
+    """
+
+    token_ids: tuple[np.ndarray, ...]
+    finish_reasons: tuple[str, ...]
+    decided: tuple[np.ndarray, ...]
+    executed: tuple[np.ndarray, ...]
+    log_probabilities: tuple[np.ndarray, ...]
+    steps: np.ndarray
+    drafts: np.ndarray
+    accepted: np.ndarray
+    token_layers: np.ndarray
+    frozen_layers: np.ndarray
+    heads: np.ndarray
+    kv_bytes_read: np.ndarray
+    kv_bytes_held: np.ndarray
+    mode: str
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts per verified draft over all rows; None where nothing was drafted."""
+        drafts = int(self.drafts.sum())
+        return float(self.accepted.sum() / drafts) if drafts else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What `stream` yields: the tokens since the last chunk.
+
+    Attributes:
+      token_ids: new tokens of each prompt, `[new]`; empty for rows that have ended.
+      decided: layers behind each of them, see `Generated`.
+      running: which rows go on.
+    """
+
+    token_ids: tuple[np.ndarray, ...]
+    decided: tuple[np.ndarray, ...]
+    running: np.ndarray
+
+
+def generate(
+    decoder: Decoder,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    mode: Mode = Plain(),
+    sampling: Sampling = Greedy(),
+    max_new_tokens: int = 128,
+    eos_ids: Sequence[int] | None = None,
+    stop_sequences: Sequence[Sequence[int]] = (),
+    seeds: int | Sequence[int] = 0,
+    lengths: Lengths = Lengths(),
+) -> Generated:
+    """Returns new tokens for each prompt.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      prompts: token ids, any lengths from 1.
+      mode: `Plain()`, `Adaptive(policy=..., kv=...)` or `Lossless(...)`.
+      sampling: `Greedy()`, or a method of `utio_jax.sampling` to draw by.
+      max_new_tokens: new tokens per prompt at most.
+      eos_ids: tokens that end a row; None takes the model's own, `()` none.
+      stop_sequences: token sequences that end a row when its new tokens end with one.
+      seeds: one per prompt, or one number for all, to which the prompt's index is added. A row's
+        draws depend on its seed and prompt alone.
+      lengths: how lengths are rounded.
+
+    Raises:
+      ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
+        context, or a mode that does not fit the model.
+    """
+    *_, state = run_chunks(
+        decoder,
+        params,
+        prompts,
+        mode=mode,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        stop_sequences=stop_sequences,
+        seeds=seeds,
+        lengths=lengths,
+        chunk=max_new_tokens,
+    )
+    return _collect(state, mode)
+
+
+def stream(
+    decoder: Decoder,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    chunk: int = 16,
+    mode: Mode = Plain(),
+    sampling: Sampling = Greedy(),
+    max_new_tokens: int = 128,
+    eos_ids: Sequence[int] | None = None,
+    stop_sequences: Sequence[Sequence[int]] = (),
+    seeds: int | Sequence[int] = 0,
+    lengths: Lengths = Lengths(),
+) -> Iterator[Chunk]:
+    """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
+
+    Leaving the loop early (or Ctrl-C) abandons the state; nothing else refers to it. Arguments and
+    errors are those of `generate`.
+    """
+    seen: np.ndarray | None = None
+    for state in run_chunks(
+        decoder,
+        params,
+        prompts,
+        mode=mode,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        stop_sequences=stop_sequences,
+        seeds=seeds,
+        lengths=lengths,
+        chunk=chunk,
+    ):
+        known, decided, ends = (
+            np.asarray(leaf) for leaf in (state.token_ids, state.tally.decided, state.lengths)
+        )
+        starts = np.asarray(state.prompt_lengths) if seen is None else seen
+        yield Chunk(
+            token_ids=_cut(known, starts, ends),
+            decided=_cut(decided, starts, ends),
+            running=np.asarray(state.reason) == 0,
+        )
+        seen = ends.copy()
+
+
+def _collect(state: DecodeState, mode: Mode) -> Generated:
+    known, starts, ends, reasons = (
+        np.asarray(leaf)
+        for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
+    )
+    tally = {
+        field.name: np.asarray(getattr(state.tally, field.name))
+        for field in dataclasses.fields(state.tally)
+    }
+    per_slot = bytes_per_slot(state.cache)
+    return Generated(
+        token_ids=_cut(known, starts, ends),
+        finish_reasons=tuple(REASONS[reason] for reason in reasons),
+        decided=_cut(tally["decided"], starts, ends),
+        executed=_cut(tally["executed"], starts, ends),
+        log_probabilities=_cut(tally["log_probability"], starts, ends),
+        steps=tally["steps"],
+        drafts=tally["drafts"],
+        accepted=tally["accepted"],
+        token_layers=tally["token_layers"],
+        frozen_layers=tally["frozen_layers"],
+        heads=tally["heads"],
+        kv_bytes_read=tally["key_slots"].astype(np.float64) * per_slot,
+        kv_bytes_held=(ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0],
+        mode=mode.name,
+    )
+
+
+def _cut(rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, ...]:
+    # Copies: on CPU the rows are views of device buffers, which the next step reuses.
+    return tuple(row[a:b].copy() for row, a, b in zip(rows, starts, ends, strict=True))

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token loop on the device, and the shapes that it compiles for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, UInt32
+
+from utio_jax.cache import fill, init_cache, key_widths
+from utio_jax.decode import prefill
+from utio_jax.decoder import Decoder, DecoderConfig, Params
+from utio_jax.emission import DecodeState, StopRules, empty_tally, stop_rules
+from utio_jax.mode import Mode, emit_drawn
+from utio_jax.sampling import Sampling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How lengths are rounded, so that few of them ever compile.
+
+    Attributes:
+      prompt_step: prompts are padded to a multiple of this, in tokens.
+      key_step: caches hold a multiple of this, and attention reads at most four different
+        multiples.
+    """
+
+    prompt_step: int = 64
+    key_step: int = 128
+
+    def __post_init__(self) -> None:
+        if self.prompt_step < 1 or self.key_step < 1:
+            raise ValueError(
+                "Wanted a prompt_step and a key_step of at least 1 token. "
+                f"Got prompt_step={self.prompt_step}, key_step={self.key_step}."
+            )
+
+
+def check_prompts(
+    prompts: Sequence[Sequence[int]], *, config: DecoderConfig, max_new_tokens: int
+) -> list[np.ndarray]:
+    """Returns the prompts as int32 arrays.
+
+    Raises:
+      ValueError: see `generate`.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"Wanted max_new_tokens of at least 1. Got max_new_tokens={max_new_tokens}."
+        )
+    if not len(prompts):
+        raise ValueError("Wanted at least one prompt. Got none.")
+    checked = []
+    for index, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if not ids.size:
+            remedy = (
+                ""
+                if config.bos_id is None
+                else f" Open it with the model's bos_id={config.bos_id}."
+            )
+            raise ValueError(
+                f"Wanted prompts of at least one token. Prompt {index} is empty.{remedy}"
+            )
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(
+                f"Wanted each prompt as a list of integer token ids. Got prompt {index} of shape "
+                f"{ids.shape}, dtype {ids.dtype}."
+            )
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
+            raise ValueError(
+                f"Wanted token ids from 0 to {config.vocab_size - 1}, the model's vocabulary. Got "
+                f"{ids.min()} to {ids.max()} in prompt {index}. Is this another model's tokenizer?"
+            )
+        if ids.size + max_new_tokens > config.context_length:
+            raise ValueError(
+                "Wanted prompt and new tokens within the model's context of "
+                f"{config.context_length}. Got prompt {index} of {ids.size} tokens and "
+                f"max_new_tokens={max_new_tokens}. Cut one of them."
+            )
+        checked.append(ids.astype(np.int32))
+    return checked
+
+
+def run_chunks(
+    decoder: Decoder,
+    params: Params,
+    prompts: Sequence[Sequence[int]],
+    *,
+    mode: Mode,
+    sampling: Sampling,
+    max_new_tokens: int,
+    eos_ids: Sequence[int] | None,
+    stop_sequences: Sequence[Sequence[int]],
+    seeds: int | Sequence[int],
+    lengths: Lengths,
+    chunk: int,
+) -> Iterator[DecodeState]:
+    """Yields the loop's state after every `chunk` new tokens, until all rows have ended."""
+    config = decoder.config
+    rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
+    if chunk < 1:
+        raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
+    mode.check(decoder)
+    row_seeds = np.arange(len(rows)) + seeds if np.ndim(seeds) == 0 else np.asarray(seeds)
+    if row_seeds.shape != (len(rows),):
+        raise ValueError(
+            f"Wanted one seed, or one per prompt ({len(rows)}). Got shape {row_seeds.shape}."
+        )
+    stops = stop_rules(config.eos_ids if eos_ids is None else eos_ids, stop_sequences)
+
+    ends = np.asarray([row.size for row in rows], np.int32)
+    width = _round_up(int(ends.max()), lengths.prompt_step)
+    slots = _round_up(width + max_new_tokens + mode.block, lengths.key_step)
+    padded = np.zeros((len(rows), width), np.int32)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: ids.size] = ids
+    mode, sampling = _canonical((mode, sampling))
+    state = begin(
+        decoder,
+        params,
+        mode,
+        sampling,
+        stops,
+        padded,
+        ends,
+        ends + np.int32(max_new_tokens),
+        row_seeds.astype(np.uint32),
+        slots=slots,
+    )
+    widths = key_widths(slots, key_step=lengths.key_step)
+    until = 1
+    while True:
+        until = min(until + chunk, max_new_tokens)
+        state = advance(
+            decoder, params, mode, sampling, stops, state, np.int32(until), widths=widths
+        )
+        yield state
+        if until == max_new_tokens or np.all(np.asarray(state.reason)):
+            return
+
+
+@partial(jax.jit, static_argnames=("decoder", "slots"))
+def begin(
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    sampling: Sampling,
+    stops: StopRules,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    limits: Int[Array, " batch"],
+    seeds: UInt32[Array, " batch"],
+    *,
+    slots: int,
+) -> DecodeState:
+    """Returns the state after prefill and the first new token of each row."""
+    batch, width = token_ids.shape
+    dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
+    cache = init_cache(
+        decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
+    )
+    logits, cache = prefill(decoder, params, token_ids, lengths, cache)
+    state = DecodeState(
+        token_ids=jnp.pad(token_ids, ((0, 0), (0, slots - width))),
+        lengths=lengths,
+        prompt_lengths=lengths,
+        limits=limits,
+        reason=jnp.zeros_like(lengths),
+        seeds=seeds,
+        cache=fill(cache, lengths),
+        tally=empty_tally(batch, slots),
+        memory=None,
+    )
+    state = dataclasses.replace(state, memory=mode.start(decoder, params, state))
+    depth = jnp.full_like(lengths, decoder.config.num_layers)
+    return emit_drawn(state, sampling, stops, logits, decided=depth, executed=depth)
+
+
+@partial(jax.jit, static_argnames=("decoder", "widths"), donate_argnames="state")
+def advance(
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    sampling: Sampling,
+    stops: StopRules,
+    state: DecodeState,
+    until: Int[Array, ""],
+    *,
+    widths: tuple[int, ...],
+) -> DecodeState:
+    """Returns the state once every running row has `until` new tokens.
+
+    One loop per width of attention, one after the other: rows only ever grow.
+    """
+    for width in widths:
+
+        def goes_on(state: DecodeState) -> jax.Array:
+            fresh = state.lengths - state.prompt_lengths
+            reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
+            return jnp.any(state.active & (fresh < until)) & (reach <= width)  # noqa: B023
+
+        step = partial(mode.step, decoder, params, sampling, stops, width=width)
+        state = jax.lax.while_loop(goes_on, step, state)
+    return state
+
+
+def _round_up(length: int, step: int) -> int:
+    return -(-length // step) * step
+
+
+def _canonical(tree: Any) -> Any:
+    """Returns the pytree with numbers as arrays: weak types would compile a second program."""
+
+    def as_array(leaf: Any) -> Any:
+        return jax.device_put(np.float32(leaf)) if isinstance(leaf, (int, float)) else leaf
+
+    return jax.tree.map(as_array, tree)

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a decoding mode is, and the plainest one.
+
+A mode is a frozen dataclass with `start` (its memory, after prefill) and `step` (one round of the
+token loop). Policies and thresholds travel inside it as leaves of a pytree, so that new ones
+compile nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.decode import decode_step
+from utio_jax.decoder import Decoder, Params
+from utio_jax.emission import DecodeState, StopRules, emit
+from utio_jax.sampling import DRAW, Sampling, draw, token_keys
+
+
+@runtime_checkable
+class Mode(Protocol):
+    """How a token loop spends its layers."""
+
+    @property
+    def name(self) -> str:
+        """The stable string that ledgers carry."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """The most tokens that one row may run ahead of its last one, that one included."""
+        ...
+
+    def check(self, decoder: Decoder) -> None:
+        """Raises ValueError where the mode and the model do not fit."""
+        ...
+
+    def segments(self, decoder: Decoder) -> int:
+        """Returns the number of watermarks per row."""
+        ...
+
+    def start(self, decoder: Decoder, params: Params, state: DecodeState) -> Any:
+        """Returns the mode's memory, once the prompts are in the cache."""
+        ...
+
+    def step(
+        self,
+        decoder: Decoder,
+        params: Params,
+        sampling: Sampling,
+        stops: StopRules,
+        state: DecodeState,
+        *,
+        width: int,
+    ) -> DecodeState:
+        """Returns the state after at least one more token in every active row."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain:
+    """Every token at full depth."""
+
+    @property
+    def name(self) -> str:
+        return "plain"
+
+    @property
+    def block(self) -> int:
+        return 1
+
+    def check(self, decoder: Decoder) -> None:
+        del decoder  # Every decoder can.
+
+    def segments(self, decoder: Decoder) -> int:
+        return 1
+
+    def start(self, decoder: Decoder, params: Params, state: DecodeState) -> None:
+        return None
+
+    def step(
+        self,
+        decoder: Decoder,
+        params: Params,
+        sampling: Sampling,
+        stops: StopRules,
+        state: DecodeState,
+        *,
+        width: int,
+    ) -> DecodeState:
+        active = state.active
+        logits, cache = decode_step(
+            decoder, params, state.last_ids, state.cache, active=active, width=width
+        )
+        layers = jnp.int32(decoder.config.num_layers)
+        tally = state.tally.add(
+            active, steps=1, token_layers=layers, key_slots=layers * float(width), heads=1
+        )
+        state = dataclasses.replace(state, cache=cache, tally=tally)
+        depth = jnp.full_like(state.lengths, layers)
+        return emit_drawn(state, sampling, stops, logits, decided=depth, executed=depth)
+
+
+def emit_drawn(
+    state: DecodeState,
+    sampling: Sampling,
+    stops: StopRules,
+    logits: Float[Array, "batch vocab"],
+    *,
+    decided: Int[Array, " batch"],
+    executed: Int[Array, " batch"],
+) -> DecodeState:
+    """Returns the state with one token per active row, drawn from `logits`."""
+    with jax.named_scope("sample"):
+        keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
+        new = draw(sampling, logits[:, None, :], keys)
+    one = jnp.ones_like(state.lengths)
+    return emit(
+        state,
+        stops,
+        new,
+        one,
+        logits=logits[:, None, :],
+        decided=decided[:, None],
+        executed=executed[:, None],
+    )
