@@ -22,19 +22,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from utio_jax.artifacts import versions
-from utio_jax.models.corpus import standard_library
-from utio_jax.timing import time_programs
 
 from utio_jax import models
 from utio_jax.adaptive import Adaptive
+from utio_jax.artifacts import versions
 from utio_jax.cache import init_cache
 from utio_jax.controller import Controller, EntropyAbove
 from utio_jax.decode import block_at, run_segment
 from utio_jax.generate import Generated, generate
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Mode, Plain
+from utio_jax.models.corpus import standard_library
 from utio_jax.policies import Random
+from utio_jax.timing import time_programs
 
 # Repetitions of a stage in one timed call.
 _REPEAT = 32

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax import GivenDepths, MicroBatches, oracle, staircase
+from utio_jax import GivenDepths, MicroBatches, dense_states, oracle, staircase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,10 @@ def run_staircase(decoder, params, ids, lengths, policy, *, kv, executor):
 def run_oracle(decoder, params, ids, lengths, depths, *, kv):
     """The oracle, compiled."""
     return oracle(decoder, params, ids, lengths, depths, kv=kv)
+
+
+# Called unjitted, every loop of a pass would compile again on each call.
+run_dense = jax.jit(dense_states, static_argnums=0, static_argnames="depths")
 
 
 def compare_cases(model: Any, shape: Shape, seeds: range) -> Iterator[tuple[int, float]]:

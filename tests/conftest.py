@@ -83,16 +83,20 @@ def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:
 
     Fresh ones have output projections of zero: each layer is the identity, and every depth agrees.
     """
-    params = decoder.init(jax.random.key(seed))
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    return jax.tree.unflatten(
-        treedef,
-        [
-            leaf + scale * jax.random.normal(key, leaf.shape)
-            for leaf, key in zip(leaves, keys, strict=True)
-        ],
-    )
+
+    @jax.jit  # One program instead of dozens: every test file starts with this.
+    def make() -> Any:
+        leaves, treedef = jax.tree.flatten(decoder.init(jax.random.key(seed)))
+        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        return jax.tree.unflatten(
+            treedef,
+            [
+                leaf + scale * jax.random.normal(key, leaf.shape)
+                for leaf, key in zip(leaves, keys, strict=True)
+            ],
+        )
+
+    return make()
 
 
 @dataclasses.dataclass(frozen=True)

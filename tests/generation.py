@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from conftest import Model, live_params
 from jaxtyping import Array, Int
-from utio_jax.models.presets import TINY
-from utio_jax.models.transformer import Transformer
 
 from utio_jax.generate import Generated
 from utio_jax.layers import oracle
 from utio_jax.loop import Lengths
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
 
 SMALL = Lengths(prompt_step=8, key_step=64)
 """One width of attention, and so one loop to compile."""

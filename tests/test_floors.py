@@ -18,13 +18,23 @@ CORE = ROOT / "utio_jax"
 FLOORS = (
     {"decoder", "ledger", "documents"},
     {"plan"},  # The words of routing, in terms of a decoder's.
-    {"importance", "buckets", "cost", "attention", "artifacts", "thresholds", "executors"},
-    {"microbatches", "capacity"},
+    {
+        "importance",
+        "buckets",
+        "cost",
+        "attention",
+        "artifacts",
+        "thresholds",
+        "executors",
+        "cache",
+        "sampling",
+    },
+    {"microbatches", "capacity", "emission", "controller", "decode"},
     {"layers", "policies"},
-    {"forward", "timing", "calibration"},
+    {"forward", "timing", "calibration", "mode"},
     {"guardrails"},
-    {"evaluate", "gates"},
-    {"calibrate", "benchmark", "report"},
+    {"evaluate", "gates", "adaptive", "lossless", "loop"},
+    {"calibrate", "benchmark", "report", "generate"},
     {"demo"},
     {"cli"},
     {"__init__", "__main__"},
@@ -38,7 +48,7 @@ MODELS = (
     {"__init__"},
 )
 FLOOR_OF_MODEL = {module: floor for floor, names in enumerate(MODELS) for module in names}
-MAX_LINES = 330
+MAX_LINES = 335
 
 
 def imports_of(source: str) -> list[tuple[str, bool]]:

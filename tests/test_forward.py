@@ -8,10 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import run_dense, run_oracle
 from test_staircase import gated
 
-from utio_jax import dense_states, exit_nll, full_depth, oracle, score
+from utio_jax import exit_nll, full_depth, score
 from utio_jax.forward import compare_states, map_blocks, score_dense
+
+run_score = jax.jit(score, static_argnums=0)
+run_compare = jax.jit(compare_states, static_argnums=0)
 
 
 def plain_nll(model: Any, ids: np.ndarray, x: jax.Array) -> np.ndarray:
@@ -23,8 +27,8 @@ def plain_nll(model: Any, ids: np.ndarray, x: jax.Array) -> np.ndarray:
 
 def test_score_is_the_log_likelihood_of_each_next_token_at_its_depth(tiny: Any) -> None:
     ids, lengths = tiny.tokens(3, 21), jnp.asarray([21, 8, 1])
-    found = score(tiny.decoder, tiny.params, ids, lengths, gated(tiny))
-    x = oracle(tiny.decoder, tiny.params, ids, lengths, found.depths)
+    found = run_score(tiny.decoder, tiny.params, ids, lengths, gated(tiny))
+    x = run_oracle(tiny.decoder, tiny.params, ids, lengths, found.depths, kv="propagate")
     wanted = plain_nll(tiny, ids, x)
     predicted = np.arange(20) < np.asarray(lengths)[:, None] - 1
     np.testing.assert_allclose(
@@ -38,8 +42,8 @@ def test_score_is_the_log_likelihood_of_each_next_token_at_its_depth(tiny: Any) 
 
 def test_both_full_depth_programs_agree(tiny: Any) -> None:
     ids, lengths = tiny.tokens(2, 33), jnp.asarray([33, 12])
-    blocks = score(tiny.decoder, tiny.params, ids, lengths, full_depth(tiny.decoder))
-    dense = score_dense(tiny.decoder, tiny.params, ids, lengths)
+    blocks = run_score(tiny.decoder, tiny.params, ids, lengths, full_depth(tiny.decoder))
+    dense = jax.jit(score_dense, static_argnums=0)(tiny.decoder, tiny.params, ids, lengths)
     np.testing.assert_allclose(blocks.log_likelihood, dense.log_likelihood, atol=1e-5)
     np.testing.assert_array_equal(blocks.depths, dense.depths)
     assert int(dense.work.queries.sum()) == 2 * 33 * 4
@@ -47,19 +51,19 @@ def test_both_full_depth_programs_agree(tiny: Any) -> None:
 
 def test_exit_nll_is_the_loss_of_truncating_at_each_exit(tiny: Any) -> None:
     ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 12])
-    found = exit_nll(tiny.decoder, tiny.params, ids, lengths)
-    states = dense_states(tiny.decoder, tiny.params, ids, lengths, depths=tiny.decoder.config.exits)
+    found = jax.jit(exit_nll, static_argnums=0)(tiny.decoder, tiny.params, ids, lengths)
+    states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=tiny.decoder.config.exits)
     for nll, x in zip(found, states, strict=True):
         np.testing.assert_allclose(nll[:, :-1], plain_nll(tiny, ids, x), atol=1e-4)
 
 
 def test_comparison_of_states_with_themselves_and_with_others(tiny: Any) -> None:
     ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 5])
-    shallow, full = dense_states(tiny.decoder, tiny.params, ids, lengths, depths=(1, 4))
-    same = compare_states(tiny.decoder, tiny.params, ids, lengths, full, full)
+    shallow, full = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(1, 4))
+    same = run_compare(tiny.decoder, tiny.params, ids, lengths, full, full)
     np.testing.assert_allclose(same.kl, 0, atol=1e-6)
     assert int(same.agree.sum()) == 11 + 4
-    other = compare_states(tiny.decoder, tiny.params, ids, lengths, shallow, full)
+    other = run_compare(tiny.decoder, tiny.params, ids, lengths, shallow, full)
     p, q = (jax.nn.log_softmax(tiny.decoder.unembed(tiny.params, x)) for x in (full, shallow))
     kl = np.asarray((jnp.exp(p) * (p - q)).sum(-1))
     predicted = np.arange(12) < np.asarray(lengths)[:, None] - 1

@@ -29,6 +29,9 @@ from utio_jax.mode import Plain
 from utio_jax.policies import GivenDepths, Random, Uniform
 from utio_jax.sampling import Chain, Greedy, Temperature, TopP
 
+# Compile-heavy, minutes on two cores: part of `make test-slow` until generation has its command.
+pytestmark = pytest.mark.slow
+
 DEPTHS = (1, 2, 4)
 
 

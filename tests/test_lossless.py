@@ -10,15 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from generation import CROSSING, PROMPTS, SMALL, assert_greedy, lively_model, true_logits
-from utio_jax.models.presets import TINY
-from utio_jax.models.transformer import Transformer
 
 from utio_jax.controller import Controller, EntropyAbove, GapBelow, Observed
 from utio_jax.emission import stop_rules
 from utio_jax.generate import generate, stream
 from utio_jax.loop import advance, begin
 from utio_jax.lossless import Lossless
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
 from utio_jax.sampling import Chain, Greedy, Temperature, TopK
+
+# Compile-heavy, minutes on two cores: part of `make test-slow` until generation has its command.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

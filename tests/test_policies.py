@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_staircase import gated, surrogate
 
-from utio_jax import Random, Uniform, full_depth, predictive_entropy, staircase
+from utio_jax import Random, Uniform, full_depth, predictive_entropy
 from utio_jax.cost import token_cost
 
 
@@ -86,18 +86,23 @@ def test_infinite_thresholds_and_nan_scores(tiny: Any) -> None:
 def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
     policy = surrogate(tiny)
     ids, lengths = tiny.tokens(2, 9), jnp.full(2, 9, jnp.int32)
-    x = staircase(tiny.decoder, tiny.params, ids, lengths, Uniform(depth=1)).x
+    run = lambda policy: cases.run_staircase(  # noqa: E731
+        tiny.decoder,
+        tiny.params,
+        ids,
+        lengths,
+        policy,
+        kv="propagate",
+        executor=cases.SHAPES[1].executor,
+    )
+    x = run(Uniform(depth=1)).x
     mean = np.asarray(policy.mean_state)
     cosine = np.asarray(x) @ mean / np.linalg.norm(x, axis=-1) / np.linalg.norm(mean)
     entropy = np.asarray(predictive_entropy(tiny.decoder.unembed(tiny.params, x)))
     wanted = 2 / 3 * entropy + 1 / 3 * (1 - cosine)
     found = policy.score(tiny.decoder, tiny.params, x.reshape(-1, x.shape[-1])).reshape(2, 9)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
-    decided = np.asarray(
-        staircase(
-            tiny.decoder, tiny.params, ids, lengths, policy, executor=cases.SHAPES[1].executor
-        ).depths
-    )
+    decided = np.asarray(run(policy).depths)
     low, high = np.asarray(policy.thresholds)
     np.testing.assert_array_equal(decided, np.select([wanted <= low, wanted <= high], [1, 2], 4))
 

@@ -21,7 +21,6 @@ from utio_jax import (
     StateGate,
     Uniform,
     UtioSurrogate,
-    dense_states,
     fit_capacities,
     oracle,
     staircase,
@@ -106,7 +105,7 @@ def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
 
 def test_all_deep_equals_the_plain_model(tiny: Any) -> None:
     shape, ids, lengths, _ = small_case(tiny)
-    (plain,) = dense_states(tiny.decoder, tiny.params, ids, lengths, depths=(4,))
+    (plain,) = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(4,))
     deep = jnp.full(ids.shape, 4)
     found = cases.run_staircase(
         tiny.decoder,
@@ -123,10 +122,18 @@ def test_all_deep_equals_the_plain_model(tiny: Any) -> None:
 
 def test_uniform_exits_equal_the_plain_models_states(tiny: Any) -> None:
     shape, ids, lengths, _ = small_case(tiny)
-    states = dense_states(tiny.decoder, tiny.params, ids, lengths, depths=(1, 2, 3, 4))
+    states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(1, 2, 3, 4))
     real = np.arange(shape.token) < np.asarray(lengths)[:, None]
     for depth, state in enumerate(states, start=1):
-        found = staircase(tiny.decoder, tiny.params, ids, lengths, Uniform(depth=depth))
+        found = cases.run_staircase(
+            tiny.decoder,
+            tiny.params,
+            ids,
+            lengths,
+            Uniform(depth=depth),
+            kv="propagate",
+            executor=shape.executor,
+        )
         assert_close(np.asarray(found.x)[real], np.asarray(state)[real])
 
 
@@ -148,7 +155,7 @@ def gated(model: Any, depths: tuple[int, ...] = (1, 2, 4)) -> Learned:
 
 def surrogate(model: Any, depths: tuple[int, ...] = (1, 2, 4)) -> UtioSurrogate:
     mean = jax.random.normal(jax.random.key(12), (model.decoder.config.embed_dim,))
-    return UtioSurrogate(thresholds=jnp.asarray([1.6, 2.0]), mean_state=mean, depths=depths)
+    return UtioSurrogate(thresholds=jnp.asarray([2.84, 2.92]), mean_state=mean, depths=depths)
 
 
 POLICIES = {"learned": gated, "utio_surrogate": surrogate}
@@ -222,8 +229,8 @@ def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, name: str) 
     policy, shape = POLICIES[name](tiny), cases.SHAPES[1]
     ids, _, _ = cases.draw(shape, tiny.decoder.config.vocab_size, 4)
     lengths = np.asarray([17, 6, 11], np.int32)
-    run = lambda ids, lengths, **kw: staircase(  # noqa: E731
-        tiny.decoder, tiny.params, jnp.asarray(ids), jnp.asarray(lengths), policy, **kw
+    run = lambda ids, lengths, executor: cases.run_staircase(  # noqa: E731
+        tiny.decoder, tiny.params, ids, lengths, policy, kv="propagate", executor=executor
     )
     together = run(ids, lengths, executor=shape.executor)
     order = np.asarray([2, 0, 1])
@@ -346,7 +353,7 @@ def test_runs_inside_shard_map_row_by_row(tiny: Any) -> None:
         return staircase(tiny.decoder, tiny.params, ids, lengths, policy, executor=shape.executor).x
 
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    assert_close(mapped(ids, lengths, depths), run(ids, lengths, depths))
+    assert_close(mapped(ids, lengths, depths), jax.jit(run)(ids, lengths, depths))
 
 
 @pytest.mark.parametrize(

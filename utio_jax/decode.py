@@ -15,8 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention import attend
 from utio_jax.cache import KVCache, fill, read, write
 from utio_jax.decoder import Decoder, Params, Places
-from utio_jax.executors import flat
-from utio_jax.layers import layer_at
+from utio_jax.executors import flat, layer_at
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, Params
@@ -157,10 +158,10 @@ class Comparison:
       agree: whether both have the same most probable token.
     """
 
-    nll: Float[Array, "batch token"]
-    nll_full: Float[Array, "batch token"]
-    kl: Float[Array, "batch token"]
-    agree: Bool[Array, "batch token"]
+    nll: Float[Array | np.ndarray, "*lead token"]
+    nll_full: Float[Array | np.ndarray, "*lead token"]
+    kl: Float[Array | np.ndarray, "*lead token"]
+    agree: Bool[Array | np.ndarray, "*lead token"]
 
 
 def compare_states(
