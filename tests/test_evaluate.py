@@ -9,10 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import run_oracle
 from test_forward import plain_nll
 from test_staircase import gated
 
-from utio_jax import GivenDepths, Ledger, MicroBatches, Uniform, full_depth, oracle
+from utio_jax import GivenDepths, Ledger, MicroBatches, Uniform, full_depth
 from utio_jax.cost import token_cost
 from utio_jax.documents import Batch, batches_of, windows_of
 from utio_jax.evaluate import Quality, evaluate, score_documents
@@ -52,7 +53,7 @@ def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
         mask = np.arange(15) < batch.lengths[:, None] - 1
         ids, lengths = np.asarray(batch.token_ids), np.asarray(batch.lengths)
         for at, kind in ((depths, "policy"), (np.full_like(depths, 4), "full")):
-            x = oracle(tiny.decoder, tiny.params, *map(jnp.asarray, (ids, lengths, at)))
+            x = run_oracle(tiny.decoder, tiny.params, ids, lengths, at, kv="propagate")
             total = plain_nll(tiny, ids, x)[mask].sum()
             nll, nll_full = (nll + total, nll_full) if kind == "policy" else (nll, nll_full + total)
         tokens, predicted, decided = (
@@ -114,12 +115,13 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
         assert (result.depths == 2).all()
         start = np.asarray(document[:128], np.int32)[None]
         shape = start.shape
-        x = oracle(
+        x = run_oracle(
             tiny.decoder,
             tiny.params,
-            jnp.asarray(start),
-            jnp.asarray([shape[1]]),
-            jnp.full(shape, 2),
+            start,
+            np.asarray([shape[1]], np.int32),
+            np.full(shape, 2, np.int32),
+            kv="propagate",
         )
         wanted = -plain_nll(tiny, start, x)[0]
         np.testing.assert_allclose(result.log_likelihood[: len(wanted)], wanted, atol=1e-4)

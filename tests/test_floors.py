@@ -138,7 +138,8 @@ def run_python(code: str) -> str:
 
 
 def test_importing_the_core_loads_neither_flax_nor_what_the_command_line_needs():
-    modules = set(modules_of(CORE)) - {"__init__", "__main__", "cli", "report", "calibrate"}
+    face = {"__init__", "__main__", "cli", "demo", "report", "calibrate"}
+    modules = set(modules_of(CORE)) - face
     core = [f"utio_jax.{name}" for name in sorted(modules)]
     heavy = ("flax", "optax", "orbax", "tokenizers", "tyro", "rich", "matplotlib", "tqdm")
     code = (

@@ -197,7 +197,7 @@ def test_an_abandoned_stream_breaks_nothing(model, plain):
         model.decoder, model.params, PROMPTS, chunk=7, max_new_tokens=40, eos_ids=(), lengths=SMALL
     )
     kept = next(pieces)
-    pieces.close()
+    del pieces
     np.testing.assert_array_equal(run(model).token_ids[1], plain.token_ids[1])
     np.testing.assert_array_equal(kept.token_ids[1], plain.token_ids[1][: kept.token_ids[1].size])
 
@@ -247,6 +247,7 @@ def test_the_cache_is_never_copied(model, kv):
         widths=(64,),
     ).compile()
     memory = compiled.memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 4
 
@@ -323,7 +324,7 @@ def test_modes_that_do_not_fit_are_refused(model):
     with pytest.raises(ValueError, match="4 layers"):
         run(model, mode=Adaptive(policy=Uniform(depth=5)))
     with pytest.raises(ValueError, match="one of 'propagate'"):
-        Adaptive(policy=Uniform(depth=2), kv="zeros")
+        Adaptive(policy=Uniform(depth=2), kv="zeros")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="catch_up of at least 1"):
         Adaptive(policy=Uniform(depth=2), catch_up=0)
     with pytest.raises(ValueError, match="prompt_step=0"):

@@ -55,6 +55,7 @@ def test_greedy_is_the_full_model(model, plain, name):
     for row in range(3):
         np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
     # The case is not vacuous: some drafts are right, some wrong, and rows differ.
+    assert result.acceptance is not None
     assert 0 < result.acceptance < 1
     assert len(set(result.accepted)) > 1
     assert result.finish_reasons == ("length",) * 3
@@ -155,6 +156,7 @@ def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
     assert cells > 30
     # Mean `cells`, standard deviation sqrt(2 cells): five of them.
     assert statistic < cells + 5 * np.sqrt(2 * cells)
+    assert result.acceptance is not None
     assert 0 < result.acceptance < 1
 
 
@@ -245,6 +247,7 @@ def test_the_cache_is_never_copied(model, sampling):
     )
     cache_bytes = state.cache.keys.nbytes + state.cache.values.nbytes
     memory = advance.lower(*arguments, state, np.int32(9), widths=(64,)).compile().memory_analysis()
+    assert memory is not None
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 4
 

@@ -170,7 +170,10 @@ def assert_follows(tokens: np.ndarray, probabilities: np.ndarray) -> None:
         (lambda: TopP(0.0), "Got 0"),
         (lambda: TopP(1.5), "at most 1. Got 1.5"),
         (lambda: MinP(-0.1), "Got -0.1"),
-        (lambda: Chain((Greedy(), TopK(3))), "nothing to draw"),
+        (
+            lambda: Chain((Greedy(), TopK(3))),  # pyright: ignore[reportArgumentType]
+            "nothing to draw",
+        ),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")

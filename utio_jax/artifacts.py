@@ -43,7 +43,8 @@ def save_tensors(file: str | Path, tree: Any, *, metadata: Mapping[str, str] | N
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    arrays = {name: np.ascontiguousarray(leaf) for name, leaf in flatten(tree).items()}
+    # Not `ascontiguousarray`: it turns scalars into vectors of one.
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in flatten(tree).items()}
     save_file(arrays, str(partial), metadata=dict(metadata or {}))
     partial.replace(path)
 

@@ -140,7 +140,7 @@ def measure(
 
 def count_steps(entries: Sequence[Entry], batches: Sequence[Batch], *, rounds: int) -> int:
     """Returns how often `measure` calls `progress`."""
-    return len(entries) * len(batches) + (len(entries) + 1) * (rounds + 2)
+    return len(entries) * len(batches) + (len(entries) + 1) * (rounds + 1)
 
 
 def _with_times(

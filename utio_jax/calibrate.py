@@ -122,15 +122,15 @@ def calibrate(
                 continue
             # Frozen K/V harm others, which only a real pass shows: so it chooses the floor.
             floor = max(rows, key=lambda first: _margin(rows[first], hull))
-            target, row = budget, rows[floor]
+            target, row, chosen = budget, rows[floor], fits[floor]
             for _ in range(2):
                 target += budget - (row.flops_ratio or 0.0)
                 again = study.fit(name, floor, target)
                 if again is None:
                     break
-                row = really(name, budget, again)
-            if again is None:
-                entries[name][budget] = fits[floor]
+                chosen, row = again, really(name, budget, again)
+            if chosen is not None:
+                entries[name][budget] = chosen
     if not entries["learned"]:
         cheapest = study.share(exits[:2])[0] + gate
         raise ValueError(

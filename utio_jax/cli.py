@@ -33,8 +33,8 @@ class Demo:
 
     model: str = "stdlib-16"
     text: tuple[Path, ...] = ()
-    batches: int = 4
-    rounds: int = 5
+    batches: int = 3
+    rounds: int = 4
     seed: int = 0
     out: Path = Path("out/demo")
 

@@ -141,7 +141,7 @@ class Lossless:
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
             logits, cache, tokens = self._run_deep(decoder, params, drafted, block, depth, width)
-            if isinstance(sampling, Greedy):
+            if isinstance(sampling, Greedy) or drafted.log_q is None:  # None only if greedy.
                 verified = verify_greedy(logits, drafted.token_ids, drafted.counts)
             else:
                 verified = verify_sampling(
@@ -291,7 +291,9 @@ class Lossless:
                 cache=cache,
                 x=stored,
                 token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"),
-                log_q=None if greedy else now.log_q.at[rows, slot].set(log_q, mode="drop"),
+                log_q=(
+                    None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
+                ),
                 counts=now.counts + goes,
                 last=jnp.where(goes, new, now.last),
                 drafting=goes,

@@ -72,7 +72,7 @@ def time_programs(
     programs: Mapping[str, Callable[[], Any]],
     *,
     rounds: int = 7,
-    warmup: int = 2,
+    warmup: int = 1,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """Times programs that take turns, so that a drift of the machine meets all of them.
@@ -127,10 +127,15 @@ def routing_only(
     x = jnp.zeros((*depth_of_token.shape, dim), jnp.float32)
     done = 0
     for segment, depth in enumerate(depths):
-        slots = executor.pack(segment, depth_of_token > done)
+        live = depth_of_token > done
+        slots = executor.pack(segment, live)
 
-        def layer(_: jax.Array, x: jax.Array, slots: Any = slots) -> jax.Array:
-            return executor.map_slots(slots, lambda block: block + 1.0, x)
+        def layer(
+            _: jax.Array, x: jax.Array, slots: Any = slots, live: jax.Array = live
+        ) -> jax.Array:
+            # `map_slots` gives 0 for the frozen, whose states must stay.
+            moved = executor.map_slots(slots, lambda block: block + 1.0, x)
+            return jnp.where(live[..., None], moved, x)
 
         x = jax.lax.fori_loop(done, depth, layer, x)
         done = depth
