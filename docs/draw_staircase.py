@@ -24,7 +24,7 @@ def main() -> None:
     """Writes the picture beside this script."""
     model = load()
     ids = model.encode([TEXT])[0]
-    policy = model.calibration.policy("learned", 0.6)
+    policy = model.calibration.policy("learned", 0.75)
     run = jax.jit(score, static_argnums=0)
     lengths = np.asarray([len(ids)], np.int32)
     depths = np.asarray(run(model.decoder, model.params, ids[None], lengths, policy).depths[0])
@@ -46,6 +46,7 @@ def main() -> None:
     right.imshow(packed, cmap=colours, vmin=0, vmax=2, origin="lower", aspect="auto")
     right.set_title("slots: what a segment's blocks compute", fontsize=10)
     right.set_xlabel("slot")
+    right.set_xticks(range(0, len(ids), 4))
     for axes in (left, right):
         for depth in policy.depths[:-1]:
             axes.axhline(depth - 0.5, color="black", linewidth=0.8, linestyle=":")

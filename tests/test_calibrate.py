@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -75,7 +76,7 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
     root = np.abs(unit @ rng.normal(size=16) * 0.2) + 0.1
     gates = fit_gates(states, root**2, hidden=16, steps=800)
     for gate, x, target in zip(gates, states, root, strict=True):
-        assert rank_correlation(np.asarray(gate(x)), target) > 0.9
+        assert rank_correlation(np.asarray(gate(jnp.asarray(x))), target) > 0.9
 
 
 def test_rank_correlation_of_monotone_and_of_unrelated_values() -> None:

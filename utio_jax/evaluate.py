@@ -18,7 +18,7 @@ from utio_jax.documents import Batch, batches_of, windows_of
 from utio_jax.executors import Executor, Work
 from utio_jax.forward import Comparison, compare_states, full_depth
 from utio_jax.guardrails import check_worthwhile
-from utio_jax.layers import FrozenKV, staircase
+from utio_jax.layers import FrozenKV, check_policy, staircase
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
@@ -237,6 +237,7 @@ def score_documents(
             "Wanted documents of at least two tokens, so that something is predicted. Got "
             + (f"fewer in documents {short[:8]}." if short else "no documents.")
         )
+    check_policy(policy, decoder)
     context = decoder.config.context_length
     cut = [windows_of([ids], width=context) for ids in documents]
     windows = [window for of_one in cut for window in of_one]

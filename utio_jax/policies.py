@@ -33,9 +33,12 @@ class Uniform:
     causal: bool = _static(default=True)
     name: str = _static(default="uniform")
 
+    def __post_init__(self) -> None:
+        check_depths((self.depth,))
+
     @property
     def depths(self) -> tuple[int, ...]:
-        return check_depths((self.depth,))
+        return (self.depth,)
 
     def start(
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
@@ -182,16 +185,16 @@ class StateGate:
     label-free target of this project: how far the exit's prediction is from the full model's.
 
     Attributes:
-      hidden: `[dim, hidden]`.
+      hidden: `[dim, hidden]`; while gates are fitted together, all leaves lead with a gate axis.
       hidden_bias: `[hidden]`.
       output: `[hidden]`.
       output_bias: `[]`.
     """
 
-    hidden: Float[Array, "dim hidden"]
-    hidden_bias: Float[Array, " hidden"]
-    output: Float[Array, " hidden"]
-    output_bias: Float[Array, ""]
+    hidden: Float[Array, "*gate dim hidden"]
+    hidden_bias: Float[Array, "*gate hidden"]
+    output: Float[Array, "*gate hidden"]
+    output_bias: Float[Array, "*gate"]
 
     def __call__(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
         """Returns the predicted sqrt(KL) of each state."""
