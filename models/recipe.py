@@ -151,8 +151,8 @@ For demonstrations and experiments with adaptive depth; it is not useful for wri
   packages, idlelib, lib2to3 and turtledemo only ever train.
 - **Recipe**: `utio-jax train --steps {summary["steps"]}`: {summary["tokens"]:,} tokens, anytime
   loss at every exit, layer dropout, Muon.
-- **Hardware**: {platform.machine()} CPU; {json.dumps(summary["seconds_total"])} seconds since it was
-  last started or resumed.
+- **Hardware**: {platform.machine()} CPU; {json.dumps(summary["seconds_total"])} seconds since it
+  was last started or resumed.
 
 | exit (layers) | bits per byte, all test documents |
 |---|---|

@@ -123,7 +123,7 @@ def test_demo_measures_every_policy_and_draws(
         (["score", "--token-ids", "NESTED"], "list of lists of token ids"),
         (
             ["score", "--token-ids", "FOREIGN", "--budget", "0.8"],
-            "ids from 0 to 299, the model's vocabulary. Got 300",
+            "ids from 0 to 299, the model's vocabulary. Got 1 to 300",
         ),
         (["demo", "--text", "SHORT"], "text of at least 1024 tokens"),
         (["calibrate", "--text", "SOURCE", "--budgets", "0.01"], "budgets that learned can reach"),
