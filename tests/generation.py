@@ -61,6 +61,9 @@ class DepthAt:
     def flops(self, index: int, decoder: Any, params: Any) -> float:
         return 0.0
 
+    def reads_logits(self, index: int) -> bool:
+        return False
+
 
 def depth_table(depths: Sequence[int], *, seed: int = 0, shape: tuple[int, int]) -> jax.Array:
     """Returns random depths, mostly shallow: deep tokens come directly after shallow runs."""

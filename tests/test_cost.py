@@ -90,16 +90,21 @@ def test_a_layer_is_its_parts():
 
 def test_a_pass_costs_what_it_executed():
     work = types.SimpleNamespace(
-        queries=np.array([20, 4]), keys_values=np.array([20, 30]), key_slots=np.array([160.0, 32.0])
+        queries=np.array([20, 4]),
+        keys_values=np.array([20, 30]),
+        key_slots=np.array([160.0, 32.0]),
+        heads=np.array([0, 10]),
     )
-    flops = pass_flops(COST, work, head_tokens=10, gates=7.0)
+    flops = pass_flops(COST, work, gates=7.0)
     assert flops == 24 * 1000 + 50 * 100 + 192 * 2 + 10 * 50 + 7
 
 
 def test_a_pass_whose_counts_outgrow_int32_is_summed_in_float64():
     big = np.full(64, 2**30, np.int32)
-    work = types.SimpleNamespace(queries=big, keys_values=big, key_slots=big.astype(np.float32))
-    assert pass_flops(COST, work, head_tokens=0) == 64 * 2**30 * 1102.0
+    work = types.SimpleNamespace(
+        queries=big, keys_values=big, key_slots=big.astype(np.float32), heads=big
+    )
+    assert pass_flops(COST, work) == 64 * 2**30 * 1152.0
 
 
 @pytest.mark.parametrize("keep_frozen", [True, False])
@@ -125,7 +130,7 @@ def test_what_to_expect_of_full_depth_is_what_full_depth_costs():
 
 
 def test_shallower_tokens_are_expected_to_cost_less_and_gates_more():
-    def expect(*fractions, gates=()):
+    def expect(*fractions, gates=(), reads=()):
         return expected_flops(
             COST,
             batch=4,
@@ -134,6 +139,7 @@ def test_shallower_tokens_are_expected_to_cost_less_and_gates_more():
             depths=(2, 3, 6),
             fractions=fractions,
             gates=gates,
+            reads=reads,
         )
 
     assert expect(0.8, 0.1, 0.1) < expect(0.4, 0.3, 0.3) < expect(0.0, 0.0, 1.0)
@@ -143,3 +149,6 @@ def test_shallower_tokens_are_expected_to_cost_less_and_gates_more():
     assert layers * 0.75 < saved < layers
     extra = expect(0.5, 0.0, 0.5, gates=(10.0, 0.0)) - expect(0.5, 0.0, 0.5)
     assert extra == 4 * 256 * 10
+    # Looking at logits costs a second head for those who go on, at each boundary.
+    extra = expect(0.5, 0.25, 0.25, reads=(True, True)) - expect(0.5, 0.25, 0.25)
+    assert extra == 4 * 256 * (0.5 + 0.25) * COST.head

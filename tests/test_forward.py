@@ -12,7 +12,7 @@ from cases import run_dense, run_oracle
 from test_staircase import gated
 
 from utio_jax import exit_nll, full_depth, score
-from utio_jax.forward import compare_states, map_blocks, score_dense
+from utio_jax.forward import compare_states, score_dense
 
 run_score = jax.jit(score, static_argnums=0)
 run_compare = jax.jit(compare_states, static_argnums=0)
@@ -70,9 +70,3 @@ def test_comparison_of_states_with_themselves_and_with_others(tiny: Any) -> None
     np.testing.assert_allclose(other.kl, np.where(predicted, kl, 0), atol=1e-4)
     assert (np.asarray(other.kl)[predicted] > 0).all()
     np.testing.assert_allclose(other.nll_full, same.nll, atol=1e-6)
-
-
-def test_map_blocks_covers_every_token_once() -> None:
-    for batch, token in ((1, 1), (3, 50), (2, 128), (5, 100)):
-        values = jnp.arange(batch * token, dtype=jnp.float32).reshape(batch, token)
-        np.testing.assert_array_equal(map_blocks(lambda x: 2 * x, values), 2 * values)

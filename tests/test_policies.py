@@ -14,7 +14,6 @@ import pytest
 from test_staircase import gated, surrogate
 
 from utio_jax import Random, Uniform, full_depth, predictive_entropy
-from utio_jax.cost import token_cost
 
 
 def depths_of(
@@ -100,7 +99,8 @@ def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
     cosine = np.asarray(x) @ mean / np.linalg.norm(x, axis=-1) / np.linalg.norm(mean)
     entropy = np.asarray(predictive_entropy(tiny.decoder.unembed(tiny.params, x)))
     wanted = 2 / 3 * entropy + 1 / 3 * (1 - cosine)
-    found = policy.score(tiny.decoder, tiny.params, x.reshape(-1, x.shape[-1])).reshape(2, 9)
+    states = x.reshape(-1, x.shape[-1])
+    found = policy.score(tiny.decoder.unembed(tiny.params, states), states).reshape(2, 9)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     decided = np.asarray(run(policy).depths)
     low, high = np.asarray(policy.thresholds)
@@ -108,14 +108,17 @@ def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
 
 
 def test_gates_are_charged(tiny: Any) -> None:
-    config, cost = tiny.decoder.config, token_cost(tiny.decoder, tiny.params)
+    config = tiny.decoder.config
     hidden = 8
     assert (
         gated(tiny).flops(0, tiny.decoder, tiny.params)
         == 2 * config.embed_dim * hidden + 2 * hidden
     )
-    assert surrogate(tiny).flops(0, tiny.decoder, tiny.params) >= cost.head
+    assert surrogate(tiny).flops(0, tiny.decoder, tiny.params) == 4 * config.embed_dim
     assert surrogate(tiny).flops(1, tiny.decoder, tiny.params) == 0
+    # Its heads are counted where they run: see tests/test_readout.py.
+    assert [surrogate(tiny).reads_logits(index) for index in (0, 1)] == [True, False]
+    assert not gated(tiny).reads_logits(0)
     assert full_depth(tiny.decoder).depths == (config.num_layers,)
     assert Uniform(depth=2).flops(0, tiny.decoder, tiny.params) == 0
 

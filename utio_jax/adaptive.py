@@ -284,6 +284,10 @@ def _boundary(
         shape = live.shape + (1,) * (new.ndim - 2)
         return jnp.where(live.reshape(shape), new, jnp.zeros((), new.dtype))
 
+    def map_logits(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        logits = decoder.unembed(params, x[:, 0]).astype(jnp.float32)
+        return map_live(lambda *blocks: function(logits, *blocks), *arrays)
+
     return Boundary(
         x=x,
         positions=block.positions,
@@ -292,6 +296,7 @@ def _boundary(
         depth=depth,
         decoder=decoder,
         map_live=map_live,
+        map_logits=map_logits,
     )
 
 

@@ -202,11 +202,11 @@ class _Study:
             depths, costs = self.exits[first:last], self.share(self.exits[:last])[first:]
             boundaries = len(depths) - 1
             if learned:
-                scores, gates, spent = self.predicted[first : last - 1], self.gate, 0.0
-            else:  # One score, taken at the floor with a whole head, whoever leaves there.
+                scores, gates = self.predicted[first : last - 1], self.gate
+            else:  # One score, taken at the floor with a whole head, which leavers need anyway.
                 scores = np.broadcast_to(self.surrogate[first], (boundaries, self.harm.shape[1]))
-                gates, spent = 0.0, self.head
-            if costs[0] + gates + spent > budget:
+                gates, costs = 0.0, costs + self.head * (np.arange(len(depths)) > 0)
+            if costs[0] + gates > budget:
                 continue
             fit = fit_thresholds(
                 scores,
@@ -214,7 +214,7 @@ class _Study:
                 depths=depths,
                 cost_of_depth=costs,
                 cost_of_gate=np.full(boundaries, gates),
-                budget=budget - spent,
+                budget=budget,
             )
             if not learned and fit.depths[0] != depths[0]:
                 fit = Thresholds(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +74,8 @@ class CapacityPrefix:
         return [width]
 
     def _choose(
-        self, slots: PrefixSlots, run: Callable[[int], Callable[[], jax.Array]], nothing: jax.Array
-    ) -> jax.Array:
+        self, slots: PrefixSlots, run: Callable[[int], Callable[[], Any]], nothing: Any
+    ) -> Any:
         """Returns `run(capacity)()`, or `run(width)()` where a row's live tokens do not fit.
 
         `nothing` is the result of an empty prefix.
@@ -127,28 +128,39 @@ class CapacityPrefix:
         return self._choose(slots, run, x)
 
     def map_slots(
-        self, slots: PrefixSlots, function: Callable[..., jax.Array], *arrays: jax.Array
-    ) -> jax.Array:
+        self, slots: PrefixSlots, function: Callable[..., Any], *arrays: jax.Array
+    ) -> Any:
         batch, width = slots.live.shape
         block = [jax.ShapeDtypeStruct((1, *a.shape[2:]), a.dtype) for a in arrays]
-        shape = jax.eval_shape(function, *block)
-        empty = jnp.zeros((batch, width, *shape.shape[1:]), shape.dtype)
+        empty = jax.tree.map(
+            lambda one: jnp.zeros((batch, width, *one.shape[1:]), one.dtype),
+            jax.eval_shape(function, *block),
+        )
 
-        def run(size: int) -> Callable[[], jax.Array]:
-            def on_prefix() -> jax.Array:
+        def run(size: int) -> Callable[[], Any]:
+            def on_prefix() -> Any:
                 tokens = slots.token_of_slot[:, :size]
                 gather = jax.vmap(lambda row, order: row[order])
-                new = function(*(flat(gather(a, tokens)) for a in arrays))
-                new = new.reshape(batch, size, *new.shape[1:])
-                keep = gather(slots.live, tokens).reshape(batch, size, *(1,) * (new.ndim - 2))
-                new = jnp.where(keep, new, jnp.zeros((), new.dtype))
-                return jax.vmap(lambda row, order, new: row.at[order].set(new))(empty, tokens, new)
+                live = gather(slots.live, tokens)
+
+                def scatter(empty: jax.Array, new: jax.Array) -> jax.Array:
+                    new = new.reshape(batch, size, *new.shape[1:])
+                    keep = live.reshape(batch, size, *(1,) * (new.ndim - 2))
+                    new = jnp.where(keep, new, jnp.zeros((), new.dtype))
+                    return jax.vmap(lambda row, order, new: row.at[order].set(new))(
+                        empty, tokens, new
+                    )
+
+                found = function(*(flat(gather(a, tokens)) for a in arrays))
+                return jax.tree.map(scatter, empty, found)
 
             return on_prefix
 
         return self._choose(slots, run, empty)
 
-    def work(self, slots: PrefixSlots, layers: int, only_live_keys: bool) -> Work:
+    def work(
+        self, slots: PrefixSlots, layers: int, only_live_keys: bool, *, heads: int = 0
+    ) -> Work:
         batch, width = slots.live.shape
         used = jnp.where(self._overflows(slots), width, slots.capacity).astype(jnp.int32) * batch
         return Work(
@@ -156,6 +168,7 @@ class CapacityPrefix:
             keys_values=jnp.int32(batch * width * layers),
             key_slots=used.astype(jnp.float32) * width * layers,
             decisions=used,
+            heads=used * heads,
         )
 
 

@@ -114,21 +114,20 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
     )
 
 
-def pass_flops(cost: TokenCost, work: Any, *, head_tokens: float, gates: float = 0.0) -> float:
+def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:
     """Returns the FLOPs of a pass from what it executed.
 
     Args:
       cost: of one token.
       work: a `Work` of the executor, summed over segments or not.
-      head_tokens: slots whose logits were computed.
-      gates: FLOPs of all decisions.
+      gates: FLOPs of all decisions beyond the heads in `work`.
     """
     total = lambda entries: float(np.sum(np.asarray(entries, np.float64)))  # noqa: E731
     return (
         cost.query * total(work.queries)
         + cost.keys_values * total(work.keys_values)
         + cost.attention_per_key * total(work.key_slots)
-        + cost.head * head_tokens
+        + cost.head * total(work.heads)
         + gates
     )
 
@@ -168,6 +167,7 @@ def expected_flops(
     depths: Sequence[int],
     fractions: Sequence[float],
     gates: Sequence[float] = (),
+    reads: Sequence[bool] = (),
 ) -> float:
     """Returns the FLOPs to expect of a staircase pass, padding included, before it has run.
 
@@ -180,6 +180,7 @@ def expected_flops(
       depths: the policy's depths.
       fractions: share of tokens that stop at each depth.
       gates: FLOPs per live token of each decision.
+      reads: whether each decision looks at logits, which costs a head for tokens that go on.
     """
     tokens = batch * width
     total, alive, done = tokens * (depths[-1] * cost.keys_values + cost.head), 1.0, 0
@@ -193,6 +194,7 @@ def expected_flops(
         total += (depth - done) * (slots * cost.query + rows * cost.attention_per_key * width / 2)
         total += slots * (gates[index] if index < len(gates) else 0.0)
         alive, done = max(0.0, alive - share), depth
+        total += tokens * alive * cost.head if index < len(reads) and reads[index] else 0.0
     return total
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from utio_jax.cost import ideal_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch, batches_of, windows_of
-from utio_jax.executors import Executor, Work
-from utio_jax.forward import Comparison, compare_states, full_depth
+from utio_jax.executors import Executor, Work, stack_work
+from utio_jax.forward import Comparison, full_depth, score_and_compare
 from utio_jax.guardrails import check_worthwhile
 from utio_jax.layers import FrozenKV, check_policy, staircase
 from utio_jax.ledger import Ledger
@@ -40,7 +40,7 @@ class Quality:
       flops: executed.
       flops_full: executed by the full-depth pass.
       flops_ideal: of decided layers, frozen K/V and one head per token.
-      flops_gates: of all decisions.
+      flops_gates: of all decisions, and of heads beyond one per token.
     """
 
     tokens: int = 0
@@ -127,14 +127,15 @@ def evaluate(
     totals = dict.fromkeys(policies, Quality())
     for batch in batches:
         ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-        full = _run(decoder, params, ids, lengths, full_depth(decoder), kv=kv, executor=executor)
-        flops_full = pass_flops(cost, full.work, head_tokens=ids.size)
+        x_full, full = _run_full(decoder, params, ids, lengths, kv=kv, executor=executor)
+        flops_full = pass_flops(cost, full)
         for name, policy in policies.items():
             depths, work, comparison = _run_and_compare(
-                decoder, params, ids, lengths, policy, full.x, kv=kv, executor=executor
+                decoder, params, ids, lengths, policy, x_full, kv=kv, executor=executor
             )
             depths, comparison = np.asarray(depths), jax.tree.map(np.asarray, comparison)
             gates = gate_flops(decoder, params, policy, work)
+            extra_heads = float(np.sum(work.heads)) - float(np.sum(full.heads))
             values, counts = np.unique(depths[depths > 0], return_counts=True)
             totals[name] += Quality(
                 tokens=int(batch.lengths.sum()),
@@ -145,7 +146,7 @@ def evaluate(
                 agree=int(comparison.agree.sum()),
                 histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
                 query_layers=float(np.sum(work.queries)),
-                flops=pass_flops(cost, work, head_tokens=ids.size, gates=gates),
+                flops=pass_flops(cost, work, gates=gates),
                 flops_full=flops_full,
                 flops_ideal=ideal_flops(
                     cost,
@@ -154,7 +155,7 @@ def evaluate(
                     deepest=policy.depths[-1],
                     keep_frozen=kv == "propagate",
                 ),
-                flops_gates=gates,
+                flops_gates=gates + cost.head * extra_heads,
             )
             if observe is not None:
                 observe(name, batch, comparison, depths)
@@ -164,10 +165,10 @@ def evaluate(
 
 
 def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
-    """Returns the FLOPs of a pass's decisions."""
+    """Returns the FLOPs of a pass's decisions, without the heads that they looked at."""
     per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
     return float(
-        sum(f * float(n) for f, n in zip(per_slot, np.asarray(work.decisions)[:-1], strict=True))
+        sum(f * float(n) for f, n in zip(per_slot, np.asarray(work.decisions), strict=False))
     )
 
 
@@ -295,12 +296,16 @@ def score_documents(
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
-def _run(decoder, params, ids, lengths, policy, *, kv, executor):
-    return staircase(decoder, params, ids, lengths, policy, kv=kv, executor=executor)
+def _run_full(decoder, params, ids, lengths, *, kv, executor):
+    policy = full_depth(decoder)
+    result = staircase(decoder, params, ids, lengths, policy, kv=kv, executor=executor)
+    head = executor.work(executor.pack(0, result.depths > 0), 0, False, heads=1)
+    return result.x, stack_work([jax.tree.map(jnp.sum, result.work), head])
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
 def _run_and_compare(decoder, params, ids, lengths, policy, x_full, *, kv, executor):
-    result = staircase(decoder, params, ids, lengths, policy, kv=kv, executor=executor)
-    comparison = compare_states(decoder, params, ids, lengths, result.x, x_full)
+    result, comparison = score_and_compare(
+        decoder, params, ids, lengths, policy, x_full, kv=kv, executor=executor
+    )
     return result.depths, result.work, comparison

@@ -30,12 +30,15 @@ class Work:
       key_slots: query slots times the key slots that each attended over, times layers. A float: it
         outgrows int32.
       decisions: slots that a decision at the segment's end evaluates.
+      heads: slots that went through the vocabulary head at the segment's end, for the decision or
+        for the pass' result.
     """
 
     queries: Int[Array, "*segment"]
     keys_values: Int[Array, "*segment"]
     key_slots: Float[Array, "*segment"]
     decisions: Int[Array, "*segment"]
+    heads: Int[Array, "*segment"]
 
 
 def stack_work(segments: Sequence[Work]) -> Work:
@@ -89,15 +92,46 @@ class Executor(Protocol):
         """
         ...
 
-    def map_slots(
-        self, slots: Any, function: Callable[..., jax.Array], *arrays: jax.Array
-    ) -> jax.Array:
-        """Returns `function` of the live tokens' `[slot, ...]` blocks, in token order; else 0."""
+    def map_slots(self, slots: Any, function: Callable[..., Any], *arrays: jax.Array) -> Any:
+        """Returns `function` of the live tokens' `[slot, ...]` blocks, in token order; else 0.
+
+        The function returns an array `[slot, ...]`, or a pytree of them.
+        """
         ...
 
-    def work(self, slots: Any, layers: int, only_live_keys: bool) -> Work:
-        """Returns what running `layers` layers on the slots executes."""
+    def work(self, slots: Any, layers: int, only_live_keys: bool, *, heads: int = 0) -> Work:
+        """Returns what running `layers` layers, and `heads` heads, on the slots executes."""
         ...
+
+
+# Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] not.
+_HEAD_BLOCK = 128
+
+
+def map_head(
+    decoder: Decoder,
+    params: Params,
+    function: Callable[..., Any],
+    x: Float[Array, "slot dim"],
+    *arrays: Array,
+) -> Any:
+    """Returns `function(logits, *arrays)` of states, `[slot, ...]` each, a few logits at a time."""
+
+    def block(x: jax.Array, *arrays: jax.Array) -> Any:
+        return function(decoder.unembed(params, x).astype(jnp.float32), *arrays)
+
+    total = x.shape[0]
+    if total <= _HEAD_BLOCK:
+        return block(x, *arrays)
+    missing = -total % _HEAD_BLOCK
+    blocks = [
+        jnp.pad(a, ((0, missing),) + ((0, 0),) * (a.ndim - 1)).reshape(
+            -1, _HEAD_BLOCK, *a.shape[1:]
+        )
+        for a in (x, *arrays)
+    ]
+    mapped = jax.lax.map(lambda xs: block(*xs), tuple(blocks))
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:total], mapped)
 
 
 def flat(tree: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,14 +14,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, Params
-from utio_jax.executors import Executor, Work
-from utio_jax.layers import FrozenKV, StaircaseResult, dense_states, staircase
+from utio_jax.executors import Executor, Work, flat, map_head
+from utio_jax.layers import FrozenKV, Readout, StaircaseResult, dense_states, staircase
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
-
-# Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] not.
-_HEAD_BLOCK = 128
 
 
 @jax.tree_util.register_dataclass
@@ -64,8 +62,23 @@ def score(
       kv: what others see of a frozen token, see `utio_jax.layers.staircase`.
       executor: how live slots are run.
     """
-    result = staircase(decoder, params, token_ids, lengths, policy, kv=kv, executor=executor)
-    return _scores(decoder, params, token_ids, lengths, result)
+    labels, predicted = labels_of(token_ids, lengths)
+    result = staircase(
+        decoder,
+        params,
+        token_ids,
+        lengths,
+        policy,
+        kv=kv,
+        executor=executor,
+        readout=Readout(function=next_token_nll, arrays=(labels,)),
+    )
+    return Scores(
+        log_likelihood=jnp.where(predicted, -result.read, 0.0),
+        predicted=predicted,
+        depths=result.depths,
+        work=result.work,
+    )
 
 
 def score_dense(
@@ -84,40 +97,25 @@ def score_dense(
         keys_values=slots * depth,
         key_slots=slots * float(depth * token_ids.shape[1]),
         decisions=slots * 0,
+        heads=slots,
     )
-    result = StaircaseResult(x=x, depths=jnp.where(valid, depth, 0), work=work)
-    return _scores(decoder, params, token_ids, lengths, result)
-
-
-def _scores(
-    decoder: Decoder,
-    params: Params,
-    token_ids: jax.Array,
-    lengths: jax.Array,
-    result: StaircaseResult,
-) -> Scores:
     with jax.named_scope("head"):
-        nll, predicted = _next_token_nll(decoder, params, token_ids, lengths, result.x)
+        labels, predicted = labels_of(token_ids, lengths)
+        nll = _read_all(decoder, params, next_token_nll, x, labels)
     return Scores(
-        log_likelihood=-nll,
+        log_likelihood=jnp.where(predicted, -nll, 0.0),
         predicted=predicted,
-        depths=result.depths,
-        work=result.work,
+        depths=jnp.where(valid, depth, 0),
+        work=work,
     )
 
 
-def _next_token_nll(
-    decoder: Decoder, params: Params, token_ids: jax.Array, lengths: jax.Array, x: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the negative log-likelihood of each next token, else 0, and where there is one."""
-    labels, predicted = labels_of(token_ids, lengths)
-
-    def block(x: jax.Array, label: jax.Array) -> jax.Array:
-        logits = decoder.unembed(params, x).astype(jnp.float32)
-        chosen = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1) - chosen
-
-    return jnp.where(predicted, map_blocks(block, x, labels), 0.0), predicted
+def next_token_nll(
+    logits: Float[Array, "slot vocab"], label: Int[Array, " slot"]
+) -> Float[Array, " slot"]:
+    """Returns the negative log-likelihood of each label, in nats."""
+    chosen = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
 def labels_of(
@@ -128,22 +126,12 @@ def labels_of(
     return labels, jnp.arange(token_ids.shape[1]) < lengths[:, None] - 1
 
 
-def map_blocks(function: Callable[..., Any], *arrays: Array) -> Any:
-    """Returns `function` of `[batch, token, ...]` arrays, applied in blocks `[token, ...]`."""
-    lead = arrays[0].shape[:2]
-    total = lead[0] * lead[1]
-    size = min(_HEAD_BLOCK, total)
-    missing = -total % size
-    blocks = [
-        jnp.pad(a.reshape(total, *a.shape[2:]), ((0, missing),) + ((0, 0),) * (a.ndim - 2)).reshape(
-            -1, size, *a.shape[2:]
-        )
-        for a in arrays
-    ]
-    mapped = jax.lax.map(lambda xs: function(*xs), tuple(blocks))
-    return jax.tree.map(
-        lambda y: y.reshape(-1, *y.shape[2:])[:total].reshape(*lead, *y.shape[2:]), mapped
-    )
+def _read_all(
+    decoder: Decoder, params: Params, function: Callable[..., Any], x: jax.Array, *arrays: jax.Array
+) -> Any:
+    """Returns `function(logits, *arrays)` of every token, `[batch, token, ...]`."""
+    found = map_head(decoder, params, function, *flat((x, *arrays)))
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), found)
 
 
 @jax.tree_util.register_dataclass
@@ -164,6 +152,32 @@ class Comparison:
     agree: Bool[Array | np.ndarray, "*lead token"]
 
 
+def score_and_compare(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    policy: Policy,
+    x_full: Float[Array, "batch token dim"],
+    *,
+    kv: FrozenKV = "propagate",
+    executor: Executor = MicroBatches(),
+) -> tuple[StaircaseResult, Comparison]:
+    """Returns a pass, and what it cost in quality against full-depth states, teacher-forced."""
+    labels, predicted = labels_of(token_ids, lengths)
+    result = staircase(
+        decoder,
+        params,
+        token_ids,
+        lengths,
+        policy,
+        kv=kv,
+        executor=executor,
+        readout=Readout(function=partial(_compare, decoder, params), arrays=(x_full, labels)),
+    )
+    return result, _where_predicted(predicted, result.read)
+
+
 def compare_states(
     decoder: Decoder,
     params: Params,
@@ -174,21 +188,28 @@ def compare_states(
 ) -> Comparison:
     """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced."""
     labels, predicted = labels_of(token_ids, lengths)
+    found = _read_all(decoder, params, partial(_compare, decoder, params), x, x_full, labels)
+    return _where_predicted(predicted, found)
 
-    def block(x: jax.Array, x_full: jax.Array, label: jax.Array) -> Comparison:
-        ours, full = (
-            jax.nn.log_softmax(decoder.unembed(params, y).astype(jnp.float32)) for y in (x, x_full)
-        )
-        pick = lambda logp: -jnp.take_along_axis(logp, label[:, None], axis=-1)[:, 0]  # noqa: E731
-        return Comparison(
-            nll=pick(ours),
-            nll_full=pick(full),
-            kl=jnp.sum(jnp.exp(full) * (full - ours), axis=-1),
-            agree=jnp.argmax(ours, axis=-1) == jnp.argmax(full, axis=-1),
-        )
 
-    found = map_blocks(block, x, x_full, labels)
-    return jax.tree.map(lambda y: jnp.where(predicted, y, jnp.zeros((), y.dtype)), found)
+def _compare(
+    decoder: Decoder, params: Params, logits: jax.Array, x_full: jax.Array, label: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the fields of a `Comparison` of one block of tokens."""
+    full_logits = decoder.unembed(params, x_full).astype(jnp.float32)
+    ours, full = jax.nn.log_softmax(logits), jax.nn.log_softmax(full_logits)
+    return {
+        "nll": next_token_nll(logits, label),
+        "nll_full": next_token_nll(full_logits, label),
+        "kl": jnp.sum(jnp.exp(full) * (full - ours), axis=-1),
+        "agree": jnp.argmax(ours, axis=-1) == jnp.argmax(full, axis=-1),
+    }
+
+
+def _where_predicted(predicted: jax.Array, found: dict[str, jax.Array]) -> Comparison:
+    return Comparison(
+        **{name: jnp.where(predicted, y, jnp.zeros((), y.dtype)) for name, y in found.items()}
+    )
 
 
 def exit_nll(
@@ -202,7 +223,9 @@ def exit_nll(
     The losses of truncating the model at each of its exits, from one pass.
     """
     states = dense_states(decoder, params, token_ids, lengths, depths=decoder.config.exits)
-    return jnp.stack([_next_token_nll(decoder, params, token_ids, lengths, x)[0] for x in states])
+    labels, predicted = labels_of(token_ids, lengths)
+    nll = jnp.stack([_read_all(decoder, params, next_token_nll, x, labels) for x in states])
+    return jnp.where(predicted, nll, 0.0)
 
 
 def full_depth(decoder: Decoder) -> Uniform:

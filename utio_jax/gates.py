@@ -99,7 +99,12 @@ def _surrogate(
     policy = UtioSurrogate(
         thresholds=jnp.zeros(len(exits) - 1), mean_state=jnp.asarray(mean), depths=exits
     )
-    run = jax.jit(lambda x: policy.score(decoder, params, x.astype(jnp.float32)))
+
+    @jax.jit
+    def run(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return policy.score(decoder.unembed(params, x).astype(jnp.float32), x)
+
     size = 4096
     padded = np.pad(states, ((0, -len(states) % size), (0, 0)))
     parts = [np.asarray(run(padded[i : i + size])) for i in range(0, len(padded), size)]

@@ -46,8 +46,13 @@ def check_worthwhile(
         expected_flops, cost, batch=batch, width=width, min_bucket=executor.min_bucket
     )
     full = expected(depths=(layers,), fractions=(1.0,))
-    gates = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
-    routed = expected(depths=policy.depths, fractions=shares, gates=gates)
+    boundaries = range(len(policy.depths) - 1)
+    routed = expected(
+        depths=policy.depths,
+        fractions=shares,
+        gates=[policy.flops(index, decoder, params) for index in boundaries],
+        reads=[policy.reads_logits(index) for index in boundaries],
+    )
     if routed < full or policy.depths == (layers,):
         return None
     return (

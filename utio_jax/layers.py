@@ -18,8 +18,9 @@ K/V come out in the order that causal attention and caches want.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention import attend
 from utio_jax.decoder import Decoder, LayerParams, Params, Places, check_depths
-from utio_jax.executors import Executor, Work, flat, layer_at, stack_work
+from utio_jax.executors import Executor, Work, flat, layer_at, map_head, stack_work
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Boundary, Policy
 
@@ -149,6 +150,20 @@ def oracle(
     return x
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Readout:
+    """What a pass wants to know of every token's prediction at its decided depth.
+
+    Attributes:
+      function: maps logits `[slot, vocab]` in float32, and blocks of `arrays`, to an array or a
+        pytree of arrays `[slot, ...]`.
+      arrays: `[batch, token, ...]`, for example labels.
+    """
+
+    function: Callable[..., Any]
+    arrays: tuple[Array, ...] = ()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StaircaseResult:
@@ -158,11 +173,13 @@ class StaircaseResult:
       x: each token's state at its decided depth; padding holds undefined states.
       depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
+      read: what the readout found, `[batch, token, ...]`, 0 for padding; None without one.
     """
 
     x: Float[Array, "batch token dim"]
     depths: Int[Array, "batch token"]
     work: Work
+    read: Any = None
 
 
 def staircase(
@@ -174,6 +191,7 @@ def staircase(
     *,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
+    readout: Readout | None = None,
 ) -> StaircaseResult:
     """Runs every token to the depth that the policy decides, and only that deep.
 
@@ -187,6 +205,8 @@ def staircase(
       policy: decides at each of `policy.depths` who goes on.
       kv: `"propagate"` or `"drop"`; `"full"` needs deeper states than the pass computes.
       executor: `MicroBatches` (default), or `CapacityPrefix` for gradients. Static under jit.
+      readout: what to make of every token's logits at its depth. Each token runs one head for it;
+        where the policy looked at the logits of a token that stops, no further one.
 
     Raises:
       ValueError: unknown kv, or a policy whose depths do not fit the model.
@@ -198,8 +218,8 @@ def staircase(
     x = decoder.embed(params, token_ids, positions)
     memory = policy.start(token_ids, positions)
     depth_of_token = jnp.where(live, depths[-1], 0).astype(jnp.int32)
-    keys_shown = live
-    work, done = [], 0
+    keys_shown = unread = live
+    work, read, done = [], None, 0
     for segment, depth in enumerate(depths):
         with jax.named_scope(f"segment_{done}_{depth}"):
             slots = executor.pack(segment, live)
@@ -208,8 +228,7 @@ def staircase(
             x = executor.run_layers(
                 decoder, params, x, places, keys_shown, slots, (done, depth), kv == "drop"
             )
-        work.append(executor.work(slots, depth - done, kv == "drop"))
-        done = depth
+        looks: list[Any] = []
         if segment + 1 < len(depths):
             with jax.named_scope("dispatch"):
                 boundary = Boundary(
@@ -220,12 +239,61 @@ def staircase(
                     depth=depth,
                     decoder=decoder,
                     map_live=partial(executor.map_slots, slots),
+                    map_logits=partial(
+                        _map_logits, decoder, params, executor, slots, x, readout, looks
+                    ),
                 )
                 goes, memory = policy.go_deeper(segment, boundary, memory)
                 goes &= live
-                depth_of_token = jnp.where(live & ~goes, depth, depth_of_token)
+                stops = live & ~goes
+                depth_of_token = jnp.where(stops, depth, depth_of_token)
+                if looks and readout is not None:
+                    read = _where(stops, looks[-1], looks[-1] if read is None else read)
+                    unread &= ~stops
                 live = goes
-    return StaircaseResult(x=x, depths=depth_of_token, work=stack_work(work))
+        work.append(executor.work(slots, depth - done, kv == "drop", heads=len(looks)))
+        done = depth
+    if readout is not None:
+        with jax.named_scope("head"):
+            slots = executor.pack(0, unread)
+            rest = executor.map_slots(
+                slots, partial(map_head, decoder, params, readout.function), x, *readout.arrays
+            )
+            read = rest if read is None else _where(unread, rest, read)
+        work.append(executor.work(slots, 0, False, heads=1))
+    return StaircaseResult(x=x, depths=depth_of_token, work=stack_work(work), read=read)
+
+
+def _map_logits(
+    decoder: Decoder,
+    params: Params,
+    executor: Executor,
+    slots: Any,
+    x: Float[Array, "batch token dim"],
+    readout: Readout | None,
+    looks: list[Any],
+    function: Callable[..., jax.Array],
+    *arrays: jax.Array,
+) -> jax.Array:
+    """Is `Boundary.map_logits`; what the readout makes of the same logits is added to `looks`."""
+    kept = () if readout is None else readout.arrays
+
+    def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
+        decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
+        return decision, None if readout is None else readout.function(logits, *blocks[: len(kept)])
+
+    decision, found = executor.map_slots(
+        slots, partial(map_head, decoder, params, look), x, *kept, *arrays
+    )
+    looks.append(found)
+    return decision
+
+
+def _where(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
+    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
+        return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 2)), new, old)
+
+    return jax.tree.map(pick, new, old)
 
 
 def check_policy(policy: Policy, decoder: Decoder) -> tuple[int, ...]:

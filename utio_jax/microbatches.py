@@ -276,22 +276,26 @@ class MicroBatches:
         return attended
 
     def map_slots(
-        self, slots: PackedSlots, function: Callable[..., jax.Array], *arrays: jax.Array
-    ) -> jax.Array:
+        self, slots: PackedSlots, function: Callable[..., Any], *arrays: jax.Array
+    ) -> Any:
         tokens = [flat(array) for array in arrays]
         block = [jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for a in tokens]
-        shape = jax.eval_shape(function, *block)
-        results = jnp.zeros((tokens[0].shape[0], *shape.shape[1:]), shape.dtype)
+        results = jax.tree.map(
+            lambda one: jnp.zeros((tokens[0].shape[0], *one.shape[1:]), one.dtype),
+            jax.eval_shape(function, *block),
+        )
 
-        def step(start: jax.Array, size: int, results: jax.Array) -> jax.Array:
+        def step(start: jax.Array, size: int, results: Any) -> Any:
             chosen = jax.lax.dynamic_slice_in_dim(slots.token_of_slot, start, size)
-            new = function(*(a.at[chosen].get(mode="clip") for a in tokens))
-            return results.at[chosen].set(new, mode="drop")
+            found = function(*(a.at[chosen].get(mode="clip") for a in tokens))
+            return jax.tree.map(lambda y, new: y.at[chosen].set(new, mode="drop"), results, found)
 
         results = self._over_blocks(slots.total, step, results)
-        return results.reshape(*arrays[0].shape[:2], *results.shape[1:])
+        return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), results)
 
-    def work(self, slots: PackedSlots, layers: int, only_live_keys: bool) -> Work:
+    def work(
+        self, slots: PackedSlots, layers: int, only_live_keys: bool, *, heads: int = 0
+    ) -> Work:
         padded = -(-slots.total // self.min_bucket) * self.min_bucket
         widths = jnp.asarray(self.key_widths(slots.width), jnp.float32)
         key_slots = jnp.zeros((), jnp.float32)
@@ -304,4 +308,5 @@ class MicroBatches:
             keys_values=(padded if only_live_keys else everyone) * layers,
             key_slots=key_slots * layers,
             decisions=padded,
+            heads=padded * heads,
         )

@@ -63,6 +63,10 @@ class Boundary:
       decoder: the model. Static.
       map_live: `map_live(function, *arrays)` applies a function of blocks `[slot, ...]` to the live
         tokens only, so that its cost follows their count; elsewhere the result is 0. Static.
+      map_logits: the same, but the function's first argument is the tokens' own prediction at this
+        depth, `[slot, vocab]` in float32. A pass that wants logits at the end (`score`) takes those
+        of tokens that stop here from the same head: looking costs a head only for those that go on.
+        Static.
     """
 
     x: Float[Array, "batch token dim"]
@@ -72,6 +76,7 @@ class Boundary:
     depth: int = dataclasses.field(metadata={"static": True})
     decoder: Decoder = dataclasses.field(metadata={"static": True})
     map_live: Callable[..., jax.Array] = dataclasses.field(metadata={"static": True})
+    map_logits: Callable[..., jax.Array] = dataclasses.field(metadata={"static": True})
 
 
 @runtime_checkable
@@ -111,5 +116,12 @@ class Policy(Protocol):
         ...
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        """Returns what the decision at `depths[index]` costs per live token, in FLOPs."""
+        """Returns what the decision at `depths[index]` costs per live token, in FLOPs.
+
+        Without the vocabulary head of `Boundary.map_logits`: passes count the heads that they run.
+        """
+        ...
+
+    def reads_logits(self, index: int) -> bool:
+        """Returns whether the decision at `depths[index]` looks at the exit's own prediction."""
         ...

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from utio_jax.cost import count_matmul_flops, token_cost
+from utio_jax.cost import count_matmul_flops
 from utio_jax.decoder import Decoder, Params, check_depths
 from utio_jax.importance import embedding_outlier, predictive_entropy
 from utio_jax.plan import Boundary
@@ -53,6 +53,9 @@ class Uniform:
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return 0.0
 
+    def reads_logits(self, index: int) -> bool:
+        return False
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,9 @@ class GivenDepths:
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return 0.0
+
+    def reads_logits(self, index: int) -> bool:
+        return False
 
 
 @jax.tree_util.register_dataclass
@@ -123,6 +129,9 @@ class Random:
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return 0.0
 
+    def reads_logits(self, index: int) -> bool:
+        return False
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,27 +162,26 @@ class UtioSurrogate:
         return jnp.zeros(token_ids.shape, jnp.float32)
 
     def score(
-        self, decoder: Decoder, params: Params, x: Float[Array, "slot dim"]
+        self, logits: Float[Array, "slot vocab"], x: Float[Array, "slot dim"]
     ) -> Float[Array, " slot"]:
-        """Returns the surrogate of states at the floor."""
+        """Returns the surrogate of states at the floor, and of what is predicted from them."""
         entropy, outlier = self.weights
-        return entropy * predictive_entropy(
-            decoder.unembed(params, x)
-        ) + outlier * embedding_outlier(x, batch_mean=self.mean_state)
+        return entropy * predictive_entropy(logits) + outlier * embedding_outlier(
+            x, batch_mean=self.mean_state
+        )
 
     def go_deeper(
         self, index: int, boundary: Boundary, memory: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         if index == 0:
-            memory = boundary.map_live(
-                lambda x: self.score(boundary.decoder, boundary.params, x), boundary.x
-            )
+            memory = boundary.map_logits(self.score, boundary.x)
         return ~(memory <= self.thresholds[index]), memory  # NaN goes deeper.
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        if index:
-            return 0.0
-        return token_cost(decoder, params).head + 4.0 * decoder.config.embed_dim
+        return 0.0 if index else 4.0 * decoder.config.embed_dim
+
+    def reads_logits(self, index: int) -> bool:
+        return index == 0
 
 
 @jax.tree_util.register_dataclass
@@ -232,3 +240,6 @@ class Learned:
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return count_matmul_flops(self.gates[index], jnp.zeros((1, decoder.config.embed_dim)))
+
+    def reads_logits(self, index: int) -> bool:
+        return False

@@ -122,7 +122,8 @@ def routing_only(
 ) -> Array:
     """Runs a pass's packing and unpacking with none of its arithmetic: what routing itself costs.
 
-    Each segment packs its slots, gathers the live states, and in each layer scatters them back.
+    Each segment packs its slots; each layer gathers the live states and scatters them back. The
+    pass gathers once per segment only, so this bounds it from above.
     """
     x = jnp.zeros((*depth_of_token.shape, dim), jnp.float32)
     done = 0
@@ -130,13 +131,10 @@ def routing_only(
         live = depth_of_token > done
         slots = executor.pack(segment, live)
 
-        def layer(
-            _: jax.Array, x: jax.Array, slots: Any = slots, live: jax.Array = live
-        ) -> jax.Array:
-            # `map_slots` gives 0 for the frozen, whose states must stay.
-            moved = executor.map_slots(slots, lambda block: block + 1.0, x)
-            return jnp.where(live[..., None], moved, x)
+        def layer(_: jax.Array, x: jax.Array, slots: Any = slots) -> jax.Array:
+            return executor.map_slots(slots, lambda block: block + 1.0, x)
 
-        x = jax.lax.fori_loop(done, depth, layer, x)
+        # `map_slots` gives 0 for the frozen, whose states must stay.
+        x = jnp.where(live[..., None], jax.lax.fori_loop(done, depth, layer, x), x)
         done = depth
     return x
