@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return wide.astype(x.dtype) * scale.astype(x.dtype)
+        return wide.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
 
 
 def rotate(

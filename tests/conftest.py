@@ -20,6 +20,9 @@ jaxtyping.install_import_hook("utio_jax", "checker.check")
 # Accelerators round float32 products to TF32 or bfloat16 otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")
 
+# A mask or a scale of fewer axes lines up with the last ones, meant or not: say which are new.
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
 # The same cases on every machine; first calls compile, so no deadlines.
 hypothesis.settings.register_profile("utio", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("utio")

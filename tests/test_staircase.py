@@ -77,7 +77,7 @@ def small_case(model: Any, seed: int = 6) -> tuple[cases.Shape, jax.Array, jax.A
 
 def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
     shape, ids, lengths, depths = small_case(tiny)
-    real = jnp.arange(shape.token) < lengths[:, None]
+    real = jnp.arange(shape.token)[None, :] < lengths[:, None]
     capacities = fit_capacities(np.where(real, depths, 0), depths=shape.depths, min_bucket=4)
     assert capacities[-1] < shape.token  # Some of it is really left out.
     weights = jax.random.normal(jax.random.key(3), (*ids.shape, tiny.decoder.config.embed_dim))

@@ -108,7 +108,8 @@ class CapacityPrefix:
         def run(size: int) -> Callable[[], jax.Array]:
             tokens = slots.token_of_slot[:, :size]
             keep = gather(slots.live, tokens)[..., None]
-            visible = (jnp.arange(width) <= tokens[..., None]) & keys_shown[:, None, :]
+            visible = jnp.arange(width)[None, None, :] <= tokens[:, :, None]
+            visible &= keys_shown[:, None, :]
 
             def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
                 layer = layer_at(decoder, params, index)

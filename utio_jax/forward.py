@@ -15,7 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, Params
 from utio_jax.executors import Executor, Work, flat, map_head
-from utio_jax.layers import FrozenKV, Readout, StaircaseResult, dense_states, staircase
+from utio_jax.layers import (
+    FrozenKV,
+    Readout,
+    StaircaseResult,
+    dense_states,
+    positions_of,
+    staircase,
+)
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
@@ -90,7 +97,7 @@ def score_dense(
     """Returns the same at full depth by the plain program: all rows at once, layer by layer."""
     depth = decoder.config.num_layers
     (x,) = dense_states(decoder, params, token_ids, lengths, depths=(depth,))
-    valid = jnp.arange(token_ids.shape[1]) < lengths[:, None]
+    _, valid = positions_of(token_ids, lengths)
     slots = jnp.asarray([token_ids.size], jnp.int32)
     work = Work(
         queries=slots * depth,
@@ -123,7 +130,7 @@ def labels_of(
 ) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
     """Returns the token after each token, and where there is one."""
     labels = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
-    return labels, jnp.arange(token_ids.shape[1]) < lengths[:, None] - 1
+    return labels, jnp.arange(token_ids.shape[1])[None, :] < lengths[:, None] - 1
 
 
 def _read_all(

@@ -141,7 +141,7 @@ class MicroBatches:
             count=ends[-1],
             row=row,
             start=first_slot + offset,
-            reach=jnp.sum(last_position[:, None] >= widths, axis=1, dtype=jnp.int32),
+            reach=jnp.sum(last_position[:, None] >= widths[None, :], axis=1, dtype=jnp.int32),
             size=size,
         )
 
@@ -256,7 +256,8 @@ class MicroBatches:
                         )[0]
 
                     def on_first() -> jax.Array:
-                        visible = (jnp.arange(stop) <= positions[:, None]) & first(keys_shown)
+                        visible = jnp.arange(stop)[None, :] <= positions[:, None]
+                        visible &= first(keys_shown)[None, :]
                         return attend_counted(mine, first(keys), first(counted), visible)
 
                     return on_first

@@ -209,7 +209,9 @@ class StateGate:
         x = x.astype(jnp.float32)
         # A root-mean-square norm without scale: the gate's own first matrix can learn that.
         x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-        return jax.nn.relu(x @ self.hidden + self.hidden_bias) @ self.output + self.output_bias
+        hidden = x @ self.hidden
+        hidden = jax.nn.relu(hidden + jnp.broadcast_to(self.hidden_bias, hidden.shape))
+        return hidden @ self.output + self.output_bias
 
 
 @jax.tree_util.register_dataclass
