@@ -25,11 +25,12 @@ import numpy as np
 
 from utio_jax import models
 from utio_jax.adaptive import Adaptive
-from utio_jax.artifacts import versions
 from utio_jax.cache import init_cache
 from utio_jax.controller import Controller, EntropyAbove
 from utio_jax.decode import block_at, run_segment
 from utio_jax.generate import Generated, generate
+from utio_jax.generation_benchmark import measure_modes, middles
+from utio_jax.loop import Prompts
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Mode, Plain
 from utio_jax.models.corpus import standard_library
@@ -74,24 +75,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             {
                 "command": "benchmark-decode",
                 "rows": rows,
-                "device": jax.devices()[0].device_kind,
-                "versions": versions(),
             }
         )
     )
 
 
 def load_prompts(arguments: argparse.Namespace, model: Any) -> list[list[int]]:
-    """Returns prompts of equal length: of the file, or openings of the test split's documents."""
+    """Returns prompts of equal length: of the file, or middles of the test split's documents."""
     if arguments.prompts:
         stored = json.loads(Path(arguments.prompts).read_text())
         return [ids[: arguments.prompt_tokens] for ids in stored]
-    texts = [document.text for document in standard_library("test")]
-    encoded = model.encode(texts)
-    long_enough = [ids for ids in encoded if ids.size >= 4 * arguments.prompt_tokens]
-    # From the middle: openings are licence texts and imports.
-    middles = [ids[ids.size // 2 :][: arguments.prompt_tokens] for ids in long_enough]
-    return [[int(i) for i in ids] for ids in middles]
+    documents = model.encode([document.text for document in standard_library("test")])
+    return middles(documents, tokens=arguments.prompt_tokens, count=max(arguments.batches))
 
 
 def modes(arguments: argparse.Namespace, model: Any) -> dict[str, Mode]:
@@ -121,57 +116,39 @@ def measure(
     decoder: Any, params: Any, prompts: list[list[int]], modes: dict[str, Mode], arguments: Any
 ) -> list[dict[str, Any]]:
     """Returns one record per mode at this batch size."""
-    results: dict[str, Generated] = {}
 
-    def run(name: str) -> None:
-        results[name] = generate(
+    def run(prompts: Prompts, mode: Mode) -> Generated:
+        return generate(
             decoder,
             params,
             prompts,
-            mode=modes[name],
+            mode=mode,
             max_new_tokens=arguments.new_tokens,
             eos_ids=(),
         )
 
     print(f"batch {len(prompts)}: {', '.join(modes)}", file=sys.stderr)
-    times = time_programs({name: partial(run, name) for name in modes}, rounds=arguments.rounds)
+    measured = measure_modes(decoder, params, [prompts], modes, run=run, rounds=arguments.rounds)
+    (plain,) = measured["plain"].results
     records = []
     for name, mode in modes.items():
-        result, plain = results[name], results["plain"]
+        found = measured[name]
+        (result,) = found.results
         same = [
             np.array_equal(a, b) for a, b in zip(result.token_ids, plain.token_ids, strict=True)
         ]
-        tokens = sum(ids.size for ids in result.token_ids)
         record = {
             "mode": name,
             "batch": len(prompts),
-            "seconds": times[name].median,
-            "tokens_per_second": tokens / times[name].median,
-            "speedup": times[name].speedup_over(times["plain"]),
-            "compiles": times[name].compiles,
-            "acceptance": result.acceptance,
-            "tokens_per_round": tokens / float(np.sum(result.steps)),
-            "decided_mean": float(np.mean(np.concatenate(result.decided))),
-            "executed_mean": float(np.mean(np.concatenate(result.executed))),
-            "token_layers_per_token": float(np.sum(result.token_layers)) / tokens,
+            **found.to_dict(),
+            "tokens_per_round": sum(map(len, result.token_ids)) / float(np.sum(result.steps)),
             "rows_like_plain": sum(same),
-            "repetition": repetition(result),
         }
         if isinstance(mode, Lossless) and mode.exit is not None and mode.stop is None:
             bound = lossless_bound(decoder, params, mode, result, prompts, arguments)
-            record |= {"seconds_bound": bound, "of_bound": bound / times[name].median}
+            record |= {"seconds_bound": bound, "of_bound": bound / found.timing.median}
         records.append(record)
     return records
-
-
-def repetition(result: Generated, length: int = 4) -> float:
-    """Returns the share of 4-grams that the same text has had before: loops inflate acceptance."""
-    repeated = total = 0
-    for ids in result.token_ids:
-        grams = [tuple(ids[i : i + length]) for i in range(ids.size - length + 1)]
-        repeated += len(grams) - len(set(grams))
-        total += len(grams)
-    return repeated / max(total, 1)
 
 
 def lossless_bound(
