@@ -37,9 +37,6 @@ from utio_jax.models.corpus import standard_library
 from utio_jax.policies import Random
 from utio_jax.timing import time_programs
 
-# Repetitions of a stage in one timed call.
-_REPEAT = 32
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark; see `--help`."""
@@ -157,51 +154,16 @@ def lossless_bound(
     """Returns seconds of prefill and of the measured rounds at the time of their stages alone."""
     batch = len(prompts)
     width = arguments.prompt_tokens + arguments.new_tokens
-    stages = {
-        "draft": jax.jit(
-            partial(_stage, decoder, batch=batch, tokens=1, start=0, stop=mode.exit, width=width)
-        ),
-        "verify": jax.jit(
-            partial(
-                _stage,
-                decoder,
-                batch=batch,
-                tokens=mode.block,
-                start=mode.exit,
-                stop=decoder.config.num_layers,
-                width=width,
-            )
-        ),
+    stage = partial(stage_program, decoder, params, batch=batch, width=width)
+    programs = {
+        "draft": stage(tokens=1, stop=mode.exit),
+        "verify": stage(tokens=mode.block, start=mode.exit),
+        "prefill": lambda: generate(decoder, params, prompts, max_new_tokens=1, eos_ids=()),
     }
-    programs = {name: partial(stage, params) for name, stage in stages.items()}
-    programs["prefill"] = lambda: generate(decoder, params, prompts, max_new_tokens=1, eos_ids=())
     times = time_programs(programs, rounds=arguments.rounds)
     rounds = int(result.steps.max())
     per_round = mode.block * times["draft"].median + times["verify"].median
-    return times["prefill"].median + rounds * per_round / _REPEAT
-
-
-def _stage(
-    decoder: Any, params: Any, *, batch: int, tokens: int, start: int, stop: int, width: int
-) -> jax.Array:
-    """Runs one stage and its head `_REPEAT` times, each on what the last one made."""
-    cache = init_cache(decoder.config, batch=batch, slots=width)
-    positions = jnp.broadcast_to(
-        width - tokens + jnp.arange(tokens, dtype=jnp.int32), (batch, tokens)
-    )
-    block = block_at(decoder, positions, jnp.ones((batch, tokens), jnp.bool_))
-    ids = jnp.zeros((batch, tokens), jnp.int32)
-
-    def once(_: jax.Array, carry: Any) -> Any:
-        ids, cache = carry
-        x = decoder.embed(params, ids, positions)
-        x, cache = run_segment(
-            decoder, params, cache, x, block, start=start, stop=stop, width=width
-        )
-        logits = decoder.unembed(params, x.reshape(-1, x.shape[-1]))
-        return jnp.argmax(logits, axis=-1).reshape(ids.shape).astype(jnp.int32), cache
-
-    return jax.lax.fori_loop(0, _REPEAT, once, (ids, cache))[0]
+    return times["prefill"].median + rounds * per_round / STAGE_REPEATS
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from utio_jax.sampling import (
     DRAW,
     REPLACE,
     Greedy,
+    most_probable,
     token_keys,
     verify_greedy,
     verify_sampling,
@@ -257,7 +258,7 @@ class Lossless:
                 logits = decoder.unembed(params, x[:, 0]).astype(jnp.float32)
                 hard = jnp.zeros((batch,), jnp.bool_) if self.stop is None else self.stop(logits)
                 if greedy:
-                    return jnp.argmax(logits, axis=-1).astype(jnp.int32), hard, None
+                    return most_probable(logits), hard, None
                 log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
                 keys = self._keys(state, positions + 1, DRAW)
                 drawn = jax.vmap(jax.random.categorical)(keys[:, 0], log_q)
