@@ -102,7 +102,10 @@ def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence
     """
     text = Text()
     for piece, depth in zip(pieces, depths, strict=True):
-        text.append(piece, style=_shade(list(levels).index(depth), len(levels)))
+        # An escape sequence in generated text could do anything to the terminal.
+        text.append(
+            piece.replace("\x1b", "\u241b"), style=_shade(list(levels).index(depth), len(levels))
+        )
     return text
 
 

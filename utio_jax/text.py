@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,7 @@ Ids = Sequence[int] | np.ndarray
 _UNFINISHED = "\ufffd"
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What is asked of a tokenizer; those of the `tokenizers` library have it."""
 
