@@ -190,6 +190,7 @@ def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
     plain, drafts = found["plain"], found["drafts"]
     assert plain.ledger.speedup == 1
     # The ideal has no rows that have ended.
+    assert plain.ledger.padding_ratio is not None
     assert plain.ledger.efficiency == pytest.approx(1 / plain.ledger.padding_ratio, abs=1e-6)
     assert plain.acceptance is None
     assert drafts.acceptance == drafts.results[0].acceptance
