@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding, timed: plain against lossless and adaptive at several batch sizes, one line of JSON.
 
-    python benchmarks/decode.py --model out/train/model --batches 1 8 32
-    python benchmarks/decode.py --exits 4 6 8 --max-draft 6 --stop-entropy-nats 2.0
+    python benchmarks/decode.py --batches 1 8 --exits 4 6 8     # lossless, each exit and chosen
+    python benchmarks/decode.py --adaptive --batches 1 32       # a depth per token, four budgets
 
 Programs take turns within a round, so that a drift of the machine meets all of them; a speed-up is
 the median of the rounds' ratios. Lossless is also held against its bound: the measured rounds, each
-at the time of its stages alone.
+at the time of its stages alone. Adaptive rows carry the loss of their policy on test documents,
+teacher-forced, next to truncation (`uniform`) and to chance (`random`).
 """
 
 from __future__ import annotations
@@ -19,22 +20,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from utio_jax import models
 from utio_jax.adaptive import Adaptive
-from utio_jax.cache import init_cache
 from utio_jax.controller import Controller, EntropyAbove
-from utio_jax.decode import block_at, run_segment
+from utio_jax.documents import batches_of, windows_of
+from utio_jax.evaluate import evaluate
 from utio_jax.generate import Generated, generate
-from utio_jax.generation_benchmark import measure_modes, middles
+from utio_jax.generation_benchmark import (
+    STAGE_REPEATS,
+    measure_marginal,
+    measure_modes,
+    middles,
+    stage_program,
+)
 from utio_jax.loop import Prompts
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Mode, Plain
 from utio_jax.models.corpus import standard_library
-from utio_jax.policies import Random
+from utio_jax.policies import Uniform
 from utio_jax.timing import time_programs
 
 
@@ -46,18 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens taken of each text")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument(
-        "--exits", type=int, nargs="*", help="exits to draft at; default: the first two"
-    )
+    parser.add_argument("--exits", type=int, nargs="*", help="to draft at; default: first three")
     parser.add_argument("--max-draft", type=int, default=4)
     parser.add_argument("--stop-entropy-nats", type=float, help="stop drafting above this")
-    parser.add_argument("--no-controller", action="store_true")
-    parser.add_argument(
-        "--shallow",
-        type=float,
-        default=0.5,
-        help="share of tokens that the adaptive mode stops early",
-    )
+    parser.add_argument("--adaptive", action="store_true", help="a depth per token, not lossless")
+    parser.add_argument("--kv", default="propagate", help="of the adaptive modes")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args(argv)
 
@@ -66,15 +64,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for batch in arguments.batches:
         chosen = [prompts[i % len(prompts)] for i in range(batch)]
-        rows += measure(model.decoder, model.params, chosen, modes(arguments, model), arguments)
-    print(
-        json.dumps(
-            {
-                "command": "benchmark-decode",
-                "rows": rows,
-            }
+        make = adaptive_modes if arguments.adaptive else lossless_modes
+        rows += measure(
+            model, chosen, {"plain": Plain()} | make(arguments, model, batch), arguments
         )
-    )
+    print(json.dumps({"command": "benchmark-decode", "rows": rows}))
 
 
 def load_prompts(arguments: argparse.Namespace, model: Any) -> list[list[int]]:
@@ -86,33 +80,52 @@ def load_prompts(arguments: argparse.Namespace, model: Any) -> list[list[int]]:
     return middles(documents, tokens=arguments.prompt_tokens, count=max(arguments.batches))
 
 
-def modes(arguments: argparse.Namespace, model: Any) -> dict[str, Mode]:
-    """Returns what to time, by name. Plain comes first."""
-    config = model.decoder.config
-    early = config.exits[:-1]
+def lossless_modes(arguments: argparse.Namespace, model: Any, batch: int) -> dict[str, Mode]:
+    """Returns drafting at each exit, and where the controller chooses."""
     stop = None
     if arguments.stop_entropy_nats is not None:
         stop = EntropyAbove(threshold_nats=arguments.stop_entropy_nats)
-    found: dict[str, Mode] = {"plain": Plain()}
-    for depth in arguments.exits or early[:2]:
-        found[f"lossless_{depth}"] = Lossless(exit=depth, max_draft=arguments.max_draft, stop=stop)
-    if not arguments.no_controller:
-        found["lossless_controller"] = Lossless(
-            max_draft=arguments.max_draft, stop=stop, controller=Controller()
-        )
-    fractions = jnp.asarray([arguments.shallow, 1 - arguments.shallow], jnp.float32)
-    policy = Random(
-        fractions=fractions, key=jax.random.key(0), depths=(early[-1], config.num_layers)
+    width = arguments.prompt_tokens + arguments.new_tokens
+    marginal = measure_marginal(model.decoder, model.params, batch=batch, width=width)
+    print(f"batch {batch}: one more token costs {marginal:.2f} of the first", file=sys.stderr)
+    draft = partial(Lossless, max_draft=arguments.max_draft, stop=stop)
+    exits = arguments.exits or model.decoder.config.exits[:3]
+    return {f"lossless_{depth}": draft(exit=depth) for depth in exits} | {
+        "lossless_controller": draft(controller=Controller(marginal=marginal))
+    }
+
+
+def adaptive_modes(arguments: argparse.Namespace, model: Any, batch: int) -> dict[str, Mode]:
+    """Returns truncation at each exit, and fitted and random depths at each budget."""
+    del batch
+    calibration = model.calibration
+    policies = {f"uniform_{depth}": Uniform(depth=depth) for depth in model.decoder.config.exits}
+    for name in ("learned", "random"):
+        for budget in sorted(calibration.entries["learned"]):
+            policies[f"{name}_{budget:g}"] = calibration.policy(name, budget)
+    return {name: Adaptive(policy=policy, kv=arguments.kv) for name, policy in policies.items()}
+
+
+def text_loss(model: Any, modes: dict[str, Mode]) -> dict[str, float]:
+    """Returns the loss increase (%) of each adaptive mode's policy on test documents."""
+    policies = {name: mode.policy for name, mode in modes.items() if isinstance(mode, Adaptive)}
+    if not policies:
+        return {}
+    config = model.decoder.config
+    documents = model.encode([document.text for document in standard_library("test")])
+    windows = windows_of(documents, width=config.context_length)
+    batches = batches_of(
+        windows, rows=16, widths=[config.context_length], vocab_size=config.vocab_size
     )
-    for kv in ("propagate", "full"):
-        found[f"adaptive_{kv}"] = Adaptive(policy=policy, kv=kv)
-    return found
+    found = evaluate(model.decoder, model.params, list(batches)[:3], policies)
+    return {name: 100 * (each.nll / each.nll_full - 1) for name, each in found.items()}
 
 
 def measure(
-    decoder: Any, params: Any, prompts: list[list[int]], modes: dict[str, Mode], arguments: Any
+    model: Any, prompts: list[list[int]], modes: dict[str, Mode], arguments: Any
 ) -> list[dict[str, Any]]:
     """Returns one record per mode at this batch size."""
+    decoder, params = model.decoder, model.params
 
     def run(prompts: Prompts, mode: Mode) -> Generated:
         return generate(
@@ -127,6 +140,7 @@ def measure(
     print(f"batch {len(prompts)}: {', '.join(modes)}", file=sys.stderr)
     measured = measure_modes(decoder, params, [prompts], modes, run=run, rounds=arguments.rounds)
     (plain,) = measured["plain"].results
+    losses = text_loss(model, modes)
     records = []
     for name, mode in modes.items():
         found = measured[name]
@@ -140,6 +154,7 @@ def measure(
             **found.to_dict(),
             "tokens_per_round": sum(map(len, result.token_ids)) / float(np.sum(result.steps)),
             "rows_like_plain": sum(same),
+            "text_nll_increase_pct": losses.get(name),
         }
         if isinstance(mode, Lossless) and mode.exit is not None and mode.stop is None:
             bound = lossless_bound(decoder, params, mode, result, prompts, arguments)
@@ -157,12 +172,14 @@ def lossless_bound(
     stage = partial(stage_program, decoder, params, batch=batch, width=width)
     programs = {
         "draft": stage(tokens=1, stop=mode.exit),
+        "last draft": stage(tokens=1, stop=mode.exit, head=False),
         "verify": stage(tokens=mode.block, start=mode.exit),
         "prefill": lambda: generate(decoder, params, prompts, max_new_tokens=1, eos_ids=()),
     }
     times = time_programs(programs, rounds=arguments.rounds)
     rounds = int(result.steps.max())
-    per_round = mode.block * times["draft"].median + times["verify"].median
+    per_round = mode.max_draft * times["draft"].median + times["verify"].median
+    per_round += times["last draft"].median
     return times["prefill"].median + rounds * per_round / STAGE_REPEATS
 
 

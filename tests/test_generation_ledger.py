@@ -186,12 +186,15 @@ def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
         rounds=2,
         progress=lambda: steps.append(1),
     )
-    assert len(steps) == 2 * 3
+    assert len(steps) == 3 * 3  # Two modes and prefill, a warm-up and two rounds.
     plain, drafts = found["plain"], found["drafts"]
     assert plain.ledger.speedup == 1
-    # The ideal has no rows that have ended.
-    assert plain.ledger.padding_ratio is not None
-    assert plain.ledger.efficiency == pytest.approx(1 / plain.ledger.padding_ratio, abs=1e-6)
+    # The ideal has no rows that have ended, and prefill at its own time.
+    padding, ideal = plain.ledger.padding_ratio, plain.ledger.speedup_ideal
+    assert padding is not None
+    assert ideal is not None
+    assert 1 < ideal < padding
+    assert plain.ledger.efficiency == pytest.approx(1 / ideal, abs=1e-6)
     assert plain.acceptance is None
     assert drafts.acceptance == drafts.results[0].acceptance
     assert drafts.ledger.compiles == plain.ledger.compiles == 0

@@ -285,6 +285,31 @@ def test_the_controller_takes_the_most_tokens_per_layer():
     )
 
 
+def test_the_controller_does_not_draft_where_that_does_not_pay():
+    never = Observed(accepted=jnp.zeros(2), rejected=1e6 * jnp.ones(2))
+    assert choose(Controller(), never)[1] == 0
+    # With arithmetic as the price, drafts cost at least what they save.
+    often = Observed(accepted=jnp.asarray([7e5, 8e5]), rejected=jnp.asarray([3e5, 2e5]))
+    assert choose(Controller(marginal=1.0), often)[1] == 0
+    assert choose(Controller(marginal=0.0), often)[1] > 0
+
+
+def test_a_round_without_drafts_is_a_plain_step(model, plain):
+    mode = Lossless(max_draft=3, controller=Controller(marginal=10.0))
+    result = run(model, mode=mode)
+    for row in range(3):
+        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
+    assert result.acceptance is None
+    np.testing.assert_array_equal(result.token_layers, plain.token_layers)
+    np.testing.assert_array_equal(result.heads, plain.heads)
+
+
+def test_the_controller_starts_from_what_it_is_told_of_each_exit():
+    told = Controller(prior=jnp.asarray([0.2, 0.9]), marginal=0.0)
+    np.testing.assert_allclose(told.acceptance(told.start(2)), [0.2, 0.9], rtol=1e-6)
+    assert choose(told, told.start(2))[0] == 2
+
+
 def test_the_controller_counts_what_was_verified_and_forgets():
     controller = Controller(memory_rounds=10.0, prior=0.9, prior_weight=2.0)
     memory = controller.start(2)

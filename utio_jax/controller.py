@@ -80,13 +80,14 @@ class Controller:
         weights is everything, 1 where arithmetic is. `measure_marginal` in
         `utio_jax.generation_benchmark` measures it.
       memory_rounds: how many rounds an observation lasts.
-      prior: acceptance to expect of an exit that was not tried.
+      prior: acceptance to expect of an exit that was not tried, one number or one per exit; the
+        exits' top-1 agreement with full depth on text is a good guess.
       prior_weight: drafts that this is worth.
     """
 
     marginal: float | Float[Array, ""] = 0.2
     memory_rounds: float | Float[Array, ""] = 50.0
-    prior: float | Float[Array, ""] = 0.95
+    prior: float | Float[Array, ""] | Float[Array, " exit"] = 0.95
     prior_weight: float | Float[Array, ""] = 4.0
 
     def start(self, exits: int) -> Observed:

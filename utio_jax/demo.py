@@ -163,7 +163,7 @@ def write_texts(
 
     rows = []
     batches_of_size = {1: [[prompt] for prompt in prompts[:4]], len(prompts): [prompts]}
-    with bar(len(batches_of_size) * len(modes) * (rounds + 1), "writing and timing") as step:
+    with bar(len(batches_of_size) * (len(modes) + 1) * (rounds + 1), "writing and timing") as step:
         for size, batches in batches_of_size.items():
             measured = measure_modes(
                 model.decoder,

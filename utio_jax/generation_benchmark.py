@@ -23,7 +23,7 @@ import numpy as np
 from utio_jax.cache import init_cache
 from utio_jax.decode import block_at, run_segment
 from utio_jax.decoder import Decoder, Params
-from utio_jax.generate import Generated
+from utio_jax.generate import Generated, generate
 from utio_jax.generation_ledger import generation_ledger
 from utio_jax.ledger import Ledger
 from utio_jax.loop import Prompts
@@ -62,7 +62,96 @@ class Measured:
         return accepted / drafts if drafts else None
 
     @property
-    def stage_program(
+    def repetition(self) -> float:
+        """Share of 4-grams that the same text has had before; loops inflate acceptance."""
+        return repetition([row for result in self.results for row in result.token_ids])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns rates and ledger as JSON-ready values."""
+        rates = {
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
+            "repetition": round(self.repetition, 4),
+        }
+        return rates | self.ledger.to_dict()
+
+
+def measure_modes(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Prompts],
+    modes: Mapping[str, Mode],
+    *,
+    run: Callable[[Prompts, Mode], Generated],
+    sampling: Sampling = Greedy(),
+    budgets: Mapping[str, float] | None = None,
+    rounds: int = 3,
+    progress: Callable[[], None] | None = None,
+) -> dict[str, Measured]:
+    """Returns every mode's text, cost and time; modes take turns, after a warm-up.
+
+    Texts may end at different lengths, so `speedup` compares seconds per new token, and
+    `seconds_full` is plain decoding's time for as many tokens as the mode's own. Prefill, at full
+    depth, is part of all times: `speedup_ideal` is what would come out if prefill took its own
+    time, measured in turns with the rest, and decoding went with its FLOPs.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: prompts that are decoded together.
+      modes: by a name of the caller's choice; "plain" is the baseline.
+      run: generates: called with a batch's prompts and a mode.
+      sampling: how `run` draws tokens.
+      budgets: that adaptive modes' policies were calibrated for, by name.
+      rounds: timed turns of each mode.
+      progress: called `(len(modes) + 1) * (rounds + 1)` times.
+
+    Raises:
+      ValueError: no prompts, or no mode is called "plain".
+    """
+    if "plain" not in modes or not batches:
+        raise ValueError(
+            'Wanted at least one batch of prompts, and modes with "plain" as the baseline. '
+            f"Got {len(batches)} batches and modes {sorted(modes)}."
+        )
+    results: dict[str, tuple[Generated, ...]] = {}
+
+    def take_turn(name: str) -> None:
+        results[name] = tuple(run(prompts, modes[name]) for prompts in batches)
+
+    def fill_caches() -> None:
+        for prompts in batches:
+            generate(decoder, params, prompts, max_new_tokens=1, eos_ids=())
+
+    programs = {name: partial(take_turn, name) for name in modes} | {"": fill_caches}
+    times = time_programs(programs, rounds=rounds, progress=progress)
+    plain_tokens = sum(row.size for result in results["plain"] for row in result.token_ids)
+    measured = {}
+    for name, mode in modes.items():
+        budget = (budgets or {}).get(name)
+        row = generation_ledger(
+            decoder, params, mode, batches, results[name], sampling=sampling, budget=budget
+        )
+        share = (row.tokens or 0) / plain_tokens
+        speedup = times[name].speedup_over(times["plain"]) * share
+        ideal = row.speedup_ideal
+        if ideal is not None:
+            prefill = times[""].median / times["plain"].median
+            ideal = 1.0 / (prefill + (1.0 - prefill) / ideal)
+        row = dataclasses.replace(
+            row,
+            seconds_full=times["plain"].median * share,
+            seconds=times[name].median,
+            speedup=speedup,
+            speedup_ideal=ideal,
+            efficiency=None if ideal is None else speedup / ideal,
+            compiles=times[name].compiles,
+        )
+        measured[name] = Measured(results=results[name], timing=times[name], ledger=row)
+    return measured
+
+
+def stage_program(
     decoder: Decoder,
     params: Params,
     *,
@@ -71,8 +160,9 @@ class Measured:
     width: int,
     start: int = 0,
     stop: int | None = None,
+    head: bool = True,
 ) -> Callable[[], jax.Array]:
-    """Returns a program that runs one stage of decoding and its head `STAGE_REPEATS` times.
+    """Returns a program that runs one stage of decoding `STAGE_REPEATS` times.
 
     Each repetition runs on the tokens that the last one made, as decoding does.
 
@@ -84,6 +174,7 @@ class Measured:
       width: slots to attend over; the tokens are the last of them.
       start: first layer.
       stop: layer to stop before; None runs to the last.
+      head: whether the stage ends with the vocabulary head.
     """
     stop = decoder.config.num_layers if stop is None else stop
 
@@ -100,6 +191,8 @@ class Measured:
             x, cache = run_segment(
                 decoder, params, cache, x, block, start=start, stop=stop, width=width
             )
+            if not head:
+                return ids + (x[:, :, 0] > 0), cache
             logits = decoder.unembed(params, x.reshape(-1, x.shape[-1]))
             return most_probable(logits).reshape(batch, tokens), cache
 
@@ -130,85 +223,6 @@ def measure_marginal(
     times = time_programs({"one": stage(tokens=1), "more": stage(tokens=tokens)}, rounds=rounds)
     ratio = 1.0 / times["more"].speedup_over(times["one"])
     return max(0.0, (ratio - 1.0) / (tokens - 1))
-
-
-def repetition(self) -> float:
-        """Share of 4-grams that the same text has had before; loops inflate acceptance."""
-        return repetition([row for result in self.results for row in result.token_ids])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns rates and ledger as JSON-ready values."""
-        rates = {
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
-            "repetition": round(self.repetition, 4),
-        }
-        return rates | self.ledger.to_dict()
-
-
-def measure_modes(
-    decoder: Decoder,
-    params: Params,
-    batches: Sequence[Prompts],
-    modes: Mapping[str, Mode],
-    *,
-    run: Callable[[Prompts, Mode], Generated],
-    sampling: Sampling = Greedy(),
-    budgets: Mapping[str, float] | None = None,
-    rounds: int = 3,
-    progress: Callable[[], None] | None = None,
-) -> dict[str, Measured]:
-    """Returns every mode's text, cost and time; modes take turns, after a warm-up.
-
-    Texts may end at different lengths, so `speedup` compares seconds per new token, and
-    `seconds_full` is plain decoding's time for as many tokens as the mode's own.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      batches: prompts that are decoded together.
-      modes: by a name of the caller's choice; "plain" is the baseline.
-      run: generates: called with a batch's prompts and a mode.
-      sampling: how `run` draws tokens.
-      budgets: that adaptive modes' policies were calibrated for, by name.
-      rounds: timed turns of each mode.
-      progress: called `len(modes) * (rounds + 1)` times.
-
-    Raises:
-      ValueError: no prompts, or no mode is called "plain".
-    """
-    if "plain" not in modes or not batches:
-        raise ValueError(
-            'Wanted at least one batch of prompts, and modes with "plain" as the baseline. '
-            f"Got {len(batches)} batches and modes {sorted(modes)}."
-        )
-    results: dict[str, tuple[Generated, ...]] = {}
-
-    def take_turn(name: str) -> None:
-        results[name] = tuple(run(prompts, modes[name]) for prompts in batches)
-
-    programs = {name: partial(take_turn, name) for name in modes}
-    times = time_programs(programs, rounds=rounds, progress=progress)
-    plain_tokens = sum(row.size for result in results["plain"] for row in result.token_ids)
-    measured = {}
-    for name, mode in modes.items():
-        budget = (budgets or {}).get(name)
-        row = generation_ledger(
-            decoder, params, mode, batches, results[name], sampling=sampling, budget=budget
-        )
-        share = (row.tokens or 0) / plain_tokens
-        speedup = times[name].speedup_over(times["plain"]) * share
-        ideal = row.speedup_ideal
-        row = dataclasses.replace(
-            row,
-            seconds_full=times["plain"].median * share,
-            seconds=times[name].median,
-            speedup=speedup,
-            efficiency=None if ideal is None else speedup / ideal,
-            compiles=times[name].compiles,
-        )
-        measured[name] = Measured(results=results[name], timing=times[name], ledger=row)
-    return measured
 
 
 def repetition(texts: Sequence[np.ndarray], *, length: int = 4) -> float:

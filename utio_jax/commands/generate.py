@@ -64,7 +64,7 @@ class Generate:
         mode.check(model.decoder)
         prompts = model.encode(list(self.prompts))
         modes = {"plain": Plain(), mode.name: mode}
-        with progress_bar(len(modes) * (self.rounds + 1), "decoding") as step:
+        with progress_bar((len(modes) + 1) * (self.rounds + 1), "decoding") as step:
             measured = measure_modes(
                 model.decoder,
                 model.params,
