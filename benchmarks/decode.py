@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoding, timed: plain against lossless and adaptive at several batch sizes, one line of JSON.
 
-    python benchmarks/decode.py --model out/train/model --batches 1 8 32
-    python benchmarks/decode.py --exits 4 6 8 --max-draft 6 --stop-entropy-nats 2.0
+    python benchmarks/decode.py --batches 1 8 --exits 4 6 8     # lossless, each exit and chosen
+    python benchmarks/decode.py --adaptive --batches 1 32       # a depth per token, four budgets
 
 Programs take turns within a round, so that a drift of the machine meets all of them; a speed-up is
 the median of the rounds' ratios. Lossless is also held against its bound: the measured rounds, each
-at the time of its stages alone.
+at the time of its stages alone. Adaptive rows carry the loss of their policy on test documents,
+teacher-forced, next to truncation (`uniform`) and to chance (`random`).
 """
 
 from __future__ import annotations
@@ -19,25 +20,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from utio_jax import models
 from utio_jax.adaptive import Adaptive
-from utio_jax.artifacts import versions
-from utio_jax.cache import init_cache
 from utio_jax.controller import Controller, EntropyAbove
-from utio_jax.decode import block_at, run_segment
+from utio_jax.documents import batches_of, windows_of
+from utio_jax.evaluate import evaluate
 from utio_jax.generate import Generated, generate
+from utio_jax.generation_benchmark import (
+    STAGE_REPEATS,
+    measure_marginal,
+    measure_modes,
+    middles,
+    stage_program,
+)
+from utio_jax.loop import Prompts
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Mode, Plain
 from utio_jax.models.corpus import standard_library
-from utio_jax.policies import Random
+from utio_jax.policies import Uniform
 from utio_jax.timing import time_programs
-
-# Repetitions of a stage in one timed call.
-_REPEAT = 32
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -48,18 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64, help="tokens taken of each text")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument(
-        "--exits", type=int, nargs="*", help="exits to draft at; default: the first two"
-    )
+    parser.add_argument("--exits", type=int, nargs="*", help="to draft at; default: first three")
     parser.add_argument("--max-draft", type=int, default=4)
     parser.add_argument("--stop-entropy-nats", type=float, help="stop drafting above this")
-    parser.add_argument("--no-controller", action="store_true")
-    parser.add_argument(
-        "--shallow",
-        type=float,
-        default=0.5,
-        help="share of tokens that the adaptive mode stops early",
-    )
+    parser.add_argument("--adaptive", action="store_true", help="a depth per token, not lossless")
+    parser.add_argument("--kv", default="propagate", help="of the adaptive modes")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args(argv)
 
@@ -68,110 +64,103 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for batch in arguments.batches:
         chosen = [prompts[i % len(prompts)] for i in range(batch)]
-        rows += measure(model.decoder, model.params, chosen, modes(arguments, model), arguments)
-    print(
-        json.dumps(
-            {
-                "command": "benchmark-decode",
-                "rows": rows,
-                "device": jax.devices()[0].device_kind,
-                "versions": versions(),
-            }
+        make = adaptive_modes if arguments.adaptive else lossless_modes
+        rows += measure(
+            model, chosen, {"plain": Plain()} | make(arguments, model, batch), arguments
         )
-    )
+    print(json.dumps({"command": "benchmark-decode", "rows": rows}))
 
 
 def load_prompts(arguments: argparse.Namespace, model: Any) -> list[list[int]]:
-    """Returns prompts of equal length: of the file, or openings of the test split's documents."""
+    """Returns prompts of equal length: of the file, or middles of the test split's documents."""
     if arguments.prompts:
         stored = json.loads(Path(arguments.prompts).read_text())
         return [ids[: arguments.prompt_tokens] for ids in stored]
-    texts = [document.text for document in standard_library("test")]
-    encoded = model.encode(texts)
-    long_enough = [ids for ids in encoded if ids.size >= 4 * arguments.prompt_tokens]
-    # From the middle: openings are licence texts and imports.
-    middles = [ids[ids.size // 2 :][: arguments.prompt_tokens] for ids in long_enough]
-    return [[int(i) for i in ids] for ids in middles]
+    documents = model.encode([document.text for document in standard_library("test")])
+    return middles(documents, tokens=arguments.prompt_tokens, count=max(arguments.batches))
 
 
-def modes(arguments: argparse.Namespace, model: Any) -> dict[str, Mode]:
-    """Returns what to time, by name. Plain comes first."""
-    config = model.decoder.config
-    early = config.exits[:-1]
+def lossless_modes(arguments: argparse.Namespace, model: Any, batch: int) -> dict[str, Mode]:
+    """Returns drafting at each exit, and where the controller chooses."""
     stop = None
     if arguments.stop_entropy_nats is not None:
         stop = EntropyAbove(threshold_nats=arguments.stop_entropy_nats)
-    found: dict[str, Mode] = {"plain": Plain()}
-    for depth in arguments.exits or early[:2]:
-        found[f"lossless_{depth}"] = Lossless(exit=depth, max_draft=arguments.max_draft, stop=stop)
-    if not arguments.no_controller:
-        found["lossless_controller"] = Lossless(
-            max_draft=arguments.max_draft, stop=stop, controller=Controller()
-        )
-    fractions = jnp.asarray([arguments.shallow, 1 - arguments.shallow], jnp.float32)
-    policy = Random(
-        fractions=fractions, key=jax.random.key(0), depths=(early[-1], config.num_layers)
+    width = arguments.prompt_tokens + arguments.new_tokens
+    marginal = measure_marginal(model.decoder, model.params, batch=batch, width=width)
+    print(f"batch {batch}: one more token costs {marginal:.2f} of the first", file=sys.stderr)
+    draft = partial(Lossless, max_draft=arguments.max_draft, stop=stop)
+    exits = arguments.exits or model.decoder.config.exits[:3]
+    return {f"lossless_{depth}": draft(exit=depth) for depth in exits} | {
+        "lossless_controller": draft(controller=Controller(marginal=marginal))
+    }
+
+
+def adaptive_modes(arguments: argparse.Namespace, model: Any, batch: int) -> dict[str, Mode]:
+    """Returns truncation at each exit, and fitted and random depths at each budget."""
+    del batch
+    calibration = model.calibration
+    policies = {f"uniform_{depth}": Uniform(depth=depth) for depth in model.decoder.config.exits}
+    for name in ("learned", "random"):
+        for budget in sorted(calibration.entries["learned"]):
+            policies[f"{name}_{budget:g}"] = calibration.policy(name, budget)
+    return {name: Adaptive(policy=policy, kv=arguments.kv) for name, policy in policies.items()}
+
+
+def text_loss(model: Any, modes: dict[str, Mode]) -> dict[str, float]:
+    """Returns the loss increase (%) of each adaptive mode's policy on test documents."""
+    policies = {name: mode.policy for name, mode in modes.items() if isinstance(mode, Adaptive)}
+    if not policies:
+        return {}
+    config = model.decoder.config
+    documents = model.encode([document.text for document in standard_library("test")])
+    windows = windows_of(documents, width=config.context_length)
+    batches = batches_of(
+        windows, rows=16, widths=[config.context_length], vocab_size=config.vocab_size
     )
-    for kv in ("propagate", "full"):
-        found[f"adaptive_{kv}"] = Adaptive(policy=policy, kv=kv)
-    return found
+    found = evaluate(model.decoder, model.params, list(batches)[:3], policies)
+    return {name: 100 * (each.nll / each.nll_full - 1) for name, each in found.items()}
 
 
 def measure(
-    decoder: Any, params: Any, prompts: list[list[int]], modes: dict[str, Mode], arguments: Any
+    model: Any, prompts: list[list[int]], modes: dict[str, Mode], arguments: Any
 ) -> list[dict[str, Any]]:
     """Returns one record per mode at this batch size."""
-    results: dict[str, Generated] = {}
+    decoder, params = model.decoder, model.params
 
-    def run(name: str) -> None:
-        results[name] = generate(
+    def run(prompts: Prompts, mode: Mode) -> Generated:
+        return generate(
             decoder,
             params,
             prompts,
-            mode=modes[name],
+            mode=mode,
             max_new_tokens=arguments.new_tokens,
             eos_ids=(),
         )
 
     print(f"batch {len(prompts)}: {', '.join(modes)}", file=sys.stderr)
-    times = time_programs({name: partial(run, name) for name in modes}, rounds=arguments.rounds)
+    measured = measure_modes(decoder, params, [prompts], modes, run=run, rounds=arguments.rounds)
+    (plain,) = measured["plain"].results
+    losses = text_loss(model, modes)
     records = []
     for name, mode in modes.items():
-        result, plain = results[name], results["plain"]
+        found = measured[name]
+        (result,) = found.results
         same = [
             np.array_equal(a, b) for a, b in zip(result.token_ids, plain.token_ids, strict=True)
         ]
-        tokens = sum(ids.size for ids in result.token_ids)
         record = {
             "mode": name,
             "batch": len(prompts),
-            "seconds": times[name].median,
-            "tokens_per_second": tokens / times[name].median,
-            "speedup": times[name].speedup_over(times["plain"]),
-            "compiles": times[name].compiles,
-            "acceptance": result.acceptance,
-            "tokens_per_round": tokens / float(np.sum(result.steps)),
-            "decided_mean": float(np.mean(np.concatenate(result.decided))),
-            "executed_mean": float(np.mean(np.concatenate(result.executed))),
-            "token_layers_per_token": float(np.sum(result.token_layers)) / tokens,
+            **found.to_dict(),
+            "tokens_per_round": sum(map(len, result.token_ids)) / float(np.sum(result.steps)),
             "rows_like_plain": sum(same),
-            "repetition": repetition(result),
+            "text_nll_increase_pct": losses.get(name),
         }
         if isinstance(mode, Lossless) and mode.exit is not None and mode.stop is None:
             bound = lossless_bound(decoder, params, mode, result, prompts, arguments)
-            record |= {"seconds_bound": bound, "of_bound": bound / times[name].median}
+            record |= {"seconds_bound": bound, "of_bound": bound / found.timing.median}
         records.append(record)
     return records
-
-
-def repetition(result: Generated, length: int = 4) -> float:
-    """Returns the share of 4-grams that the same text has had before: loops inflate acceptance."""
-    repeated = total = 0
-    for ids in result.token_ids:
-        grams = [tuple(ids[i : i + length]) for i in range(ids.size - length + 1)]
-        repeated += len(grams) - len(set(grams))
-        total += len(grams)
-    return repeated / max(total, 1)
 
 
 def lossless_bound(
@@ -180,51 +169,18 @@ def lossless_bound(
     """Returns seconds of prefill and of the measured rounds at the time of their stages alone."""
     batch = len(prompts)
     width = arguments.prompt_tokens + arguments.new_tokens
-    stages = {
-        "draft": jax.jit(
-            partial(_stage, decoder, batch=batch, tokens=1, start=0, stop=mode.exit, width=width)
-        ),
-        "verify": jax.jit(
-            partial(
-                _stage,
-                decoder,
-                batch=batch,
-                tokens=mode.block,
-                start=mode.exit,
-                stop=decoder.config.num_layers,
-                width=width,
-            )
-        ),
+    stage = partial(stage_program, decoder, params, batch=batch, width=width)
+    programs = {
+        "draft": stage(tokens=1, stop=mode.exit),
+        "last draft": stage(tokens=1, stop=mode.exit, head=False),
+        "verify": stage(tokens=mode.block, start=mode.exit),
+        "prefill": lambda: generate(decoder, params, prompts, max_new_tokens=1, eos_ids=()),
     }
-    programs = {name: partial(stage, params) for name, stage in stages.items()}
-    programs["prefill"] = lambda: generate(decoder, params, prompts, max_new_tokens=1, eos_ids=())
     times = time_programs(programs, rounds=arguments.rounds)
     rounds = int(result.steps.max())
-    per_round = mode.block * times["draft"].median + times["verify"].median
-    return times["prefill"].median + rounds * per_round / _REPEAT
-
-
-def _stage(
-    decoder: Any, params: Any, *, batch: int, tokens: int, start: int, stop: int, width: int
-) -> jax.Array:
-    """Runs one stage and its head `_REPEAT` times, each on what the last one made."""
-    cache = init_cache(decoder.config, batch=batch, slots=width)
-    positions = jnp.broadcast_to(
-        width - tokens + jnp.arange(tokens, dtype=jnp.int32), (batch, tokens)
-    )
-    block = block_at(decoder, positions, jnp.ones((batch, tokens), jnp.bool_))
-    ids = jnp.zeros((batch, tokens), jnp.int32)
-
-    def once(_: jax.Array, carry: Any) -> Any:
-        ids, cache = carry
-        x = decoder.embed(params, ids, positions)
-        x, cache = run_segment(
-            decoder, params, cache, x, block, start=start, stop=stop, width=width
-        )
-        logits = decoder.unembed(params, x.reshape(-1, x.shape[-1]))
-        return jnp.argmax(logits, axis=-1).reshape(ids.shape).astype(jnp.int32), cache
-
-    return jax.lax.fori_loop(0, _REPEAT, once, (ids, cache))[0]
+    per_round = mode.max_draft * times["draft"].median + times["verify"].median
+    per_round += times["last draft"].median
+    return times["prefill"].median + rounds * per_round / STAGE_REPEATS
 
 
 if __name__ == "__main__":

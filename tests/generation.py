@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from conftest import Model, live_params
 from jaxtyping import Array, Int
 
-from utio_jax.generate import Generated
+from utio_jax.generate import Generated, generate
 from utio_jax.layers import oracle
 from utio_jax.loop import Lengths
 from utio_jax.models.presets import TINY
@@ -29,6 +30,7 @@ PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4]]
 """Ragged: 3, 7 and 1 tokens, padded to 8."""
 
 
+@functools.cache  # Once for all files: they share its compiled programs.
 def lively_model(**changes: Any) -> Model:
     """Returns a tiny model whose greedy texts do not loop, and whose exits are right now and then.
 
@@ -40,6 +42,18 @@ def lively_model(**changes: Any) -> Model:
     for name in ("o_proj", "down_proj"):  # Deep layers change less than shallow ones.
         layers = layers | {name: {"kernel": layers[name]["kernel"].at[2:].multiply(0.3)}}
     return Model(decoder, params | {"layers": layers})
+
+
+def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
+    """Returns 40 new tokens for each prompt, in one width of attention, unless told otherwise."""
+    options = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL} | options
+    return generate(model.decoder, model.params, prompts, **options)
+
+
+@functools.cache
+def plain_run() -> Generated:
+    """Returns what the lively model makes of the prompts."""
+    return run(lively_model())
 
 
 @jax.tree_util.register_dataclass

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from utio_jax.cli import main
+from utio_jax.ledger import Ledger
 
 SOURCE = Path(__file__).parents[1] / "utio_jax"
 
@@ -100,9 +101,99 @@ def test_demo_measures_every_policy_and_draws(
         if row["policy"] != "uniform_hull":
             assert row["tokens"] == 16 * 64
             assert row["speedup"] > 0
+    written = [(row["mode"], row["batch"]) for row in found["generation"]]
+    assert written == [(m, b) for b in (1, 8) for m in ("plain", "lossless", "adaptive")]
+    for row in found["generation"]:
+        assert row["tokens"] == 32 * (4 if row["batch"] == 1 else 8)
+        assert set(Ledger(policy="").to_dict()) <= set(row)
+        assert row["speedup"] > 0
+        assert row["compiles"] == 0
     for picture in found["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG")
         assert Path(picture).stat().st_size > 10_000
+
+
+PROMPT = "def mean(values):\n    return"
+
+
+def test_generate_is_the_plain_model_unless_told_otherwise(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", PROMPT, "import", "--model", str(folder), "--max-new-tokens", "20"]
+    arguments += ["--rounds", "1"]
+    rows = {}
+    for mode, more in {
+        "plain": [],
+        "lossless": ["--lossless"],
+        "adaptive": ["--enable-utio", "--budget", "0.8"],
+    }.items():
+        assert main([*arguments, *more]) == 0
+        captured = capsys.readouterr()
+        assert captured.out.count("\n") == 1
+        rows[mode] = found = json.loads(captured.out)
+        assert (found["command"], found["mode"]) == ("generate", mode)
+        assert found["prompts"] == [PROMPT, "import"]
+        assert [len(ids) for ids in found["token_ids"]] == [len(d) for d in found["depths"]]
+        assert found["tokens"] == sum(len(ids) for ids in found["token_ids"])
+        assert found["tokens_per_second"] == pytest.approx(
+            found["tokens"] / found["seconds"], rel=1e-2
+        )
+        assert PROMPT in captured.err
+        assert set(Ledger(policy="").to_dict()) <= set(found)
+        assert found["involuntary_exits"] == found["compiles"] == 0
+        assert "layers behind each token" in captured.err
+    assert rows["plain"]["policy"] == rows["lossless"]["policy"] == "full"
+    assert rows["plain"]["flops_ratio"] == rows["plain"]["speedup"] == 1
+    assert rows["plain"]["acceptance"] is None
+    assert rows["lossless"]["token_ids"] == rows["plain"]["token_ids"]
+    assert rows["lossless"]["texts"] == rows["plain"]["texts"]
+    assert 0 <= rows["lossless"]["acceptance"] <= 1
+    assert (rows["adaptive"]["policy"], rows["adaptive"]["budget"]) == ("learned", 0.8)
+    # A stop string: text of the plain run from the inside of a token to that of another.
+    text = rows["plain"]["texts"][0]
+    stop = text[len(text) // 2 :][:3]
+    assert main([*arguments, "--stop", "nowhere", "--stop", stop]) == 0
+    found = last_line(capsys)
+    assert found["texts"][0] == text[: text.index(stop)]
+    assert found["finish_reasons"][0] == "stop"
+    assert len(found["token_ids"][0]) < 20
+
+
+def test_generate_draws_by_its_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "import", "--model", str(folder), "--max-new-tokens", "20"]
+    arguments += ["--rounds", "1", "--temperature", "1.5", "--top-p", "0.9"]
+    drawn = []
+    for seed in ("1", "1", "2"):
+        assert main([*arguments, "--seed", seed]) == 0
+        found = last_line(capsys)
+        assert found["agreement"] is None
+        drawn.append(found["token_ids"])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_generate_colours_a_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    arguments = ["generate", PROMPT, "import", "--model", str(folder), "--max-new-tokens", "20"]
+    assert main([*arguments, "--rounds", "1", "--lossless"]) == 0
+    *shown, record = capsys.readouterr().out.splitlines()
+    assert json.loads(record)["command"] == "generate"
+    assert "\x1b[" in "".join(shown)
+    assert "mean" in "".join(shown)
+
+
+def test_a_model_without_exits_cannot_draft(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = tmp_path / "stock"
+    shutil.copytree(folder, stock)
+    config = json.loads((stock / "config.json").read_text())
+    (stock / "config.json").write_text(json.dumps(config | {"exits": [4]}))
+    assert main(["generate", "import", "--model", str(stock), "--lossless"]) == 2
+    assert "Wanted a model that can draft" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -128,6 +219,25 @@ def test_demo_measures_every_policy_and_draws(
         (["demo", "--text", "SHORT"], "text of at least 1024 tokens"),
         (["calibrate", "--text", "SOURCE", "--budgets", "0.01"], "budgets that learned can reach"),
         (["train", "--preset", "huge"], "Wanted a preset of"),
+        (["generate"], "Wanted at least one prompt"),
+        (["generate", "x", ""], "Text 1 of 2 is empty"),
+        (["generate", "x = 1\n" * 40], "within the model's context of 64. Got prompt 0 of"),
+        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens of at least 1"),
+        (["generate", "x", "--policy", "learned", "--kv", "drop"], "--enable-utio with --policy"),
+        (["generate", "x", "--lossless", "--kv", "drop"], 'Wanted kv="full": a lossless mode'),
+        (["generate", "x", "--lossless", "--kv", "propagate"], "Use Adaptive for 'propagate'"),
+        (["generate", "x", "--lossless", "--budget", "0.8"], "--lossless without a policy"),
+        (["generate", "x", "--enable-utio", "--kv", "zeros"], "one of 'propagate', 'drop', 'full'"),
+        (["generate", "x", "--enable-utio", "--policy", "magic"], "Wanted a policy of full"),
+        (["generate", "x", "--enable-utio", "--budget", "0.1"], "Wanted a budget of"),
+        (
+            ["generate", "x", "--enable-utio", "--policy", "uniform", "--depth", "9"],
+            "within the model's 4 layers",
+        ),
+        (["generate", "x", "--temperature", "-1"], "a temperature above 0"),
+        (["generate", "x", "--top-p", "0.9"], "Wanted --temperature above 0 with --top-p"),
+        (["generate", "x", "--stop", ""], "stop strings of at least one character"),
+        (["generate", "x", "--model", "nowhere"], "nothing at nowhere"),
     ],
 )
 def test_input_that_cannot_be_used_is_named(

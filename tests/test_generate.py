@@ -18,19 +18,18 @@ from generation import (
     assert_greedy,
     depth_table,
     lively_model,
+    plain_run,
+    run,
     true_logits,
 )
 
 from utio_jax.adaptive import Adaptive
 from utio_jax.emission import stop_rules
-from utio_jax.generate import generate, stream
+from utio_jax.generate import stream
 from utio_jax.loop import Lengths, advance, begin
 from utio_jax.mode import Plain
 from utio_jax.policies import GivenDepths, Random, Uniform
 from utio_jax.sampling import Chain, Greedy, Temperature, TopP
-
-# Compile-heavy, minutes on two cores: part of `make test-slow` until generation has its command.
-pytestmark = pytest.mark.slow
 
 DEPTHS = (1, 2, 4)
 
@@ -44,14 +43,9 @@ def model():
     return lively_model()
 
 
-def run(model, prompts=PROMPTS, **kwargs):
-    kwargs = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL} | kwargs
-    return generate(model.decoder, model.params, prompts, **kwargs)
-
-
 @pytest.fixture(scope="module")
-def plain(model):
-    return run(model)
+def plain():
+    return plain_run()
 
 
 def test_plain_is_the_full_model(model):
@@ -104,12 +98,14 @@ def test_catching_up_runs_every_layer_of_every_token_once(model):
     assert result.token_layers[0] == 39 + (2 + 3 + 4) * 4 * 3
 
 
+@pytest.mark.slow
 def test_uniform_truncates_the_model(model):
     result = run(model, mode=Adaptive(policy=Uniform(depth=2)))
     assert_greedy(model, result, kv="propagate")
     np.testing.assert_array_equal(result.token_layers, [39 * 2] * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [Plain(), Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="full")],
@@ -124,6 +120,7 @@ def test_rows_do_not_feel_their_batch(model, mode):
         np.testing.assert_array_equal(together.decided[row], alone.decided[0])
 
 
+@pytest.mark.slow
 def test_drawn_tokens_follow_the_model(model):
     # 2,000 rows with their own seeds: the first step after prefill, against the oracle's softmax.
     prompts = [[0, 5]] * 2000
@@ -138,7 +135,7 @@ def chi_square(seen: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sum((seen - expected) ** 2 / expected))
 
 
-@pytest.mark.parametrize("end", ["eos", "stop"])
+@pytest.mark.parametrize("end", ["eos", pytest.param("stop", marks=pytest.mark.slow)])
 def test_rows_end_on_their_own(model, plain, end):
     ids = plain.token_ids[0]
     wanted = int(ids[9])
@@ -166,6 +163,7 @@ def test_rows_end_on_their_own(model, plain, end):
     assert result.finish_reasons[0] == end
 
 
+@pytest.mark.slow
 def test_a_stop_sequence_in_the_prompt_stops_nothing(model, plain):
     first = int(plain.token_ids[0][0])
     result = run(model, stop_sequences=[[PROMPTS[0][-1], first]])
@@ -204,7 +202,12 @@ def test_an_abandoned_stream_breaks_nothing(model, plain):
 
 @pytest.mark.parametrize(
     "mode",
-    [Plain(), Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="full")],
+    [
+        Plain(),
+        pytest.param(
+            Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="full"), marks=pytest.mark.slow
+        ),
+    ],
     ids=["plain", "adaptive"],
 )
 def test_the_second_prompt_compiles_nothing(model, count_compiles, mode):
@@ -229,6 +232,7 @@ def test_the_second_prompt_compiles_nothing(model, count_compiles, mode):
     assert compiles.count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
 @pytest.mark.parametrize("kv", ["propagate", "drop", "full"])
 def test_the_cache_is_never_copied(model, kv):
@@ -269,6 +273,7 @@ def first_state(model, mode, *, slots):
     )
 
 
+@pytest.mark.slow
 def test_the_state_is_donated(model):
     state = first_state(model, Plain(), slots=48)
     keys = state.cache.keys

@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from generation import CROSSING, PROMPTS, SMALL, assert_greedy, lively_model, true_logits
+from generation import (
+    CROSSING,
+    PROMPTS,
+    SMALL,
+    assert_greedy,
+    lively_model,
+    plain_run,
+    run,
+    true_logits,
+)
 
 from utio_jax.controller import Controller, EntropyAbove, GapBelow, Observed
 from utio_jax.emission import stop_rules
@@ -20,23 +29,15 @@ from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.sampling import Chain, Greedy, Temperature, TopK
 
-# Compile-heavy, minutes on two cores: part of `make test-slow` until generation has its command.
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def model():
     return lively_model()
 
 
-def run(model, prompts=PROMPTS, **kwargs):
-    kwargs = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL} | kwargs
-    return generate(model.decoder, model.params, prompts, **kwargs)
-
-
 @pytest.fixture(scope="module")
-def plain(model):
-    return run(model)
+def plain():
+    return plain_run()
 
 
 MODES = {
@@ -48,7 +49,12 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", MODES)
+LONG = ("exit 1", "gap")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in MODES]
+)
 def test_greedy_is_the_full_model(model, plain, name):
     result = run(model, mode=MODES[name], lengths=CROSSING if name == "exit 2" else SMALL)
     assert_greedy(model, result, kv="full")
@@ -86,6 +92,7 @@ def test_hard_tokens_stop_the_draft(model, plain):
     np.testing.assert_array_equal(always.drafts, 3 * always.steps)
 
 
+@pytest.mark.slow
 def test_a_perfect_draft_is_accepted_whole(model):
     # Layers 2 and 3 become the identity, so the exit at 2 is the full model.
     layers = model.params["layers"]
@@ -98,6 +105,7 @@ def test_a_perfect_draft_is_accepted_whole(model):
     np.testing.assert_array_equal(result.steps, [10] * 3)  # 39 tokens, 4 per round.
 
 
+@pytest.mark.slow
 def test_rows_do_not_feel_their_batch(model):
     mode = Lossless(exit=2, max_draft=3, stop=GapBelow(threshold=0.05))
     sampling = Temperature(0.8)
@@ -114,6 +122,7 @@ def small_vocabulary():
     return lively_model(vocab_size=6, eos_ids=())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
     [
@@ -229,6 +238,7 @@ def test_the_second_prompt_compiles_nothing(model, count_compiles):
     assert compiles.count == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", [Greedy(), Temperature(jnp.float32(1.0))], ids=["greedy", "drawn"]
 )
@@ -273,6 +283,31 @@ def test_the_controller_takes_the_most_tokens_per_layer():
     assert (
         choose(Controller(marginal=1.0), seen(0.7, 0.0))[1] < choose(controller, seen(0.7, 0.0))[1]
     )
+
+
+def test_the_controller_does_not_draft_where_that_does_not_pay():
+    never = Observed(accepted=jnp.zeros(2), rejected=1e6 * jnp.ones(2))
+    assert choose(Controller(), never)[1] == 0
+    # With arithmetic as the price, drafts cost at least what they save.
+    often = Observed(accepted=jnp.asarray([7e5, 8e5]), rejected=jnp.asarray([3e5, 2e5]))
+    assert choose(Controller(marginal=1.0), often)[1] == 0
+    assert choose(Controller(marginal=0.0), often)[1] > 0
+
+
+def test_a_round_without_drafts_is_a_plain_step(model, plain):
+    mode = Lossless(max_draft=3, controller=Controller(marginal=10.0))
+    result = run(model, mode=mode)
+    for row in range(3):
+        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
+    assert result.acceptance is None
+    np.testing.assert_array_equal(result.token_layers, plain.token_layers)
+    np.testing.assert_array_equal(result.heads, plain.heads)
+
+
+def test_the_controller_starts_from_what_it_is_told_of_each_exit():
+    told = Controller(prior=jnp.asarray([0.2, 0.9]), marginal=0.0)
+    np.testing.assert_allclose(told.acceptance(told.start(2)), [0.2, 0.9], rtol=1e-6)
+    assert choose(told, told.start(2))[0] == 2
 
 
 def test_the_controller_counts_what_was_verified_and_forgets():

@@ -24,14 +24,15 @@ def test_every_link_and_every_file_of_the_tree_exists() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / target).exists(), target
     (tree,) = re.findall(r"```text\n(utio_jax/.*?)```", README, flags=re.DOTALL)
-    folder = ""
+    folder, listed = "", set()
     for line in tree.splitlines():
         name = line.split()[0]
         if not line.startswith(" "):
             folder = name if name.endswith("/") else ""
         path = ROOT / name if not line.startswith(" ") else ROOT / folder / name
         assert path.exists(), path
-    listed = set(re.findall(r"^  (\w+\.py)", tree, flags=re.MULTILINE))
-    for file in [*(ROOT / "utio_jax").glob("*.py"), *(ROOT / "models").glob("*.py")]:
-        if not file.name.startswith("_"):
-            assert file.name in listed, f"{file.name} is missing in the README's file tree"
+        listed.add(path)
+    for package in ("utio_jax", "utio_jax/commands", "models"):
+        for file in (ROOT / package).glob("*.py"):
+            if not file.name.startswith("_"):
+                assert file in listed, f"{file.name} is missing in the README's file tree"

@@ -19,6 +19,7 @@ from utio_jax.sampling import (
     TopK,
     TopP,
     draw,
+    most_probable,
     token_keys,
     verify_greedy,
     verify_sampling,
@@ -189,3 +190,11 @@ def test_methods_are_pytrees_whose_floats_compile_nothing(count_compiles):
     with count_compiles() as compiles:
         run(other, LOGITS)
     assert compiles.count == 0
+
+
+def test_most_probable_is_the_first_of_the_largest_and_always_a_token():
+    logits = np.random.default_rng(0).integers(0, 5, (50, 7)).astype(np.float32)
+    np.testing.assert_array_equal(most_probable(jnp.asarray(logits)), logits.argmax(-1))
+    logits[:, 3] = np.nan
+    np.testing.assert_array_equal(most_probable(jnp.asarray(logits)), 0)
+    assert most_probable(jnp.full((4,), -jnp.inf)) == 0

@@ -14,11 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.cache import KVCache, fill
 from utio_jax.decode import Block, block_at, project_frozen, run_segment
 from utio_jax.decoder import Decoder, Params
-from utio_jax.emission import DecodeState, StopRules
+from utio_jax.emission import DecodeState
 from utio_jax.layers import FrozenKV, check_kv, check_policy
-from utio_jax.mode import emit_drawn
+from utio_jax.mode import Setting, emit_drawn
 from utio_jax.plan import Boundary, Policy
-from utio_jax.sampling import Sampling
 
 
 @jax.tree_util.register_dataclass
@@ -79,16 +78,8 @@ class Adaptive:
             return jnp.zeros((len(self.policy.depths) - 1, *x.shape), x.dtype)
         return None
 
-    def step(
-        self,
-        decoder: Decoder,
-        params: Params,
-        sampling: Sampling,
-        stops: StopRules,
-        state: DecodeState,
-        *,
-        width: int,
-    ) -> DecodeState:
+    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+        decoder, params = setting.decoder, setting.params
         active, positions, depths = state.active, state.positions[:, None], self.policy.depths
         ids = state.last_ids[:, None]
         block = block_at(decoder, positions, active[:, None])
@@ -102,13 +93,14 @@ class Adaptive:
             deepest=jnp.int32(0),
             token_layers=jnp.int32(0),
             key_slots=jnp.float32(0),
+            attended=jnp.float32(0),
         )
         if self.kv == "drop":  # While it runs, the token sees itself everywhere.
             now = self._show(now, block, jnp.full_like(decided, depths[-1]))
         for index, depth in enumerate(depths):
             run = self._catch_up if self.kv == "full" and index else self._run_current
             with jax.named_scope(f"segment_{depth}"):
-                now = run(decoder, params, now, state, block, live, index=index, width=width)
+                now = run(setting, now, state, block, live, index=index)
             if index + 1 < len(depths):
                 goes, memory = self.policy.go_deeper(
                     index, _boundary(decoder, params, now.x, block, live, depth), memory
@@ -135,35 +127,34 @@ class Adaptive:
             token_layers=now.token_layers,
             frozen_layers=frozen,
             key_slots=now.key_slots,
+            attended=now.attended,
         )
         state = dataclasses.replace(state, cache=cache, memory=now.memory, tally=tally)
         executed = jnp.broadcast_to(now.deepest, state.lengths.shape)
-        return emit_drawn(state, sampling, stops, logits, decided=decided[:, 0], executed=executed)
+        return emit_drawn(setting, state, logits, decided=decided[:, 0], executed=executed)
 
     def _run_current(
         self,
-        decoder: Decoder,
-        params: Params,
+        setting: Setting,
         now: _Descent,
         state: DecodeState,
         block: Block,
         live: Bool[Array, "batch 1"],
         *,
         index: int,
-        width: int,
     ) -> _Descent:
         """Runs one segment on the current tokens, if any row is live."""
         start, depth = (0, *self.policy.depths)[index], self.policy.depths[index]
         stop = jnp.where(jnp.any(live), depth, start)
         x, cache = run_segment(
-            decoder,
-            params,
+            setting.decoder,
+            setting.params,
             now.cache,
             now.x,
             block,
             start=start,
             stop=stop,
-            width=width,
+            width=setting.width,
             runs=live,
             shown=now.memory if self.kv == "drop" else None,
         )
@@ -180,20 +171,18 @@ class Adaptive:
             deepest=stop,
             layers=stop - start,
             tokens=1,
-            width=width,
+            width=setting.width,
         )
 
     def _catch_up(
         self,
-        decoder: Decoder,
-        params: Params,
+        setting: Setting,
         now: _Descent,
         state: DecodeState,
         block: Block,
         live: Bool[Array, "batch 1"],
         *,
         index: int,
-        width: int,
     ) -> _Descent:
         """Runs one segment on all tokens that have not run it yet, of all rows, if any row is live.
 
@@ -210,11 +199,18 @@ class Adaptive:
             x, cache, memory = carry
             positions = first[:, None] + number * self.catch_up + offsets
             valid = (positions < state.lengths[:, None]) & state.active[:, None]
-            behind = block_at(decoder, positions, valid)
+            behind = block_at(setting.decoder, positions, valid)
             rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
             states = memory[index - 1].at[rows, positions].get(mode="clip")
             states, cache = run_segment(
-                decoder, params, cache, states, behind, start=start, stop=depth, width=width
+                setting.decoder,
+                setting.params,
+                cache,
+                states,
+                behind,
+                start=start,
+                stop=depth,
+                width=setting.width,
             )
             if index + 1 < len(self.policy.depths):
                 memory = _store(memory, index, states, behind)
@@ -234,7 +230,7 @@ class Adaptive:
             deepest=jnp.where(needed, depth, now.deepest),
             layers=blocks * (depth - start),
             tokens=self.catch_up,
-            width=width,
+            width=setting.width,
         )
 
     def _show(self, now: _Descent, block: Block, depth: Int[Array, "batch 1"]) -> _Descent:
@@ -254,6 +250,7 @@ class _Descent:
     deepest: Int[Array, ""]
     token_layers: Int[Array, ""]
     key_slots: Float[Array, ""]
+    attended: Float[Array, ""]
 
     def after(
         self,
@@ -273,6 +270,7 @@ class _Descent:
             deepest=jnp.maximum(self.deepest, deepest * (layers > 0)),
             token_layers=self.token_layers + layers * tokens,
             key_slots=self.key_slots + layers * float(width),
+            attended=self.attended + layers * float(tokens * width),
         )
 
 

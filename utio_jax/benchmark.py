@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.artifacts import versions
+from utio_jax.artifacts import conditions
 from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch
 from utio_jax.evaluate import Quality, evaluate
@@ -152,7 +152,6 @@ def _with_times(
     params: Params,
 ) -> Ledger:
     speedup, ideal = timing.speedup_over(fastest), timed.flops_full / timed.flops_ideal
-    device = jax.devices()[0]
     return dataclasses.replace(
         row,
         seconds_full=fastest.median,
@@ -162,9 +161,7 @@ def _with_times(
         efficiency=speedup / ideal,
         routing_overhead_pct=100 * routing.median / timing.median if routing is not None else None,
         compiles=timing.compiles,
-        device=f"{device.platform}:{device.device_kind}",
-        dtype=str(jax.tree.leaves(params)[0].dtype),
-        versions=versions(),
+        **conditions(params),
     )
 
 

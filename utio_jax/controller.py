@@ -67,7 +67,8 @@ class Controller:
 
     The objective is DEL's (Entezari Zarch et al. 2025): with acceptance `a`, a draft of `n` tokens
     lets out `(1 - a^(n+1)) / (1 - a)` tokens, and costs `n + 1` runs of the exit's layers, `n`
-    heads and one deep pass. DEL reads every exit's acceptance off the verified tokens, which takes
+    heads and one deep pass. `n` may be 0: where drafting does not pay, the round is a plain step.
+    DEL reads every exit's acceptance off the verified tokens, which takes
     a vocabulary head per exit; here an exit is judged by its own drafts alone, and exits not tried
     for long are trusted again: estimates start high and fall back to their start.
 
@@ -75,16 +76,18 @@ class Controller:
     with sampling, so do its draws, though not their distribution.
 
     Attributes:
-      marginal: cost of one more token in a pass relative to the first; 0 where reading weights is
-        everything, 1 where arithmetic is.
+      marginal: cost of one more token per row in a pass relative to the first; 0 where reading
+        weights is everything, 1 where arithmetic is. `measure_marginal` in
+        `utio_jax.generation_benchmark` measures it.
       memory_rounds: how many rounds an observation lasts.
-      prior: acceptance to expect of an exit that was not tried.
+      prior: acceptance to expect of an exit that was not tried, one number or one per exit; the
+        exits' top-1 agreement with full depth on text is a good guess.
       prior_weight: drafts that this is worth.
     """
 
     marginal: float | Float[Array, ""] = 0.2
     memory_rounds: float | Float[Array, ""] = 50.0
-    prior: float | Float[Array, ""] = 0.95
+    prior: float | Float[Array, ""] | Float[Array, " exit"] = 0.95
     prior_weight: float | Float[Array, ""] = 4.0
 
     def start(self, exits: int) -> Observed:
@@ -121,14 +124,14 @@ class Controller:
         exits: tuple[int, ...],
         max_draft: int,
     ) -> tuple[Int[Array, ""], Int[Array, ""]]:
-        """Returns the number of the exit, and the drafts to make there, from 1 to `max_draft`."""
+        """Returns the number of the exit, and the drafts to make there, from 0 to `max_draft`."""
         cost = token_cost(decoder, params)
         head = cost.head / (cost.query + cost.keys_values)  # In layers.
         accept = self.acceptance(memory)[:, None]
-        drafts = jnp.arange(1, max_draft + 1, dtype=jnp.float32)[None, :]
+        drafts = jnp.arange(max_draft + 1, dtype=jnp.float32)[None, :]
         depth = jnp.asarray(exits, jnp.float32)[:, None]
         tokens = (1.0 - accept ** (drafts + 1.0)) / (1.0 - accept)
         deep = (decoder.config.num_layers - depth + head) * (1.0 + self.marginal * drafts)
         layers = (drafts + 1.0) * depth + drafts * head + deep
         best = jnp.argmax(tokens / layers).astype(jnp.int32)
-        return best // max_draft, best % max_draft + 1
+        return best // (max_draft + 1), best % (max_draft + 1)

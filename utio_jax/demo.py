@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demonstration: a real model reads real text under every policy; a table and two pictures."""
+"""The demonstration: a real model reads and writes under every policy; two tables, two pictures."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ import numpy as np
 from rich.console import Console
 
 from utio_jax import executors
+from utio_jax.adaptive import Adaptive
 from utio_jax.benchmark import Entry, control_entries, count_steps, measure
+from utio_jax.controller import Controller
 from utio_jax.documents import Batch
 from utio_jax.forward import score
+from utio_jax.generate import Generated, generate
+from utio_jax.generation_benchmark import measure_modes, middles
 from utio_jax.ledger import uniform_hull
+from utio_jax.loop import Prompts
+from utio_jax.lossless import Lossless
+from utio_jax.mode import Mode, Plain
 from utio_jax.plan import Policy
-from utio_jax.report import ledger_table, plot_depths, plot_pareto
+from utio_jax.report import plot_depths, plot_pareto
+from utio_jax.terminal import generation_table, ledger_table
 
 _ROWS, _WIDTH = 16, 512
 _DRAWN_LINES = 56
+# Prompt, new tokens and a draft within one key step: one loop to compile per mode and batch.
+_PROMPT, _NEW = 64, 56
 
 
 def run_demo(
@@ -34,7 +44,7 @@ def run_demo(
     out: Path,
     bar: Callable[[int, str], Any],
 ) -> dict[str, Any]:
-    """Measures every policy at every calibrated budget; returns ledger rows and picture files.
+    """Measures every policy at every calibrated budget, then generation; returns rows and pictures.
 
     Args:
       model: a `utio_jax.models.Model` with a calibration.
@@ -50,7 +60,8 @@ def run_demo(
     """
     console, calibration = Console(stderr=True, width=118), model.calibration
     config = model.decoder.config
-    read = cut_batches(model.encode(list(texts)), batches=batches, seed=seed, config=config)
+    documents = model.encode(list(texts))
+    read = cut_batches(documents, batches=batches, seed=seed, config=config)
     budgets = sorted(calibration.entries["learned"])
     entries = control_entries(model.decoder) + [
         Entry(policy=calibration.policy(name, budget), budget=budget)
@@ -73,10 +84,14 @@ def run_demo(
     nearest = min(budgets, key=lambda budget: abs(budget - 0.6))
     draw_depths(model, calibration.policy("learned", nearest), picture)
     console.print(f"Pictures: {pareto}, {picture}")
+    written = write_texts(model, documents, budget=nearest, rounds=rounds, bar=bar)
+    title = f"Generation, greedy: learned at {nearest:g}"
+    console.print(generation_table(written, title=title))
     at = lambda row: None if row.flops_ratio is None else hull(row.flops_ratio)  # noqa: E731
     return {
         "pictures": [str(pareto), str(picture)],
         "rows": [row.to_dict() | {"hull_nll_increase_pct": at(row)} for row in rows],
+        "generation": written,
     }
 
 
@@ -106,6 +121,64 @@ def cut_batches(
         )
         for index, rows in enumerate(chosen)
     ]
+
+
+def write_texts(
+    model: Any,
+    documents: Sequence[np.ndarray],
+    *,
+    budget: float,
+    rounds: int,
+    bar: Callable[[int, str], Any],
+) -> list[dict[str, Any]]:
+    """Continues passages of the documents, plainly, losslessly and adaptively; returns rows.
+
+    Four prompts one after the other, then eight at once. Texts do not end early: all modes decode
+    the same number of tokens.
+
+    Args:
+      model: a `utio_jax.models.Model` with a calibration.
+      documents: token ids.
+      budget: of the learned policy.
+      rounds: timed turns of each mode.
+      bar: see `run_demo`.
+    """
+    width = min(_PROMPT, model.decoder.config.context_length // 2)
+    new_tokens = min(_NEW, model.decoder.config.context_length - width)
+    prompts = middles(documents, tokens=width, count=8)
+    modes: dict[str, Mode] = {"plain": Plain()}
+    if model.decoder.config.exits[:-1]:
+        modes["lossless"] = Lossless(controller=Controller())
+    modes["adaptive"] = Adaptive(policy=model.calibration.policy("learned", budget))
+
+    def run(prompts: Prompts, mode: Mode) -> Generated:
+        return generate(
+            model.decoder,
+            model.params,
+            prompts,
+            mode=mode,
+            max_new_tokens=new_tokens,
+            eos_ids=(),
+        )
+
+    rows = []
+    batches_of_size = {1: [[prompt] for prompt in prompts[:4]], len(prompts): [prompts]}
+    with bar(len(batches_of_size) * (len(modes) + 1) * (rounds + 1), "writing and timing") as step:
+        for size, batches in batches_of_size.items():
+            measured = measure_modes(
+                model.decoder,
+                model.params,
+                batches,
+                modes,
+                run=run,
+                budgets={"adaptive": budget},
+                rounds=rounds,
+                progress=step,
+            )
+            rows += [
+                {"mode": name, "batch": size, **found.to_dict()} for name, found in measured.items()
+            ]
+    return rows
 
 
 def draw_depths(model: Any, policy: Policy, file: Path) -> None:

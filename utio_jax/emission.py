@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -70,6 +70,8 @@ class Tally:
       frozen_layers: K/V-only projections of frozen states.
       key_slots: key slots read, summed over layers; times `bytes_per_slot` these are bytes. A
         float: it outgrows int32.
+      attended: key slots attended over, summed over queries and layers: what attention computes. At
+        least `key_slots`, which the queries of one pass share.
       heads: token slots that went through the vocabulary head.
     """
 
@@ -82,6 +84,7 @@ class Tally:
     token_layers: Int[Array, " batch"]
     frozen_layers: Int[Array, " batch"]
     key_slots: Float[Array, " batch"]
+    attended: Float[Array, " batch"]
     heads: Int[Array, " batch"]
 
     def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
@@ -96,7 +99,7 @@ class Tally:
 def empty_tally(batch: int, slots: int) -> Tally:
     """Returns a tally of nothing."""
     counts = {field.name: jnp.zeros((batch,), jnp.int32) for field in dataclasses.fields(Tally)}
-    counts["key_slots"] = jnp.zeros((batch,), jnp.float32)
+    counts["key_slots"] = counts["attended"] = jnp.zeros((batch,), jnp.float32)
     counts["decided"] = counts["executed"] = jnp.zeros((batch, slots), jnp.int32)
     counts["log_probability"] = jnp.zeros((batch, slots), jnp.float32)
     return Tally(**counts)
@@ -206,6 +209,27 @@ def emit(
         reason=jnp.where(ended, reason, state.reason),
         tally=tally,
     )
+
+
+def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -> DecodeState:
+    """Returns the state with the rows ended for which the caller says so, on the host.
+
+    Args:
+      state: between two steps.
+      stop_when: called with the number of each active row, and its new tokens.
+    """
+    known, starts, ends, reason = (
+        np.asarray(leaf)
+        for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
+    )
+    ended = [
+        int(reason[row]) == _RUNNING and stop_when(row, known[row, starts[row] : ends[row]].copy())
+        for row in range(len(reason))
+    ]
+    if not any(ended):
+        return state
+    reason = np.where(ended, np.int32(_STOP), reason)
+    return dataclasses.replace(state, reason=jax.device_put(reason))
 
 
 def _ends_sequence(

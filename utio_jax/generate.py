@@ -11,14 +11,14 @@ The loop over tokens runs on the device. Shapes depend on the batch and on two r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from utio_jax.cache import bytes_per_slot
+from utio_jax.cache import bytes_per_slot, key_widths
 from utio_jax.decoder import Decoder, Params
 from utio_jax.emission import REASONS, DecodeState
-from utio_jax.loop import Lengths, run_chunks
+from utio_jax.loop import Lengths, Prompts, run_chunks
 from utio_jax.mode import Mode, Plain
 from utio_jax.sampling import Greedy, Sampling
 
@@ -42,9 +42,11 @@ class Generated:
       token_layers: token slots that ran a layer after prefill, padding and rejected drafts
         included.
       frozen_layers: K/V-only projections of frozen states.
+      attended: key slots attended over after prefill, summed over queries and layers.
       heads: token slots that went through the vocabulary head after prefill.
       kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
       kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end.
+      key_widths: numbers of key slots that attention could read, ascending.
       mode: the mode's name.
     """
 
@@ -58,9 +60,11 @@ class Generated:
     accepted: np.ndarray
     token_layers: np.ndarray
     frozen_layers: np.ndarray
+    attended: np.ndarray
     heads: np.ndarray
     kv_bytes_read: np.ndarray
     kv_bytes_held: np.ndarray
+    key_widths: tuple[int, ...]
     mode: str
 
     @property
@@ -68,6 +72,19 @@ class Generated:
         """Accepted drafts per verified draft over all rows; None where nothing was drafted."""
         drafts = int(self.drafts.sum())
         return float(self.accepted.sum() / drafts) if drafts else None
+
+    def first(self, counts: Sequence[int], *, finish_reasons: Sequence[str]) -> Generated:
+        """Returns the same with each row cut to its first tokens; the others' cost stays charged.
+
+        Args:
+          counts: tokens to keep, per row.
+          finish_reasons: why each row ends there.
+        """
+        cut = {
+            name: tuple(row[:count] for row, count in zip(getattr(self, name), counts, strict=True))
+            for name in ("token_ids", "decided", "executed", "log_probabilities")
+        }
+        return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +105,7 @@ class Chunk:
 def generate(
     decoder: Decoder,
     params: Params,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     mode: Mode = Plain(),
     sampling: Sampling = Greedy(),
@@ -97,6 +114,8 @@ def generate(
     stop_sequences: Sequence[Sequence[int]] = (),
     seeds: int | Sequence[int] = 0,
     lengths: Lengths = Lengths(),
+    stop_when: Callable[[int, np.ndarray], bool] | None = None,
+    chunk: int = 16,
 ) -> Generated:
     """Returns new tokens for each prompt.
 
@@ -112,6 +131,9 @@ def generate(
       seeds: one per prompt, or one number for all, to which the prompt's index is added. A row's
         draws depend on its seed and prompt alone.
       lengths: how lengths are rounded.
+      stop_when: ends a row when it returns True: called on the host with the row's number and its
+        new tokens so far, after every `chunk` of them. The row keeps what it has by then.
+      chunk: new tokens per row between two such calls. None are made without `stop_when`.
 
     Raises:
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
@@ -128,15 +150,16 @@ def generate(
         stop_sequences=stop_sequences,
         seeds=seeds,
         lengths=lengths,
-        chunk=max_new_tokens,
+        chunk=max_new_tokens if stop_when is None else chunk,
+        stop_when=stop_when,
     )
-    return _collect(state, mode)
+    return _collect(state, mode, lengths)
 
 
 def stream(
     decoder: Decoder,
     params: Params,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     chunk: int = 16,
     mode: Mode = Plain(),
@@ -178,7 +201,7 @@ def stream(
         seen = ends.copy()
 
 
-def _collect(state: DecodeState, mode: Mode) -> Generated:
+def _collect(state: DecodeState, mode: Mode, lengths: Lengths) -> Generated:
     known, starts, ends, reasons = (
         np.asarray(leaf)
         for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
@@ -199,9 +222,11 @@ def _collect(state: DecodeState, mode: Mode) -> Generated:
         accepted=tally["accepted"],
         token_layers=tally["token_layers"],
         frozen_layers=tally["frozen_layers"],
+        attended=tally["attended"],
         heads=tally["heads"],
         kv_bytes_read=tally["key_slots"].astype(np.float64) * per_slot,
         kv_bytes_held=(ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0],
+        key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
     )
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,12 @@ from jaxtyping import Array, Int, UInt32
 from utio_jax.cache import fill, init_cache, key_widths
 from utio_jax.decode import prefill
 from utio_jax.decoder import Decoder, DecoderConfig, Params
-from utio_jax.emission import DecodeState, StopRules, empty_tally, stop_rules
-from utio_jax.mode import Mode, emit_drawn
+from utio_jax.emission import DecodeState, StopRules, empty_tally, end_rows, stop_rules
+from utio_jax.mode import Mode, Setting, emit_drawn
 from utio_jax.sampling import Sampling
+
+Prompts = Sequence[Sequence[int] | np.ndarray]
+"""Token ids, a list or an array for each row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Lengths:
 
 
 def check_prompts(
-    prompts: Sequence[Sequence[int]], *, config: DecoderConfig, max_new_tokens: int
+    prompts: Prompts, *, config: DecoderConfig, max_new_tokens: int
 ) -> list[np.ndarray]:
     """Returns the prompts as int32 arrays.
 
@@ -91,7 +94,7 @@ def check_prompts(
 def run_chunks(
     decoder: Decoder,
     params: Params,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     mode: Mode,
     sampling: Sampling,
@@ -101,8 +104,12 @@ def run_chunks(
     seeds: int | Sequence[int],
     lengths: Lengths,
     chunk: int,
+    stop_when: Callable[[int, np.ndarray], bool] | None = None,
 ) -> Iterator[DecodeState]:
-    """Yields the loop's state after every `chunk` new tokens, until all rows have ended."""
+    """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
+
+    After each chunk `stop_when`, see `generate`, may end rows on the host.
+    """
     config = decoder.config
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
     if chunk < 1:
@@ -141,6 +148,8 @@ def run_chunks(
         state = advance(
             decoder, params, mode, sampling, stops, state, np.int32(until), widths=widths
         )
+        if stop_when is not None:
+            state = end_rows(state, stop_when)
         yield state
         if until == max_new_tokens or np.all(np.asarray(state.reason)):
             return
@@ -180,7 +189,8 @@ def begin(
     )
     state = dataclasses.replace(state, memory=mode.start(decoder, params, state))
     depth = jnp.full_like(lengths, decoder.config.num_layers)
-    return emit_drawn(state, sampling, stops, logits, decided=depth, executed=depth)
+    setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=width)
+    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 
 @partial(jax.jit, static_argnames=("decoder", "widths"), donate_argnames="state")
@@ -206,8 +216,10 @@ def advance(
             reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
             return jnp.any(state.active & (fresh < until)) & (reach <= width)  # noqa: B023
 
-        step = partial(mode.step, decoder, params, sampling, stops, width=width)
-        state = jax.lax.while_loop(goes_on, step, state)
+        setting = Setting(
+            decoder=decoder, params=params, sampling=sampling, stops=stops, width=width
+        )
+        state = jax.lax.while_loop(goes_on, partial(mode.step, setting), state)
     return state
 
 

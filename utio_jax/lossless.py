@@ -26,14 +26,15 @@ from utio_jax.cache import KVCache, fill
 from utio_jax.controller import Controller, EntropyAbove, GapBelow
 from utio_jax.decode import Block, block_at, run_segment
 from utio_jax.decoder import Decoder, Params
-from utio_jax.emission import DecodeState, StopRules, emit
+from utio_jax.emission import DecodeState, emit
 from utio_jax.executors import flat
+from utio_jax.mode import Setting
 from utio_jax.sampling import (
     ACCEPT,
     DRAW,
     REPLACE,
     Greedy,
-    Sampling,
+    most_probable,
     token_keys,
     verify_greedy,
     verify_sampling,
@@ -115,17 +116,9 @@ class Lossless:
             return None
         return self.controller.start(len(self.exits(decoder)))
 
-    def step(
-        self,
-        decoder: Decoder,
-        params: Params,
-        sampling: Sampling,
-        stops: StopRules,
-        state: DecodeState,
-        *,
-        width: int,
-    ) -> DecodeState:
-        active, num_layers = state.active, decoder.config.num_layers
+    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
+        active, num_layers, width = state.active, decoder.config.num_layers, setting.width
         exits = self.exits(decoder)
         chosen, length = jnp.int32(0), jnp.int32(self.max_draft)
         if self.controller is not None:
@@ -134,13 +127,13 @@ class Lossless:
             )
         depth = jnp.asarray(exits, jnp.int32)[chosen]
         with jax.named_scope("draft"):
-            drafted = self._draft(decoder, params, sampling, state, depth, length, width)
+            drafted = self._draft(setting, state, depth, length)
         with jax.named_scope("verify"):
             offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
             positions = state.positions[:, None] + offsets
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
-            logits, cache, tokens = self._run_deep(decoder, params, drafted, block, depth, width)
+            logits, cache, tokens = self._run_deep(setting, drafted, block, depth)
             if isinstance(sampling, Greedy) or drafted.log_q is None:  # None only if greedy.
                 verified = verify_greedy(logits, drafted.token_ids, drafted.counts)
             else:
@@ -162,6 +155,7 @@ class Lossless:
             accepted=verified.accepted,
             token_layers=layers,
             key_slots=(runs * depth + num_layers - depth) * float(width),
+            attended=layers * float(width),
             heads=jnp.minimum(runs, length) + tokens,
         )
         memory = state.memory
@@ -174,7 +168,7 @@ class Lossless:
             )
         state = emit(
             dataclasses.replace(state, memory=memory, tally=tally),
-            stops,
+            setting.stops,
             verified.token_ids,
             verified.accepted + 1,
             logits=logits,
@@ -187,19 +181,14 @@ class Lossless:
         return dataclasses.replace(state, cache=fill(cache, lengths))
 
     def _run_deep(
-        self,
-        decoder: Decoder,
-        params: Params,
-        drafted: _Drafted,
-        block: Block,
-        depth: Int[Array, ""],
-        width: int,
+        self, setting: Setting, drafted: _Drafted, block: Block, depth: Int[Array, ""]
     ) -> tuple[Float[Array, "batch pending vocab"], KVCache, Int[Array, ""]]:
         """Returns logits of the pending tokens, the cache, and the tokens per row of the pass.
 
         Where drafts may be shorter than `max_draft`, the pass comes in three sizes: the smallest
         that holds every row's pending tokens runs, the others skip all their layers.
         """
+        decoder, params = setting.decoder, setting.params
         varies = self.stop is not None or self.controller is not None
         sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
         needed = jnp.max(jnp.sum(block.valid, axis=1, dtype=jnp.int32))
@@ -215,7 +204,7 @@ class Lossless:
                 jax.tree.map(lambda leaf: leaf[:, :size], block),  # noqa: B023
                 start=depth,
                 stop=jnp.where(chosen == number, decoder.config.num_layers, depth),
-                width=width,
+                width=setting.width,
             )
             x = jnp.concatenate([deep, x[:, size:]], axis=1)
 
@@ -232,15 +221,13 @@ class Lossless:
 
     def _draft(
         self,
-        decoder: Decoder,
-        params: Params,
-        sampling: Sampling,
+        setting: Setting,
         state: DecodeState,
         depth: Int[Array, ""],
         length: Int[Array, ""],
-        width: int,
     ) -> _Drafted:
         """Drafts until every row is at a hard token or has `length` drafts."""
+        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
         batch = state.lengths.shape[0]
         greedy = isinstance(sampling, Greedy)
         vocab = decoder.config.vocab_size
@@ -262,7 +249,7 @@ class Lossless:
             block = block_at(decoder, positions, now.drafting[:, None])
             x = decoder.embed(params, now.last[:, None], positions)
             x, cache = run_segment(
-                decoder, params, now.cache, x, block, start=0, stop=depth, width=width
+                decoder, params, now.cache, x, block, start=0, stop=depth, width=setting.width
             )
             stored = jnp.where(now.drafting[:, None, None], x, now.x[:, at][:, None])
             stored = jax.lax.dynamic_update_slice(now.x, stored, (0, at, 0))
@@ -271,7 +258,7 @@ class Lossless:
                 logits = decoder.unembed(params, x[:, 0]).astype(jnp.float32)
                 hard = jnp.zeros((batch,), jnp.bool_) if self.stop is None else self.stop(logits)
                 if greedy:
-                    return jnp.argmax(logits, axis=-1).astype(jnp.int32), hard, None
+                    return most_probable(logits), hard, None
                 log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
                 keys = self._keys(state, positions + 1, DRAW)
                 drawn = jax.vmap(jax.random.categorical)(keys[:, 0], log_q)

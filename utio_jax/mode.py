@@ -21,6 +21,25 @@ from utio_jax.emission import DecodeState, StopRules, emit
 from utio_jax.sampling import DRAW, Sampling, draw, token_keys
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What stays the same from round to round.
+
+    Attributes:
+      decoder: the model.
+      params: its parameters.
+      sampling: how tokens are drawn.
+      stops: what ends a row.
+      width: key slots that attention reads, more than every position of the round. Static.
+    """
+
+    decoder: Decoder
+    params: Params
+    sampling: Sampling
+    stops: StopRules
+    width: int
+
+
 @runtime_checkable
 class Mode(Protocol):
     """How a token loop spends its layers."""
@@ -47,16 +66,7 @@ class Mode(Protocol):
         """Returns the mode's memory, once the prompts are in the cache."""
         ...
 
-    def step(
-        self,
-        decoder: Decoder,
-        params: Params,
-        sampling: Sampling,
-        stops: StopRules,
-        state: DecodeState,
-        *,
-        width: int,
-    ) -> DecodeState:
+    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Returns the state after at least one more token in every active row."""
         ...
 
@@ -83,33 +93,29 @@ class Plain:
     def start(self, decoder: Decoder, params: Params, state: DecodeState) -> None:
         return None
 
-    def step(
-        self,
-        decoder: Decoder,
-        params: Params,
-        sampling: Sampling,
-        stops: StopRules,
-        state: DecodeState,
-        *,
-        width: int,
-    ) -> DecodeState:
-        active = state.active
+    def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+        active, width = state.active, setting.width
         logits, cache = decode_step(
-            decoder, params, state.last_ids, state.cache, active=active, width=width
+            setting.decoder,
+            setting.params,
+            state.last_ids,
+            state.cache,
+            active=active,
+            width=width,
         )
-        layers = jnp.int32(decoder.config.num_layers)
+        layers = jnp.int32(setting.decoder.config.num_layers)
+        key_slots = layers * float(width)
         tally = state.tally.add(
-            active, steps=1, token_layers=layers, key_slots=layers * float(width), heads=1
+            active, steps=1, token_layers=layers, key_slots=key_slots, attended=key_slots, heads=1
         )
         state = dataclasses.replace(state, cache=cache, tally=tally)
         depth = jnp.full_like(state.lengths, layers)
-        return emit_drawn(state, sampling, stops, logits, decided=depth, executed=depth)
+        return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 
 def emit_drawn(
+    setting: Setting,
     state: DecodeState,
-    sampling: Sampling,
-    stops: StopRules,
     logits: Float[Array, "batch vocab"],
     *,
     decided: Int[Array, " batch"],
@@ -118,11 +124,11 @@ def emit_drawn(
     """Returns the state with one token per active row, drawn from `logits`."""
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
-        new = draw(sampling, logits[:, None, :], keys)
+        new = draw(setting.sampling, logits[:, None, :], keys)
     one = jnp.ones_like(state.lengths)
     return emit(
         state,
-        stops,
+        setting.stops,
         new,
         one,
         logits=logits[:, None, :],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and pictures of ledger rows. Needs the extra `cli` (rich, matplotlib)."""
+"""Pictures of ledger rows and depths. Needs the extra `cli` (matplotlib)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from rich.table import Table
 
 from utio_jax.ledger import Ledger
 
@@ -25,54 +24,6 @@ _COLOURS = {
     "utio_surrogate": "#7a5aa6",
     "learned": "#11806a",
 }
-
-
-def ledger_table(
-    rows: Sequence[Ledger], *, title: str, hull: Callable[[float], float | None]
-) -> Table:
-    """Returns a terminal table; `hull` is the control that every row is read against."""
-    table = Table(
-        title=title, caption="hull: loss increase of randomly mixed exits at the row's own FLOPs"
-    )
-    for name in (
-        "policy",
-        "budget",
-        "FLOPs",
-        "layers",
-        "loss +%",
-        "hull +%",
-        "agree",
-        "speed-up",
-        "ideal",
-        "effic.",
-    ):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-
-    def show(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    for row in rows:
-        at_hull = hull(row.flops_ratio) if row.flops_ratio is not None else None
-        better = (
-            row.policy not in ("uniform", "uniform_hull", "full")
-            and at_hull is not None
-            and row.nll_increase_pct is not None
-            and row.nll_increase_pct < at_hull
-        )
-        table.add_row(
-            row.policy,
-            show(row.budget, "g"),
-            show(row.flops_ratio, ".3f"),
-            show(row.depth_decided_mean, ".2f"),
-            show(row.nll_increase_pct, "+.2f"),
-            show(at_hull, "+.2f"),
-            show(row.agreement, ".3f"),
-            show(row.speedup, ".2f"),
-            show(row.speedup_ideal, ".2f"),
-            show(row.efficiency, ".2f"),
-            style="bold green" if better else None,
-        )
-    return table
 
 
 def plot_pareto(

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import tyro
+
+from utio_jax.commands.shared import policy_named, progress_bar
+
+_DRAFTS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continues prompts; the text is coloured by depth, and timed against plain decoding.
+
+    Attributes:
+      prompts: texts to continue, decoded as one batch.
+      enable_utio: decode with a depth per token; without it the plain model decodes.
+      lossless: the plain model's own tokens, drafted at shallow exits. Implies --enable-utio.
+      kv: what later tokens see of a shallow one: propagate, drop or full. By default propagate.
+      policy: who stops early: learned, utio_surrogate, random or uniform. By default learned.
+      budget: target flops_ratio of a fitted policy. By default 0.6.
+      depth: layers, for uniform.
+      max_new_tokens: new tokens per prompt at most.
+      temperature: 0 takes the most probable token, always; above it tokens are drawn.
+      top_p: draws among the most probable tokens that reach this probability together.
+      seed: of the draws.
+      stop: a string that ends the text before itself. May be given several times.
+      rounds: timed turns.
+      model: a model folder, or the shipped model's name.
+    """
+
+    prompts: tyro.conf.Positional[tuple[str, ...]] = ()
+    enable_utio: bool = False
+    lossless: bool = False
+    kv: str | None = None
+    policy: str | None = None
+    budget: float | None = None
+    depth: int | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_p: float | None = None
+    seed: int = 0
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    rounds: int = 3
+    model: str = "stdlib-16"
+
+    def run(self) -> dict[str, Any]:
+        """Runs the command and returns its JSON."""
+        from utio_jax.generation_benchmark import measure_modes
+        from utio_jax.mode import Plain
+        from utio_jax.models import load
+        from utio_jax.text import generate_until, read_text
+
+        if not self.prompts:
+            raise ValueError("Wanted at least one prompt. Got none.")
+        model, sampling = load(self.model), self._sampling()
+        mode, budget = self._mode(model)
+        mode.check(model.decoder)
+        prompts = model.encode(list(self.prompts))
+        modes = {"plain": Plain(), mode.name: mode}
+        with progress_bar((len(modes) + 1) * (self.rounds + 1), "decoding") as step:
+            measured = measure_modes(
+                model.decoder,
+                model.params,
+                [prompts],
+                modes,
+                run=lambda prompts, mode: generate_until(
+                    model.tokenizer,
+                    model.decoder,
+                    model.params,
+                    prompts,
+                    stop_strings=self.stop,
+                    mode=mode,
+                    sampling=sampling,
+                    max_new_tokens=self.max_new_tokens,
+                    seeds=self.seed,
+                ),
+                sampling=sampling,
+                budgets={} if budget is None else {mode.name: budget},
+                rounds=self.rounds,
+                progress=step,
+            )[mode.name]
+        (generated,) = measured.results
+        found = read_text(model.tokenizer, prompts, generated, stop_strings=self.stop)
+        self._show(found, mode, model.decoder.config.num_layers)
+        return {
+            "command": "generate",
+            "mode": mode.name,
+            "prompts": list(self.prompts),
+            "token_ids": [ids.tolist() for ids in generated.token_ids],
+            "texts": list(found.texts),
+            "depths": [depths.tolist() for depths in generated.decided],
+            "finish_reasons": list(generated.finish_reasons),
+            **measured.to_dict(),
+        }
+
+    def _mode(self, model: Any) -> tuple[Any, float | None]:
+        """Returns the mode, and the budget of its policy if it has one."""
+        from utio_jax.adaptive import Adaptive
+        from utio_jax.controller import Controller
+        from utio_jax.layers import check_kv
+        from utio_jax.lossless import Lossless
+        from utio_jax.mode import Plain
+
+        routing = {"--policy": self.policy, "--budget": self.budget, "--depth": self.depth}
+        given = [name for name, value in routing.items() if value is not None]
+        if self.lossless:
+            if given:
+                raise ValueError(
+                    "Wanted --lossless without a policy: every token runs at full depth in the "
+                    f"end. Got {', '.join(given)}. Leave out one or the other."
+                )
+            kv = "full" if self.kv is None else self.kv
+            return Lossless(controller=Controller(), max_draft=_DRAFTS, kv=kv), None
+        if not self.enable_utio:
+            if given or self.kv is not None:
+                named = [*given, *(["--kv"] if self.kv is not None else [])]
+                raise ValueError(
+                    f"Wanted --enable-utio with {', '.join(named)}: the plain model has no use "
+                    "for it. Add --enable-utio."
+                )
+            return Plain(), None
+        kv: Any = "propagate" if self.kv is None else self.kv
+        check_kv(kv)
+        policy, budget, _ = policy_named(
+            model,
+            "learned" if self.policy is None else self.policy,
+            budget=0.6 if self.budget is None else self.budget,
+            depth=self.depth,
+        )
+        return Adaptive(policy=policy, kv=kv), budget
+
+    def _sampling(self) -> Any:
+        from utio_jax.sampling import Chain, Greedy, Temperature, TopP
+
+        if self.temperature == 0:
+            if self.top_p is not None:
+                raise ValueError(
+                    "Wanted --temperature above 0 with --top-p: nothing is drawn at 0. "
+                    f"Got --top-p {self.top_p:g}. For example: --temperature 1."
+                )
+            return Greedy()
+        methods = [Temperature(self.temperature)]
+        return methods[0] if self.top_p is None else Chain((*methods, TopP(self.top_p)))
+
+    def _show(self, found: Any, mode: Any, num_layers: int) -> None:
+        """Prints prompts and texts, coloured where they go to a terminal."""
+        from rich.console import Console
+        from rich.text import Text
+
+        from utio_jax.terminal import depth_legend, depth_text
+
+        console = Console(stderr=not sys.stdout.isatty(), highlight=False)
+        seen = {int(depth) for row in found.generated.decided for depth in row}
+        levels = sorted(seen | {num_layers})
+        rows = zip(self.prompts, found.pieces, found.generated.decided, strict=True)
+        for prompt, pieces, depths in rows:
+            new = depth_text(pieces, depths.tolist(), levels=levels)
+            console.print(Text.assemble((prompt, "dim"), new), soft_wrap=True)
+        console.print(depth_legend(levels))
