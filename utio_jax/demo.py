@@ -84,7 +84,7 @@ def run_demo(
     nearest = min(budgets, key=lambda budget: abs(budget - 0.6))
     draw_depths(model, calibration.policy("learned", nearest), picture)
     console.print(f"Pictures: {pareto}, {picture}")
-    written = write_texts(model, documents, budget=nearest, rounds=rounds, bar=bar)
+    written = write_texts(model, documents, budget=nearest, rounds=min(rounds, 3), bar=bar)
     title = f"Generation, greedy: learned at {nearest:g}"
     console.print(generation_table(written, title=title))
     at = lambda row: None if row.flops_ratio is None else hull(row.flops_ratio)  # noqa: E731
@@ -133,7 +133,7 @@ def write_texts(
 ) -> list[dict[str, Any]]:
     """Continues passages of the documents, plainly, losslessly and adaptively; returns rows.
 
-    Four prompts one after the other, then eight at once. Texts do not end early: all modes decode
+    Three prompts one after the other, then eight at once. Texts do not end early: all modes decode
     the same number of tokens.
 
     Args:
@@ -162,7 +162,7 @@ def write_texts(
         )
 
     rows = []
-    batches_of_size = {1: [[prompt] for prompt in prompts[:4]], len(prompts): [prompts]}
+    batches_of_size = {1: [[prompt] for prompt in prompts[:3]], len(prompts): [prompts]}
     with bar(len(batches_of_size) * (len(modes) + 1) * (rounds + 1), "writing and timing") as step:
         for size, batches in batches_of_size.items():
             measured = measure_modes(

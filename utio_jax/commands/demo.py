@@ -13,7 +13,7 @@ from utio_jax.commands.shared import progress_bar, read_documents
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Reads the standard library's test documents under every policy, at four budgets.
+    """Reads the standard library's test documents under every policy, and continues passages.
 
     Attributes:
       model: a model folder with a calibration, or the shipped model's name.
