@@ -15,6 +15,7 @@ from utio_jax.attention import attend
 from utio_jax.cost import (
     TokenCost,
     count_matmul_flops,
+    depth_flops,
     expected_flops,
     ideal_flops,
     pass_flops,
@@ -55,12 +56,14 @@ def test_a_token_costs_two_flops_per_weight(config):
 
 def test_what_attention_per_key_says_is_what_attention_does(tiny):
     config = tiny.decoder.config
-    queries = jnp.zeros((3, config.num_heads, config.head_dim))
+    per_key = token_cost(tiny.decoder, tiny.params).attention_per_key
     keys = jnp.zeros((50, config.num_kv_heads, config.head_dim))
-    counted = count_matmul_flops(attend, queries, keys, keys, jnp.ones((3, 50), bool))
-    # The column of ones, which sums the weights, comes on top: one of head_dim + 1.
-    ones = 2.0 * config.num_heads * 3 * 50
-    assert counted - ones == token_cost(tiny.decoder, tiny.params).attention_per_key * 3 * 50
+    for count in (3, 80):
+        queries = jnp.zeros((count, config.num_heads, config.head_dim))
+        counted = count_matmul_flops(attend, queries, keys, keys, jnp.ones((count, 50), bool))
+        # Many queries have a column of ones, which sums the weights: one of head_dim + 1.
+        ones = 2.0 * config.num_heads * count * 50 if count == 80 else 0.0
+        assert counted - ones == per_key * count * 50
 
 
 def test_counting_runs_nothing_and_knows_batches_loops_and_calls():
@@ -127,6 +130,40 @@ def test_what_to_expect_of_full_depth_is_what_full_depth_costs():
     flops = expected_flops(COST, batch=2, width=64, min_bucket=16, depths=(6,), fractions=(1.0,))
     # A causal query sees half of the row on average.
     assert flops == 2 * 64 * (6 * COST.layer(32) + COST.head)
+
+
+def test_what_to_expect_of_a_staircase_is_a_sum_over_its_segments():
+    flops = expected_flops(
+        COST,
+        batch=4,
+        width=100,
+        min_bucket=16,
+        depths=(2, 3, 5),
+        fractions=(0.5, 0.25, 0.25),
+        gates=(7.0, 11.0),
+    )
+    # All 400 tokens are live: their 25 blocks are full, and each row's 100 take 7 blocks of 16.
+    wanted = 400 * (5 * COST.keys_values + COST.head)
+    wanted += 2 * (400 * COST.query + 4 * 112 * COST.attention_per_key * 50) + 400 * 7
+    # Then 200 and 100, and half a block of padding: one for projections, one per row for attention.
+    wanted += 1 * (208 * COST.query + 232 * COST.attention_per_key * 50) + 208 * 11
+    wanted += 2 * (108 * COST.query + 132 * COST.attention_per_key * 50)
+    assert flops == wanted
+
+
+def test_blocks_are_expected_to_be_filled_up():
+    one = expected_flops(COST, batch=1, width=3, min_bucket=16, depths=(2,), fractions=(1.0,))
+    layer = 16 * (COST.query + COST.attention_per_key * 3 / 2) + 3 * COST.keys_values
+    assert one == 2 * layer + 3 * COST.head
+
+
+def test_a_token_costs_at_a_depth_what_the_ideal_pass_costs_per_token():
+    found = depth_flops(COST, (2, 3, 5), width=6, key_widths=(4, 6))
+    for flops, depth in zip(found, (2, 3, 5), strict=True):
+        row = ideal_flops(
+            COST, np.full((1, 6), depth), key_widths=(4, 6), deepest=5, keep_frozen=True
+        )
+        assert flops == pytest.approx(row / 6)
 
 
 def test_shallower_tokens_are_expected_to_cost_less_and_gates_more():

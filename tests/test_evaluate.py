@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import run_oracle
+from cases import run_oracle, run_staircase
 from test_forward import plain_nll
+from test_policies import with_wide_gate
 from test_staircase import gated
 
 from utio_jax import GivenDepths, Ledger, MicroBatches, Uniform, full_depth
@@ -26,7 +29,7 @@ def batches(model: Any) -> list[Batch]:
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 64, n).astype(np.int32) for n in (30, 11, 24, 2)]
     windows = windows_of(documents, width=16)
-    return list(batches_of(windows, rows=3, widths=[16], vocab_size=64))
+    return list(batches_of(windows, rows=4, widths=[16], vocab_size=64))  # Two rows are fillers.
 
 
 def ledger_of(quality: Quality, name: str, *, budget: float | None) -> Any:
@@ -103,6 +106,50 @@ def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any)
     assert found.query_layers == depths.sum()
 
 
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
+    """The policy ends at 3 of 4 layers: nobody pays for the last, nor for a decision there."""
+    executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
+    ids = np.random.default_rng(1).integers(0, 64, (2, 8)).astype(np.int32)
+    batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))
+    policy = dataclasses.replace(with_wide_gate(gated(tiny)), depths=(1, 2, 3))
+    seen: list[np.ndarray] = []
+    found = evaluate(
+        tiny.decoder,
+        tiny.params,
+        [batch],
+        {"": policy},
+        kv=kv,  # type: ignore[arg-type]
+        executor=executor,
+        observe=lambda _, __, ___, depths: seen.append(depths),
+    )[""]
+    (depths,) = seen
+    assert set(depths.ravel()) == {1, 2, 3}
+    cost = token_cost(tiny.decoder, tiny.params)
+    first, second = (policy.flops(index, tiny.decoder, tiny.params) for index in range(2))
+    gates = depths.size * first + (depths > 1).sum() * second
+
+    def flops_of(depths: np.ndarray, frozen_until: int) -> float:
+        keys = np.arange(1, 9)
+        layers = (depths * (cost.query + cost.attention_per_key * keys)).sum()
+        keys_values = np.maximum(depths, frozen_until).sum() * cost.keys_values
+        return layers + keys_values + depths.size * cost.head
+
+    ideal = flops_of(depths, 3 if kv == "propagate" else 0)
+    assert found.flops_gates == gates
+    assert found.flops_ideal == pytest.approx(ideal)
+    assert found.flops == pytest.approx(ideal + gates)
+    full = flops_of(np.full_like(depths, 4), 0)
+    assert found.flops_full == pytest.approx(full)
+    assert found.query_layers == depths.sum()
+    row = ledger_of(found, "learned", budget=None)
+    assert row.flops_ratio == pytest.approx((ideal + gates) / full)
+    assert row.gate_pct == pytest.approx(100 * gates / full)
+    assert row.speedup_ideal == pytest.approx(full / ideal)
+    x = run_oracle(tiny.decoder, tiny.params, ids, batch.lengths, depths, kv=kv)
+    np.testing.assert_allclose(found.nll, plain_nll(tiny, ids, x).sum(), rtol=1e-4)
+
+
 def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
     rng = np.random.default_rng(2)
     documents = [rng.integers(0, 64, n) for n in (150, 5, 129, 60)]
@@ -148,15 +195,51 @@ def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None
         )
         is None
     )
-    found = score_documents(tiny.decoder, tiny.params, document, gated(tiny), rows=1, min_tokens=65)
-    assert list(found.fallbacks.values()) == [1]
+    found = score_documents(
+        tiny.decoder, tiny.params, document * 2, gated(tiny), rows=1, min_tokens=65
+    )
+    assert list(found.fallbacks.values()) == [2]
     assert "fewer than the minimum of 65" in next(iter(found.fallbacks))
     assert (found.documents[0].depths == 4).all()
     routed = score_documents(
         tiny.decoder, tiny.params, document, gated(tiny), rows=1, executor=EXECUTOR
     )
     assert not routed.fallbacks
-    assert (routed.documents[0].depths < 4).any()
+    # The depth beside a token's likelihood is that of the token before it, which predicted it.
+    row, mask = np.zeros((1, 64), np.int32), np.arange(64)[None] < 40
+    row[0, :40] = document[0]
+    alone = run_staircase(
+        tiny.decoder,
+        tiny.params,
+        row,
+        np.asarray([40], np.int32),
+        gated(tiny),
+        kv="propagate",
+        executor=EXECUTOR,
+    )
+    decided = np.asarray(alone.depths)[mask]
+    assert len(set(decided)) == 3
+    np.testing.assert_array_equal(routed.documents[0].depths, decided[:-1])
+    assert routed.quality.histogram == dict(
+        zip(*np.unique(decided, return_counts=True), strict=True)
+    )
+
+
+def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
+    ask = partial(check_worthwhile, tiny.decoder, tiny.params, batch=64, width=128)
+    assert ask(full_depth(tiny.decoder)) is None, "full depth itself is no fallback"
+    assert ask(gated(tiny), min_tokens=64 * 128) is None
+    assert "the minimum of 8193" in str(ask(gated(tiny), min_tokens=64 * 128 + 1))
+    huge = tuple(
+        dataclasses.replace(
+            gate,
+            hidden=jnp.tile(gate.hidden, (1, 1000)),
+            hidden_bias=jnp.tile(gate.hidden_bias, 1000),
+            output=jnp.tile(gate.output, 1000),
+        )
+        for gate in gated(tiny).gates
+    )
+    assert "routing would cost" in str(ask(dataclasses.replace(gated(tiny), gates=huge)))
 
 
 def test_wrong_texts_are_refused(tiny: Any) -> None:

@@ -31,7 +31,7 @@ FLOORS = (
     },
     {"microbatches", "capacity", "emission", "controller", "decode"},
     {"layers", "policies"},
-    {"forward", "timing", "calibration", "mode"},
+    {"forward", "timing", "calibration", "mode", "descent"},
     {"guardrails"},
     {"evaluate", "gates", "adaptive", "lossless", "loop"},
     {"calibrate", "benchmark", "report", "generate"},

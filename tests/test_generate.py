@@ -22,6 +22,7 @@ from generation import (
     run,
     true_logits,
 )
+from test_readout import SurePasses
 
 from utio_jax.adaptive import Adaptive
 from utio_jax.emission import stop_rules
@@ -96,6 +97,16 @@ def test_catching_up_runs_every_layer_of_every_token_once(model):
     assert_greedy(model, result, PROMPTS[:1], kv="full")
     # 39 tokens run layer 0. At 8, 17 and 30 blocks of 4 catch up 6, 9 and 13 tokens in 3 layers.
     assert result.token_layers[0] == 39 + (2 + 3 + 4) * 4 * 3
+
+
+def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
+    result = run(model, mode=Adaptive(policy=SurePasses(threshold=0.2, depths=DEPTHS)))
+    assert_greedy(model, result, kv="propagate")
+    decided = np.stack(result.decided)[:, 1:]
+    assert set(decided.flat) == set(DEPTHS)
+    # One head at each boundary that any row reaches, and a last one if any row goes that far.
+    heads = 1 + np.any(decided > 1, axis=0) + np.any(decided == 4, axis=0)
+    np.testing.assert_array_equal(result.heads, [heads.sum()] * 3)
 
 
 @pytest.mark.slow

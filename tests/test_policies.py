@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from test_staircase import gated, surrogate
 
-from utio_jax import Random, Uniform, full_depth, predictive_entropy
+from utio_jax import Learned, Random, Uniform, UtioSurrogate, full_depth, predictive_entropy
 
 
 def depths_of(
@@ -45,9 +45,10 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
     np.testing.assert_array_equal(draws[:1], policy.start(ids[:1], positions[:1]))
     other = dataclasses.replace(policy, key=jax.random.key(6))
     assert (np.asarray(other.start(ids, positions)) != draws).mean() > 0.9
-    decided = depths_of(tiny, policy)
-    wanted = np.select([d < 0.5 for d in [policy_draws(policy, tiny)]], [1], default=0)
-    assert ((decided == 1) == (wanted == 1)).all()
+    mine = policy_draws(policy, tiny)
+    wanted = np.select([mine < 0.5, mine < 0.75], [1, 2], 4)
+    np.testing.assert_array_equal(depths_of(tiny, policy), wanted)
+    assert set(wanted.ravel()) == {1, 2, 4}
 
 
 def policy_draws(policy: Random, model: Any) -> np.ndarray:
@@ -82,6 +83,56 @@ def test_infinite_thresholds_and_nan_scores(tiny: Any) -> None:
     assert (depths_of(tiny, nan) == 4).all(), "a score that is not a number goes deepest"
 
 
+def constant(model: Any) -> tuple[Learned, float]:
+    """Gates that say a quarter of every token."""
+    policy = gated(model)
+    gates = tuple(
+        dataclasses.replace(gate, output=jnp.zeros(8), output_bias=jnp.float32(0.25))
+        for gate in policy.gates
+    )
+    return dataclasses.replace(policy, gates=gates), 0.25
+
+
+def weightless(model: Any) -> tuple[UtioSurrogate, float]:
+    """A surrogate that is 0 of every token."""
+    return dataclasses.replace(surrogate(model), weights=(0.0, 0.0)), 0.0
+
+
+@pytest.mark.parametrize("make", [constant, weightless])
+def test_a_token_stops_where_its_score_is_at_the_threshold(tiny: Any, make: Any) -> None:
+    policy, score = make(tiny)
+    below = score - 1e-6
+    for thresholds, depth in (((score, score), 1), ((below, score), 2), ((below, below), 4)):
+        moved = dataclasses.replace(policy, thresholds=jnp.asarray(thresholds, jnp.float32))
+        assert (depths_of(tiny, moved) == depth).all()
+
+
+def test_a_surrogate_that_is_not_a_number_goes_deepest(tiny: Any) -> None:
+    everyone = dataclasses.replace(surrogate(tiny), thresholds=jnp.full(2, jnp.inf))
+    assert (depths_of(tiny, everyone) == 1).all()
+    # The exit's logits are not numbers; the states are.
+    norm = {"scale": jnp.full_like(tiny.params["norm"]["scale"], jnp.nan)}
+    broken = dataclasses.replace(tiny, params=tiny.params | {"norm": norm})
+    assert (depths_of(broken, everyone) == 4).all()
+
+
+def test_who_has_stopped_stays_out_though_a_later_boundary_would_let_everybody_on(
+    tiny: Any,
+) -> None:
+    policy = gated(tiny)
+    eager = dataclasses.replace(policy, thresholds=policy.thresholds.at[1].set(-jnp.inf))
+    stopped = depths_of(tiny, policy) == 1
+    np.testing.assert_array_equal(depths_of(tiny, eager), np.where(stopped, 1, 4))
+    assert 0 < stopped.mean() < 1
+
+
+def test_gates_see_the_direction_of_a_state_and_not_its_length(tiny: Any) -> None:
+    gate = gated(tiny).gates[0]
+    x = jax.random.normal(jax.random.key(3), (5, tiny.decoder.config.embed_dim))
+    np.testing.assert_allclose(gate(100 * x), gate(x), rtol=1e-4)
+    assert np.ptp(np.asarray(gate(x))) > 0.1
+
+
 def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
     policy = surrogate(tiny)
     ids, lengths = tiny.tokens(2, 9), jnp.full(2, 9, jnp.int32)
@@ -107,14 +158,26 @@ def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
     np.testing.assert_array_equal(decided, np.select([wanted <= low, wanted <= high], [1, 2], 4))
 
 
+def with_wide_gate(policy: Learned) -> Learned:
+    """Returns the policy with a second gate three times as wide, of the same values."""
+    first, second = policy.gates
+    wide = dataclasses.replace(
+        second,
+        hidden=jnp.tile(second.hidden, (1, 3)),
+        hidden_bias=jnp.tile(second.hidden_bias, 3),
+        output=jnp.tile(second.output, 3) / 3,
+    )
+    return dataclasses.replace(policy, gates=(first, wide))
+
+
 def test_gates_are_charged(tiny: Any) -> None:
     config = tiny.decoder.config
-    hidden = 8
-    assert (
-        gated(tiny).flops(0, tiny.decoder, tiny.params)
-        == 2 * config.embed_dim * hidden + 2 * hidden
-    )
-    assert surrogate(tiny).flops(0, tiny.decoder, tiny.params) == 4 * config.embed_dim
+    policy = with_wide_gate(gated(tiny))
+    for index, hidden in enumerate((8, 24)):
+        charged = policy.flops(index, tiny.decoder, tiny.params)
+        assert charged == 2 * config.embed_dim * hidden + 2 * hidden
+    # The state's product with the mean, and with itself.
+    assert surrogate(tiny).flops(0, tiny.decoder, tiny.params) == 2 * 2 * config.embed_dim
     assert surrogate(tiny).flops(1, tiny.decoder, tiny.params) == 0
     # Its heads are counted where they run: see tests/test_readout.py.
     assert [surrogate(tiny).reads_logits(index) for index in (0, 1)] == [True, False]

@@ -15,7 +15,8 @@ from cases import run_oracle
 from conftest import Model
 from test_forward import plain_nll
 from test_policies import surrogate
-from test_staircase import Counting, gated
+from test_staircase import gated
+from test_work import Counting, read_counts
 
 from utio_jax import score
 from utio_jax.capacity import CapacityPrefix
@@ -62,14 +63,6 @@ POLICIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class CountingHeads(Counting):
-    """The model, counting the slots that go through its head as well."""
-
-    def unembed(self, params: Any, x: jax.Array) -> jax.Array:
-        self._count("unembed", x)
-        return super().unembed(params, x)
-
-
 def padded(count: int) -> int:
     return -(-count // SMALL.min_bucket) * SMALL.min_bucket
 
@@ -77,12 +70,12 @@ def padded(count: int) -> int:
 @pytest.mark.parametrize("name", POLICIES)
 def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any, name: str) -> None:
     policy, ids = POLICIES[name](tiny), tiny.tokens(3, 21)
-    decoder = CountingHeads(tiny.decoder.config)
+    decoder = Counting(tiny.decoder.config)
     run = jax.jit(score, static_argnums=0, static_argnames="executor")
-    decoder.counts.clear()
+    read_counts()
     found = run(decoder, tiny.params, ids, jnp.asarray(RAGGED), policy, executor=SMALL)
     jax.block_until_ready(found)
-    jax.effects_barrier()
+    heads_run = read_counts()["unembed"]
     x = run_oracle(tiny.decoder, tiny.params, ids, RAGGED, found.depths, kv="propagate")
     predicted = np.asarray(found.predicted)[:, :-1]
     np.testing.assert_allclose(
@@ -99,7 +92,7 @@ def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any,
         looked |= (depths == depth) & looks
     wanted += [0, padded(int(((depths > 0) & ~looked).sum()))]
     np.testing.assert_array_equal(found.work.heads, wanted)
-    assert decoder.counts["unembed"] == sum(wanted)
+    assert heads_run == sum(wanted)
     if name in ("surrogate", "every boundary"):
         assert len(np.unique(depths[depths > 0])) > 1, "the case must mix depths"
 

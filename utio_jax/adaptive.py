@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
-from utio_jax.cache import KVCache, fill
+from utio_jax.cache import fill
 from utio_jax.decode import Block, block_at, project_frozen, run_segment
 from utio_jax.decoder import Decoder, Params
+from utio_jax.descent import Descent, boundary_of, logits_of, store
 from utio_jax.emission import DecodeState
 from utio_jax.layers import FrozenKV, check_kv, check_policy
 from utio_jax.mode import Setting, emit_drawn
-from utio_jax.plan import Boundary, Policy
+from utio_jax.plan import Policy
 
 
 @jax.tree_util.register_dataclass
@@ -83,10 +83,10 @@ class Adaptive:
         active, positions, depths = state.active, state.positions[:, None], self.policy.depths
         ids = state.last_ids[:, None]
         block = block_at(decoder, positions, active[:, None])
-        live = active[:, None]
+        live = unread = active[:, None]
         decided = jnp.where(live, depths[-1], 0)
-        memory = self.policy.start(ids, positions)
-        now = _Descent(
+        memory, logits, heads = self.policy.start(ids, positions), None, jnp.int32(0)
+        now = Descent(
             x=decoder.embed(params, ids, positions),
             cache=state.cache,
             memory=state.memory,
@@ -102,10 +102,16 @@ class Adaptive:
             with jax.named_scope(f"segment_{depth}"):
                 now = run(setting, now, state, block, live, index=index)
             if index + 1 < len(depths):
+                looks: list[jax.Array] = []
                 goes, memory = self.policy.go_deeper(
-                    index, _boundary(decoder, params, now.x, block, live, depth), memory
+                    index, boundary_of(decoder, params, now.x, block, live, depth, looks), memory
                 )
-                decided = jnp.where(live & ~goes, depth, decided)
+                stops = live & ~goes
+                decided = jnp.where(stops, depth, decided)
+                if looks:  # What a policy saw of rows that stop is what they emit from.
+                    logits = looks[-1] if logits is None else jnp.where(stops, looks[-1], logits)
+                    heads += len(looks) * jnp.any(live)
+                    unread &= ~stops
                 live &= goes
         cache = now.cache
         frozen = 0
@@ -119,11 +125,15 @@ class Adaptive:
         if self.kv != "full":
             cache = fill(cache, jnp.where(active, state.lengths, cache.lengths))
         with jax.named_scope("head"):
-            logits = decoder.unembed(params, now.x[:, 0]).astype(jnp.float32)
+            if logits is None:
+                logits, heads = logits_of(decoder, params, now.x), jnp.int32(1)
+            else:
+                logits = jnp.where(unread, logits_of(decoder, params, now.x, where=unread), logits)
+                heads += jnp.any(unread)
         tally = state.tally.add(
             active,
             steps=1,
-            heads=1,
+            heads=heads,
             token_layers=now.token_layers,
             frozen_layers=frozen,
             key_slots=now.key_slots,
@@ -136,13 +146,13 @@ class Adaptive:
     def _run_current(
         self,
         setting: Setting,
-        now: _Descent,
+        now: Descent,
         state: DecodeState,
         block: Block,
         live: Bool[Array, "batch 1"],
         *,
         index: int,
-    ) -> _Descent:
+    ) -> Descent:
         """Runs one segment on the current tokens, if any row is live."""
         start, depth = (0, *self.policy.depths)[index], self.policy.depths[index]
         stop = jnp.where(jnp.any(live), depth, start)
@@ -163,7 +173,7 @@ class Adaptive:
             lengths = jnp.where(state.active, state.lengths, cache.lengths)
             cache = fill(cache, lengths, segment=0)
             if len(self.policy.depths) > 1:
-                memory = _store(memory, 0, x, block)
+                memory = store(memory, 0, x, block)
         return now.after(
             x=x,
             cache=cache,
@@ -177,13 +187,13 @@ class Adaptive:
     def _catch_up(
         self,
         setting: Setting,
-        now: _Descent,
+        now: Descent,
         state: DecodeState,
         block: Block,
         live: Bool[Array, "batch 1"],
         *,
         index: int,
-    ) -> _Descent:
+    ) -> Descent:
         """Runs one segment on all tokens that have not run it yet, of all rows, if any row is live.
 
         Rows that could wait go along: their slots in the block are computed anyway.
@@ -213,7 +223,7 @@ class Adaptive:
                 width=setting.width,
             )
             if index + 1 < len(self.policy.depths):
-                memory = _store(memory, index, states, behind)
+                memory = store(memory, index, states, behind)
             # The current token is the last one behind; its row takes the new state only if it goes
             # on.
             mine = valid & (positions == block.positions)
@@ -233,72 +243,7 @@ class Adaptive:
             width=setting.width,
         )
 
-    def _show(self, now: _Descent, block: Block, depth: Int[Array, "batch 1"]) -> _Descent:
+    def _show(self, now: Descent, block: Block, depth: Int[Array, "batch 1"]) -> Descent:
         rows = jnp.arange(depth.shape[0], dtype=jnp.int32)[:, None]
         slots = jnp.where(block.valid, block.positions, now.memory.shape[1])
         return dataclasses.replace(now, memory=now.memory.at[rows, slots].set(depth, mode="drop"))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Descent:
-    """The current tokens on their way down, and what the way has cost each row."""
-
-    x: Float[Array, "batch 1 dim"]
-    cache: KVCache
-    memory: Any
-    deepest: Int[Array, ""]
-    token_layers: Int[Array, ""]
-    key_slots: Float[Array, ""]
-    attended: Float[Array, ""]
-
-    def after(
-        self,
-        *,
-        x: jax.Array,
-        cache: KVCache,
-        memory: Any,
-        deepest: jax.Array,
-        layers: jax.Array,
-        tokens: int,
-        width: int,
-    ) -> _Descent:
-        return _Descent(
-            x=x,
-            cache=cache,
-            memory=memory,
-            deepest=jnp.maximum(self.deepest, deepest * (layers > 0)),
-            token_layers=self.token_layers + layers * tokens,
-            key_slots=self.key_slots + layers * float(width),
-            attended=self.attended + layers * float(tokens * width),
-        )
-
-
-def _boundary(
-    decoder: Decoder, params: Params, x: jax.Array, block: Block, live: jax.Array, depth: int
-) -> Boundary:
-    def map_live(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        new = function(*(array[:, 0] for array in arrays))[:, None]
-        shape = live.shape + (1,) * (new.ndim - 2)
-        return jnp.where(live.reshape(shape), new, jnp.zeros((), new.dtype))
-
-    def map_logits(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        logits = decoder.unembed(params, x[:, 0]).astype(jnp.float32)
-        return map_live(lambda *blocks: function(logits, *blocks), *arrays)
-
-    return Boundary(
-        x=x,
-        positions=block.positions,
-        live=live,
-        params=params,
-        depth=depth,
-        decoder=decoder,
-        map_live=map_live,
-        map_logits=map_logits,
-    )
-
-
-def _store(memory: jax.Array, index: int, states: jax.Array, block: Block) -> jax.Array:
-    rows = jnp.arange(states.shape[0], dtype=jnp.int32)[:, None]
-    slots = jnp.where(block.valid, block.positions, memory.shape[2])
-    return memory.at[index, rows, slots].set(states, mode="drop")

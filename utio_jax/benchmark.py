@@ -14,9 +14,9 @@ import numpy as np
 from utio_jax.artifacts import conditions
 from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch
-from utio_jax.evaluate import Quality, evaluate
+from utio_jax.evaluate import Quality, evaluate, run_score
 from utio_jax.executors import Executor
-from utio_jax.forward import Comparison, full_depth, score, score_dense
+from utio_jax.forward import Comparison, full_depth, score_dense
 from utio_jax.layers import FrozenKV
 from utio_jax.ledger import Ledger, uniform_hull
 from utio_jax.microbatches import MicroBatches
@@ -93,10 +93,11 @@ def measure(
     rest = look(batches[1:]) if len(batches) > 1 else dict.fromkeys(policies, Quality())
 
     ids, lengths = jnp.asarray(batches[0].token_ids), jnp.asarray(batches[0].lengths)
-    run = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor"))
     dense = jax.jit(score_dense, static_argnums=0)
     programs: dict[str, Callable[[], object]] = {
-        label: partial(run, decoder, params, ids, lengths, policy, kv=kv, executor=executor)
+        label: partial(
+            run_score, decoder, params, ids, lengths, policy=policy, kv=kv, executor=executor
+        )
         for label, policy in policies.items()
     }
     programs["full dense"] = partial(dense, decoder, params, ids, lengths)

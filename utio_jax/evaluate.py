@@ -15,10 +15,10 @@ import numpy as np
 from utio_jax.cost import ideal_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch, batches_of, windows_of
-from utio_jax.executors import Executor, Work, stack_work
-from utio_jax.forward import Comparison, full_depth, score_and_compare
+from utio_jax.executors import Executor, Work
+from utio_jax.forward import Comparison, compare_states, full_depth, score
 from utio_jax.guardrails import check_worthwhile
-from utio_jax.layers import FrozenKV, check_policy, staircase
+from utio_jax.layers import FrozenKV, check_policy
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
@@ -95,6 +95,11 @@ class Quality:
         )
 
 
+# Timing runs the same program, and must not compile it again.
+run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor"))
+_compare = jax.jit(compare_states, static_argnums=0)
+
+
 def evaluate(
     decoder: Decoder,
     params: Params,
@@ -127,15 +132,16 @@ def evaluate(
     totals = dict.fromkeys(policies, Quality())
     for batch in batches:
         ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-        x_full, full = _run_full(decoder, params, ids, lengths, kv=kv, executor=executor)
-        flops_full = pass_flops(cost, full)
+        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor)
+        full = run(policy=full_depth(decoder))
+        flops_full = pass_flops(cost, full.work)
         for name, policy in policies.items():
-            depths, work, comparison = _run_and_compare(
-                decoder, params, ids, lengths, policy, x_full, kv=kv, executor=executor
-            )
-            depths, comparison = np.asarray(depths), jax.tree.map(np.asarray, comparison)
+            found = run(policy=policy)
+            comparison = _compare(decoder, params, ids, lengths, found.x, full.x)
+            comparison = jax.tree.map(np.asarray, comparison)
+            depths, work = np.asarray(found.depths), found.work
             gates = gate_flops(decoder, params, policy, work)
-            extra_heads = float(np.sum(work.heads)) - float(np.sum(full.heads))
+            extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
             values, counts = np.unique(depths[depths > 0], return_counts=True)
             totals[name] += Quality(
                 tokens=int(batch.lengths.sum()),
@@ -293,19 +299,3 @@ def score_documents(
         quality=total,
         fallbacks=fallbacks,
     )
-
-
-@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
-def _run_full(decoder, params, ids, lengths, *, kv, executor):
-    policy = full_depth(decoder)
-    result = staircase(decoder, params, ids, lengths, policy, kv=kv, executor=executor)
-    head = executor.work(executor.pack(0, result.depths > 0), 0, False, heads=1)
-    return result.x, stack_work([jax.tree.map(jnp.sum, result.work), head])
-
-
-@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
-def _run_and_compare(decoder, params, ids, lengths, policy, x_full, *, kv, executor):
-    result, comparison = score_and_compare(
-        decoder, params, ids, lengths, policy, x_full, kv=kv, executor=executor
-    )
-    return result.depths, result.work, comparison

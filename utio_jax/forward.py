@@ -18,7 +18,6 @@ from utio_jax.executors import Executor, Work, flat, map_head
 from utio_jax.layers import (
     FrozenKV,
     Readout,
-    StaircaseResult,
     dense_states,
     positions_of,
     staircase,
@@ -38,12 +37,14 @@ class Scores:
       predicted: where there is one.
       depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
+      x: each token's state at its decided depth; padding holds undefined states.
     """
 
     log_likelihood: Float[Array, "batch token"]
     predicted: Bool[Array, "batch token"]
     depths: Int[Array, "batch token"]
     work: Work
+    x: Float[Array, "batch token dim"]
 
 
 def score(
@@ -85,6 +86,7 @@ def score(
         predicted=predicted,
         depths=result.depths,
         work=result.work,
+        x=result.x,
     )
 
 
@@ -114,6 +116,7 @@ def score_dense(
         predicted=predicted,
         depths=jnp.where(valid, depth, 0),
         work=work,
+        x=x,
     )
 
 
@@ -157,32 +160,6 @@ class Comparison:
     nll_full: Float[Array | np.ndarray, "*lead token"]
     kl: Float[Array | np.ndarray, "*lead token"]
     agree: Bool[Array | np.ndarray, "*lead token"]
-
-
-def score_and_compare(
-    decoder: Decoder,
-    params: Params,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    policy: Policy,
-    x_full: Float[Array, "batch token dim"],
-    *,
-    kv: FrozenKV = "propagate",
-    executor: Executor = MicroBatches(),
-) -> tuple[StaircaseResult, Comparison]:
-    """Returns a pass, and what it cost in quality against full-depth states, teacher-forced."""
-    labels, predicted = labels_of(token_ids, lengths)
-    result = staircase(
-        decoder,
-        params,
-        token_ids,
-        lengths,
-        policy,
-        kv=kv,
-        executor=executor,
-        readout=Readout(function=partial(_compare, decoder, params), arrays=(x_full, labels)),
-    )
-    return result, _where_predicted(predicted, result.read)
 
 
 def compare_states(

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass executes what it reports, counted while it runs: live tokens, rounded up."""
+
+from __future__ import annotations
+
+import collections
+import math
+import types
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import cases
+import jax
+import numpy as np
+import pytest
+
+from utio_jax import CapacityPrefix, GivenDepths, MicroBatches, capacity, microbatches, staircase
+from utio_jax.executors import Work
+from utio_jax.models import Transformer
+
+
+class Counting(Transformer):
+    """The model, counting, while it runs, the slots that each of its methods computes.
+
+    `counted_attention` adds the key slots that attention reads.
+    """
+
+    counts: ClassVar[collections.Counter[str]] = collections.Counter()
+
+    def queries(self, layer: Any, x: jax.Array, places: Any) -> jax.Array:
+        count("queries", math.prod(x.shape[:-1]))
+        return super().queries(layer, x, places)
+
+    def keys_values(self, layer: Any, x: jax.Array, places: Any) -> tuple[jax.Array, jax.Array]:
+        count("keys_values", math.prod(x.shape[:-1]))
+        return super().keys_values(layer, x, places)
+
+    def finish_layer(self, layer: Any, x: jax.Array, attended: jax.Array) -> jax.Array:
+        count("finish_layer", math.prod(x.shape[:-1]))
+        return super().finish_layer(layer, x, attended)
+
+    def unembed(self, params: Any, x: jax.Array) -> jax.Array:
+        count("unembed", math.prod(x.shape[:-1]))
+        return super().unembed(params, x)
+
+
+def count(name: str, slots: int) -> None:
+    """Adds slots to the counts, each time that the place in the program is reached."""
+    jax.debug.callback(lambda: Counting.counts.update({name: slots}))
+
+
+def read_counts() -> collections.Counter[str]:
+    """Returns what was counted since the last call."""
+    jax.effects_barrier()
+    counts = Counting.counts.copy()
+    Counting.counts.clear()
+    return counts
+
+
+def numbers_of(work: Work) -> Any:
+    """Returns the entries of a pass's work as numpy arrays, by the same names."""
+    entries = {name: np.asarray(entry) for name, entry in vars(work).items()}
+    return types.SimpleNamespace(**entries)
+
+
+@pytest.fixture(autouse=True)
+def counted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts query slots times key slots wherever an executor attends."""
+    for module, name in ((microbatches, "attend_counted"), (capacity, "attend")):
+
+        def attend(
+            queries: Any, keys: Any, values: Any, visible: Any, plain: Any = getattr(module, name)
+        ) -> jax.Array:
+            count("key_slots", math.prod(queries.shape[:-2]) * keys.shape[-3])
+            return plain(queries, keys, values, visible)
+
+        monkeypatch.setattr(module, name, attend)
+
+
+def compile_pass(model: Any, depths: tuple[int, ...], kv: str, executor: Any) -> Callable[..., Any]:
+    """Returns a pass that counts: of ids, lengths and given depths."""
+    counting = Counting(model.decoder.config)
+    return jax.jit(
+        lambda ids, lengths, depth_of_token: staircase(
+            counting,
+            model.params,
+            ids,
+            lengths,
+            GivenDepths(depth_of_token=depth_of_token, depths=depths),
+            kv=kv,  # type: ignore[arg-type]
+            executor=executor,
+        )
+    )
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda s: f"{s.batch}x{s.token}-{s.kv}")
+def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
+    tiny: Any, shape: cases.Shape
+) -> None:
+    run = compile_pass(tiny, shape.depths, shape.kv, shape.executor)
+    for seed in range(12):
+        ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
+        read_counts()
+        found = jax.block_until_ready(run(ids, lengths, depths))
+        counts, work = read_counts(), numbers_of(found.work)
+        decided = np.asarray(found.depths)
+        wanted = cases.expected_work(decided, shape)
+        assert list(zip(work.queries, work.keys_values, work.key_slots, strict=True)) == wanted
+        assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
+        assert counts["keys_values"] == work.keys_values.sum()
+        assert counts["key_slots"] == work.key_slots.sum()
+        per_segment = [
+            (stop - start) * (int((row > start).sum()) + shape.executor.min_bucket - 1)
+            for start, stop in zip((0, *shape.depths), shape.depths, strict=False)
+            for row in decided
+        ]
+        assert work.queries.sum() <= sum(per_segment)
+
+
+def deepest_of(counts_of_rows: list[tuple[int, int, int]], width: int) -> np.ndarray:
+    """Returns depths of rows of which the first tokens run four layers, the next two, then one."""
+    rows = [[4] * deep + [2] * (middle - deep) + [1] * width for _, middle, deep in counts_of_rows]
+    return np.asarray([row[:width] for row in rows], np.int32)
+
+
+def test_the_static_prefix_runs_its_capacity_and_whole_rows_only_where_a_row_overflows(
+    tiny: Any,
+) -> None:
+    batch, width, depths, capacities = 3, 17, (1, 2, 4), (12, 8, 4)
+    run = compile_pass(
+        tiny, depths, "propagate", CapacityPrefix(capacities=capacities, min_bucket=4)
+    )
+    ids = tiny.tokens(batch, width)
+    # Live tokens of each row in each segment, and the slots per row that they take there.
+    for live, wanted in (
+        ([(12, 8, 4), (9, 8, 0), (12, 1, 1)], (12, 8, 4)),  # Exactly full.
+        ([(12, 5, 0), (3, 3, 0), (0, 0, 0)], (12, 8, 4)),
+        ([(13, 8, 5), (1, 1, 0), (1, 1, 0)], (17, 8, 17)),  # One row is one too long.
+        ([(0, 0, 0)] * 3, (12, 8, 4)),
+    ):
+        lengths = np.asarray([total for total, _, _ in live], np.int32)
+        read_counts()
+        found = jax.block_until_ready(run(ids, lengths, deepest_of(live, width)))
+        counts, work = read_counts(), numbers_of(found.work)
+        layers = np.asarray([1, 1, 2])
+        slots = batch * np.asarray(wanted)
+        np.testing.assert_array_equal(work.queries, slots * layers)
+        np.testing.assert_array_equal(work.keys_values, batch * width * layers)
+        np.testing.assert_array_equal(work.key_slots, slots * width * layers)
+        np.testing.assert_array_equal(work.decisions, slots)
+        assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
+        assert counts["keys_values"] == work.keys_values.sum()
+        assert counts["key_slots"] == work.key_slots.sum()
+
+
+@pytest.mark.parametrize(
+    ("executor", "slots_of"),
+    [
+        (
+            MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8),
+            lambda live: -(-live.sum() // 4) * 4,
+        ),
+        (
+            CapacityPrefix(capacities=(8,), min_bucket=4),
+            lambda live: 3 * (8 if live.sum(axis=1).max() <= 8 else 17),
+        ),
+        (
+            CapacityPrefix(capacities=(0,), min_bucket=4),
+            lambda live: 3 * 17 * live.any(),
+        ),
+    ],
+    ids=["micro-batches", "prefix", "no prefix"],
+)
+def test_decisions_are_mapped_over_live_tokens_alone(executor: Any, slots_of: Any) -> None:
+    def double(x: jax.Array) -> jax.Array:
+        count("decisions", x.shape[0])
+        return 2 * x[:, 0] + 1
+
+    @jax.jit
+    def run(live: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        slots = executor.pack(0, live)
+        return executor.map_slots(slots, double, x), executor.work(slots, 3, False).decisions
+
+    rng = np.random.default_rng(0)
+    x = np.arange(3 * 17, dtype=np.float32).reshape(3, 17, 1)
+    exact = np.zeros((3, 17), bool)
+    exact[1, 3:11] = True
+    over = exact | (np.arange(17) == 12)
+    patterns = [rng.random((3, 17)) < share for share in (0.0, 0.2, 0.5, 1.0)]
+    for live in (*patterns, exact, over):
+        read_counts()
+        mapped, decisions = jax.block_until_ready(run(live, x))
+        np.testing.assert_array_equal(mapped, np.where(live, 2 * x[..., 0] + 1, 0))
+        assert read_counts()["decisions"] == int(decisions) == slots_of(live)

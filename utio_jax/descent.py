@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The current token of every row on its way through the layers, and what policies see there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.cache import KVCache
+from utio_jax.decode import Block
+from utio_jax.decoder import Decoder, Params
+from utio_jax.plan import Boundary
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Descent:
+    """The current tokens on their way down, and what the way has cost each row.
+
+    Attributes:
+      x: their states.
+      cache: keys and values.
+      memory: what the mode remembers.
+      deepest: layers that the batch has run so far.
+      token_layers: token slots that ran a layer, per row.
+      key_slots: key slots read, summed over layers.
+      attended: query-key pairs.
+    """
+
+    x: Float[Array, "batch 1 dim"]
+    cache: KVCache
+    memory: Any
+    deepest: Int[Array, ""]
+    token_layers: Int[Array, ""]
+    key_slots: Float[Array, ""]
+    attended: Float[Array, ""]
+
+    def after(
+        self,
+        *,
+        x: jax.Array,
+        cache: KVCache,
+        memory: Any,
+        deepest: jax.Array,
+        layers: jax.Array,
+        tokens: int,
+        width: int,
+    ) -> Descent:
+        return Descent(
+            x=x,
+            cache=cache,
+            memory=memory,
+            deepest=jnp.maximum(self.deepest, deepest * (layers > 0)),
+            token_layers=self.token_layers + layers * tokens,
+            key_slots=self.key_slots + layers * float(width),
+            attended=self.attended + layers * float(tokens * width),
+        )
+
+
+def logits_of(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "batch 1 dim"],
+    *,
+    where: Bool[Array, "batch 1"] | None = None,
+) -> Float[Array, "batch vocab"]:
+    """Returns the rows' logits; those of no row, and at no cost, if none is asked for."""
+
+    def head() -> jax.Array:
+        return decoder.unembed(params, x[:, 0]).astype(jnp.float32)
+
+    if where is None:
+        return head()
+    nothing = jax.eval_shape(head)
+    return jax.lax.cond(jnp.any(where), head, lambda: jnp.zeros(nothing.shape, nothing.dtype))
+
+
+def boundary_of(
+    decoder: Decoder,
+    params: Params,
+    x: jax.Array,
+    block: Block,
+    live: jax.Array,
+    depth: int,
+    looks: list[jax.Array],
+) -> Boundary:
+    """Returns what a policy may look at here; the logits that it does are added to `looks`."""
+
+    def map_live(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        new = function(*(array[:, 0] for array in arrays))[:, None]
+        shape = live.shape + (1,) * (new.ndim - 2)
+        return jnp.where(live.reshape(shape), new, jnp.zeros((), new.dtype))
+
+    def map_logits(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        looks.append(logits_of(decoder, params, x, where=live))
+        return map_live(lambda *blocks: function(looks[-1], *blocks), *arrays)
+
+    return Boundary(
+        x=x,
+        positions=block.positions,
+        live=live,
+        params=params,
+        depth=depth,
+        decoder=decoder,
+        map_live=map_live,
+        map_logits=map_logits,
+    )
+
+
+def store(memory: jax.Array, index: int, states: jax.Array, block: Block) -> jax.Array:
+    """Returns the memory with the states of depth number `index` at the tokens' positions."""
+    rows = jnp.arange(states.shape[0], dtype=jnp.int32)[:, None]
+    slots = jnp.where(block.valid, block.positions, memory.shape[2])
+    return memory.at[index, rows, slots].set(states, mode="drop")
