@@ -81,6 +81,13 @@ def unchecked_shapes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs() -> Iterator[None]:
+    """Drops compiled programs after each file: hundreds of them use up a process' memory maps."""
+    yield
+    jax.clear_caches()
+
+
 def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:
     """Returns parameters under which every layer does something.
 

@@ -122,15 +122,19 @@ def calibrate(
                 continue
             # Frozen K/V harm others, which only a real pass shows: so it chooses the floor.
             floor = max(rows, key=lambda first: _margin(rows[first], hull))
-            target, row, chosen = budget, rows[floor], fits[floor]
+            target, spent = budget, rows[floor].flops_ratio or 0.0
+            tried = {spent: fits[floor]}
             for _ in range(2):
-                target += budget - (row.flops_ratio or 0.0)
+                target += budget - spent
                 again = study.fit(name, floor, target)
                 if again is None:
                     break
-                chosen, row = again, really(name, budget, again)
-            if chosen is not None:
-                entries[name][budget] = chosen
+                spent = really(name, budget, again).flops_ratio or 0.0
+                tried[spent] = again
+            # The nearest, but none that costs noticeably more than was asked for if one does not.
+            nearest = tried[min(tried, key=lambda cost: (cost > budget + 0.01, abs(cost - budget)))]
+            if nearest is not None:
+                entries[name][budget] = nearest
     if not entries["learned"]:
         cheapest = study.share(exits[:2])[0] + gate
         raise ValueError(
