@@ -121,7 +121,8 @@ def test_a_fit_is_the_least_harmful_choice_of_exits_and_thresholds_within_the_bu
     )
 
     def outcome(depths: tuple[int, ...], cuts: tuple[float, ...]) -> tuple[float, float]:
-        stop, decided = np.full(tokens, len(depths) - 1), np.zeros(tokens)
+        stop = np.full(tokens, len(depths) - 1, np.int32)
+        decided = np.zeros(tokens)
         for index in reversed(range(len(cuts))):
             exit_index = exits.index(depths[index])
             score = predicted[exit_index] if name == "learned" else surrogate[first]
@@ -130,7 +131,7 @@ def test_a_fit_is_the_least_harmful_choice_of_exits_and_thresholds_within_the_bu
             decided += stop >= index
         # The surrogate reads logits at the floor, which tokens that stop there need anyway.
         spent = gate * decided if name == "learned" else head * (stop > 0)
-        of_exit = np.asarray([exits.index(depth) for depth in depths])[stop]
+        of_exit = np.asarray([exits.index(depth) for depth in depths], np.int32)[stop]
         cost = float((share(depths)[stop] + spent).mean())
         return float(harm[of_exit, np.arange(tokens)].mean()), cost
 

@@ -233,7 +233,7 @@ def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, name: str) 
         tiny.decoder, tiny.params, ids, lengths, policy, kv="propagate", executor=executor
     )
     together = run(ids, lengths, executor=shape.executor)
-    order = np.asarray([2, 0, 1])
+    order = np.asarray([2, 0, 1], np.int32)
     turned = run(ids[order], lengths[order], executor=shape.executor)
     wide = run(np.pad(ids, ((0, 0), (0, 9)), constant_values=5), lengths, executor=shape.executor)
     other = run(

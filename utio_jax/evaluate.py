@@ -256,7 +256,7 @@ def score_documents(
         for row, window in enumerate(batch.window):
             if window >= 0:
                 predicted = int(batch.lengths[row]) - 1
-                likelihood[window] = -comparison.nll[row, :predicted]
+                likelihood[window] = -np.asarray(comparison.nll)[row, :predicted]
                 depths[window] = decided[row, :predicted]
 
     total, fallbacks = Quality(), {}
