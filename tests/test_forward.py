@@ -72,7 +72,15 @@ def test_comparison_of_states_with_themselves_and_with_others(tiny: Any) -> None
     np.testing.assert_allclose(other.nll_full, same.nll, atol=1e-6)
 
 
-def test_map_blocks_covers_every_token_once() -> None:
-    for batch, token in ((1, 1), (3, 50), (2, 128), (5, 100)):
+def test_map_blocks_covers_every_token_once_in_blocks_of_at_most_128() -> None:
+    for batch, token, blocks in ((1, 1, 1), (3, 50, 2), (2, 128, 2), (5, 100, 4)):
         values = jnp.arange(batch * token, dtype=jnp.float32).reshape(batch, token)
-        np.testing.assert_array_equal(map_blocks(lambda x: 2 * x, values), 2 * values)
+        sizes: list[int] = []
+
+        def double(x: jax.Array, sizes: list[int] = sizes) -> jax.Array:
+            jax.debug.callback(lambda: sizes.append(x.shape[0]))
+            return 2 * x
+
+        np.testing.assert_array_equal(map_blocks(double, values), 2 * values)
+        jax.effects_barrier()
+        assert sizes == [min(batch * token, 128)] * blocks
