@@ -47,6 +47,8 @@ def test_both_full_depth_programs_agree(tiny: Any) -> None:
     np.testing.assert_allclose(blocks.log_likelihood, dense.log_likelihood, atol=1e-5)
     np.testing.assert_array_equal(blocks.depths, dense.depths)
     assert int(dense.work.queries.sum()) == 2 * 33 * 4
+    assert int(dense.work.keys_values.sum()) == 2 * 33 * 4
+    assert float(dense.work.key_slots.sum()) == 2 * 33 * 33 * 4
 
 
 def test_exit_nll_is_the_loss_of_truncating_at_each_exit(tiny: Any) -> None:

@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 from test_staircase import gated, surrogate
 
-from utio_jax import Learned, Random, Uniform, UtioSurrogate, full_depth, predictive_entropy
+from utio_jax import (
+    Boundary,
+    GivenDepths,
+    Learned,
+    Random,
+    Uniform,
+    UtioSurrogate,
+    full_depth,
+    predictive_entropy,
+    staircase,
+)
 
 
 def depths_of(
@@ -119,11 +129,49 @@ def test_a_surrogate_that_is_not_a_number_goes_deepest(tiny: Any) -> None:
 def test_who_has_stopped_stays_out_though_a_later_boundary_would_let_everybody_on(
     tiny: Any,
 ) -> None:
-    policy = gated(tiny)
+    policy, shape = gated(tiny), cases.SHAPES[1]
     eager = dataclasses.replace(policy, thresholds=policy.thresholds.at[1].set(-jnp.inf))
-    stopped = depths_of(tiny, policy) == 1
-    np.testing.assert_array_equal(depths_of(tiny, eager), np.where(stopped, 1, 4))
-    assert 0 < stopped.mean() < 1
+    ids, lengths = tiny.tokens(3, 17, seed=4), np.asarray([17, 9, 4], np.int32)
+    real = np.arange(17) < lengths[:, None]
+    found, before = (
+        cases.run_staircase(
+            tiny.decoder,
+            tiny.params,
+            ids,
+            lengths,
+            policy,
+            kv="propagate",
+            executor=shape.executor,
+        )
+        for policy in (eager, policy)
+    )
+    stopped = np.asarray(before.depths) == 1
+    assert stopped.any()
+    wanted = np.where(stopped, 1, np.where(real, 4, 0))
+    np.testing.assert_array_equal(found.depths, wanted)
+    # Neither those who stopped nor padding ran any further, and their states are as they were.
+    slots = -(-(wanted == 4).sum() // shape.executor.min_bucket) * shape.executor.min_bucket
+    np.testing.assert_array_equal(found.work.queries[1:], [slots, 2 * slots])
+    np.testing.assert_allclose(found.x[stopped], before.x[stopped], atol=1e-5)
+
+
+def test_a_boundary_says_where_it_is(tiny: Any) -> None:
+    seen: list[tuple[int, int, tuple[int, ...]]] = []
+
+    class Watching(GivenDepths):
+        def go_deeper(
+            self, index: int, boundary: Boundary, memory: Any
+        ) -> tuple[jax.Array, jax.Array]:
+            seen.append((index, boundary.depth, boundary.x.shape))
+            return super().go_deeper(index, boundary, memory)
+
+    policy = Watching(depth_of_token=jnp.full((2, 5), 4), depths=(1, 2, 4))
+    jax.eval_shape(  # Traced, not run.
+        lambda ids: staircase(tiny.decoder, tiny.params, ids, jnp.full(2, 5), policy).x,
+        tiny.tokens(2, 5),
+    )
+    shape = (2, 5, tiny.decoder.config.embed_dim)
+    assert seen == [(0, 1, shape), (1, 2, shape)]
 
 
 def test_gates_see_the_direction_of_a_state_and_not_its_length(tiny: Any) -> None:

@@ -137,6 +137,19 @@ def test_uniform_exits_equal_the_plain_models_states(tiny: Any) -> None:
         assert_close(np.asarray(found.x)[real], np.asarray(state)[real])
 
 
+def test_the_oracle_with_true_keys_reads_off_the_plain_models_states(tiny: Any) -> None:
+    """Nobody feels that others have stopped: every state under `kv="full"` is the full pass's."""
+    shape, ids, lengths, depths = small_case(tiny)
+    found = cases.run_oracle(tiny.decoder, tiny.params, ids, lengths, depths, kv="full")
+    states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=shape.depths)
+    wanted = np.select(
+        [np.asarray(depths)[..., None] == depth for depth in shape.depths], np.asarray(states)
+    )
+    real = np.arange(shape.token) < np.asarray(lengths)[:, None]
+    assert set(np.asarray(depths)[real]) == set(shape.depths)
+    assert_close(np.asarray(found)[real], wanted[real])
+
+
 def gated(model: Any, depths: tuple[int, ...] = (1, 2, 4)) -> Learned:
     """Random gates whose thresholds split the tokens at every boundary."""
     dim = model.decoder.config.embed_dim

@@ -14,7 +14,15 @@ import jax
 import numpy as np
 import pytest
 
-from utio_jax import CapacityPrefix, GivenDepths, MicroBatches, capacity, microbatches, staircase
+from utio_jax import (
+    CapacityPrefix,
+    GivenDepths,
+    MicroBatches,
+    capacity,
+    fit_capacities,
+    microbatches,
+    staircase,
+)
 from utio_jax.executors import Work
 from utio_jax.models import Transformer
 
@@ -121,6 +129,13 @@ def deepest_of(counts_of_rows: list[tuple[int, int, int]], width: int) -> np.nda
     """Returns depths of rows of which the first tokens run four layers, the next two, then one."""
     rows = [[4] * deep + [2] * (middle - deep) + [1] * width for _, middle, deep in counts_of_rows]
     return np.asarray([row[:width] for row in rows], np.int32)
+
+
+def test_fitted_capacities_are_those_of_the_fullest_row_rounded_up() -> None:
+    decided = np.pad(deepest_of([(9, 5, 0), (13, 2, 1)], 13), ((0, 0), (0, 4)))
+    decided[0, 9:] = 0  # The first row has nine tokens.
+    assert fit_capacities(decided, depths=(1, 2, 4), min_bucket=4) == (16, 8, 4)
+    assert fit_capacities(decided, depths=(1, 2, 4), min_bucket=1) == (13, 5, 1)
 
 
 def test_the_static_prefix_runs_its_capacity_and_whole_rows_only_where_a_row_overflows(
