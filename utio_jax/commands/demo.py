@@ -27,7 +27,7 @@ class Demo:
     model: str = "stdlib-16"
     text: tuple[Path, ...] = ()
     batches: int = 3
-    rounds: int = 4
+    rounds: int = 3
     seed: int = 0
     out: Path = Path("out/demo")
 
