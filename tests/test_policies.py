@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: what each decides, what it charges, and that thresholds move it one way."""
+"""The laws that every policy obeys, run over all of them; what the controls decide."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import cases
@@ -11,32 +15,460 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_staircase import gated, surrogate
+from generation import PROMPTS, SMALL, assert_greedy, lively_model
+from test_staircase import Counting, assert_close, gated, random_gates
 
-from utio_jax import Random, Uniform, full_depth, predictive_entropy
+from utio_jax import (
+    DepthFloor,
+    Entropy,
+    GivenDepths,
+    Hazard,
+    KeepFirst,
+    Learned,
+    MaxProbability,
+    Patience,
+    Policy,
+    Position,
+    PositionDecay,
+    PromptRouter,
+    Random,
+    Signal,
+    SoftmaxGap,
+    StateSimilarity,
+    Thresholded,
+    TokenSurrogate,
+    Uniform,
+    UtioSurrogate,
+    full_depth,
+    score,
+    surrogate_table,
+)
+from utio_jax.adaptive import Adaptive
+from utio_jax.cost import count_matmul_flops
+from utio_jax.documents import Batch
+from utio_jax.emission import stop_rules
+from utio_jax.evaluate import evaluate, gate_flops
+from utio_jax.exits import ExitStudy, collect_scores
+from utio_jax.generate import generate
+from utio_jax.loop import begin
+from utio_jax.plan import Boundary
+from utio_jax.sampling import Greedy
+
+SHAPE = cases.SHAPES[1]  # 3 x 17 tokens, depths 1, 2, 4.
+DEPTHS = SHAPE.depths
+EXITS = DEPTHS[:-1]
 
 
-def depths_of(
-    model: Any, policy: Any, seed: int = 4, batch: int = 3, token: int = 17
-) -> np.ndarray:
-    ids = model.tokens(batch, token, seed=seed)
-    lengths = jnp.full(batch, token, jnp.int32)
-    found = cases.run_staircase(
+def mean_states(model: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(12), (2, model.decoder.config.embed_dim))
+
+
+def token_surrogate(model: Any) -> TokenSurrogate:
+    mean = mean_states(model)[0]
+    return TokenSurrogate(table=surrogate_table(model.decoder, model.params, mean))
+
+
+SIGNALS: dict[str, Callable[[Any], Signal]] = {
+    "position": lambda model: Position(),
+    "utio_before": token_surrogate,
+    "utio_surrogate": lambda model: UtioSurrogate(mean_states=mean_states(model), exits=EXITS),
+    "softmax_gap": lambda model: SoftmaxGap(),
+    "max_probability": lambda model: MaxProbability(),
+    "entropy": lambda model: Entropy(),
+    "state_similarity": lambda model: StateSimilarity(),
+    "learned": lambda model: gated(model).signal,
+    "classifier": lambda model: Learned(gates=random_gates(model), exits=EXITS, name="classifier"),
+    "patience": lambda model: Patience(),
+    "hazard": lambda model: Hazard(gates=random_gates(model), exits=EXITS),
+    "prompt_router": lambda model: PromptRouter(gates=random_gates(model), exits=EXITS, prompt=3),
+    "floor_hazard": lambda model: DepthFloor(signal=SIGNALS["hazard"](model), depth=2),
+    "keep_first_learned": lambda model: KeepFirst(signal=gated(model).signal, count=3),
+    "decay_softmax_gap": lambda model: PositionDecay(
+        signal=SoftmaxGap(), amplitude=0.02, decay=0.2
+    ),
+}
+
+STATELESS: dict[str, Callable[[Any], Policy]] = {
+    "uniform": lambda model: Uniform(depth=2),
+    "random": lambda model: Random(
+        fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=DEPTHS
+    ),
+}
+POLICIES = (*SIGNALS, *STATELESS)
+BEFORE = ("position", "utio_before", *STATELESS)
+"""Policies that decide before the pass."""
+
+
+def study_of(model: Any, ids: Any, lengths: Any, exits: tuple[int, ...] = DEPTHS) -> ExitStudy:
+    """Returns a study with states in full precision, for the model's exits."""
+    states = cases.run_dense(model.decoder, model.params, ids, lengths, depths=exits)
+    nothing = np.zeros(0)
+    return ExitStudy(
+        batch=Batch(
+            token_ids=np.asarray(ids), lengths=np.asarray(lengths), window=np.arange(len(ids))
+        ),
+        predicted=np.arange(ids.shape[1]) < np.asarray(lengths)[:, None] - 1,
+        states=np.stack(states[:-1]),
+        kl=nothing,
+        harm=nothing,
+        differs=nothing,
+    )
+
+
+def scores_of(model: Any, signal: Signal, ids: Any, depths: tuple[int, ...] = DEPTHS) -> np.ndarray:
+    lengths = np.full(len(ids), ids.shape[1], np.int32)
+    study = study_of(model, ids, lengths)
+    return collect_scores(model.decoder, model.params, signal, study, depths=depths)
+
+
+def thresholded(model: Any, signal: Signal) -> Thresholded:
+    """Returns a policy under which about 30 % of the tokens stop at depth 1, 40 % at depth 2."""
+    scores = scores_of(model, signal, tokens(model, seed=9))
+    finite = [row[np.isfinite(row)] for row in scores]
+    cuts = [
+        np.quantile(row, q) if row.size else 0.0 for row, q in zip(finite, (0.3, 0.7), strict=True)
+    ]
+    if signal.name == "patience":  # Nobody has seen two exits at the first.
+        cuts = [-0.5, -0.5]
+    return Thresholded(signal=signal, thresholds=jnp.asarray(cuts, jnp.float32), depths=DEPTHS)
+
+
+def make(model: Any, name: str) -> Any:
+    return STATELESS[name](model) if name in STATELESS else thresholded(model, SIGNALS[name](model))
+
+
+def surrogate(model: Any) -> Thresholded:
+    return thresholded(model, SIGNALS["utio_surrogate"](model))
+
+
+def run(model: Any, policy: Any, ids: Any, lengths: Any = None) -> Any:
+    if lengths is None:
+        lengths = np.full(SHAPE.batch, SHAPE.token, np.int32)
+    return cases.run_staircase(
         model.decoder,
         model.params,
-        ids,
-        lengths,
+        jnp.asarray(ids),
+        jnp.asarray(lengths),
         policy,
         kv="propagate",
-        executor=cases.SHAPES[1].executor,
+        executor=SHAPE.executor,
     )
-    return np.asarray(found.depths)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One policy: pytest runs all laws on it before the next one."""
+    made = make(tiny, request.param)
+    assert made.name == request.param
+    yield made
+    # The programs of all policies together need more memory maps than Linux allows a process.
+    jax.clear_caches()
+
+
+def tokens(model: Any, seed: int = 4) -> np.ndarray:
+    return np.asarray(model.tokens(SHAPE.batch, SHAPE.token, seed=seed))
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_runs_as_the_oracle_says_at_the_depths_it_decides(tiny: Any, policy: Any) -> None:
+    name = policy.name
+    assert isinstance(policy, Policy)
+    histogram: collections.Counter[int] = collections.Counter()
+    for seed in range(16):
+        ids, lengths, _ = cases.draw(SHAPE, tiny.decoder.config.vocab_size, seed)
+        found = run(tiny, policy, ids, lengths)
+        wanted = cases.run_oracle(
+            tiny.decoder, tiny.params, ids, lengths, found.depths, kv="propagate"
+        )
+        real = np.arange(SHAPE.token) < lengths[:, None]
+        np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=1e-4)
+        histogram.update(np.asarray(found.depths)[real].tolist())
+    unused = {"patience": {1}, "floor_hazard": {1}}.get(name, set())
+    assert set(histogram) == ({2} if name == "uniform" else set(DEPTHS) - unused)
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_later_tokens_change_nothing_before_them(tiny: Any, policy: Any) -> None:
+    ids = tokens(tiny)
+    assert policy.causal
+    before = run(tiny, policy, ids)
+    for cut in (1, 4, 8, 16):
+        changed = ids.copy()
+        changed[:, cut:] = (changed[:, cut:] + 7) % tiny.decoder.config.vocab_size
+        after = run(tiny, policy, changed)
+        np.testing.assert_array_equal(after.depths[:, :cut], before.depths[:, :cut])
+        assert_close(after.x[:, :cut], before.x[:, :cut])
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, policy: Any) -> None:
+    ids = tokens(tiny)
+    lengths = np.asarray([17, 6, 11], np.int32)
+    together = run(tiny, policy, ids, lengths)
+    order = np.asarray([2, 0, 1])
+    turned = run(tiny, policy, ids[order], lengths[order])
+    for row, length in enumerate(lengths):
+        alone = run(tiny, policy, ids, np.where(np.arange(3) == row, lengths, 0).astype(np.int32))
+        padding = ids.copy()
+        padding[row, length:] = 5
+        padded = run(tiny, policy, padding, lengths)
+        place = int(np.flatnonzero(order == row)[0])
+        for found, at in ((alone, row), (turned, place), (padded, row)):
+            np.testing.assert_array_equal(found.depths[at, :length], together.depths[row, :length])
+            assert_close(found.x[at, :length], together.x[row, :length])
+
+
+@pytest.mark.parametrize("policy", SIGNALS, indirect=True)
+def test_higher_thresholds_stop_more_and_compile_nothing(
+    tiny: Any, policy: Any, count_compiles: Any
+) -> None:
+    ids = tokens(tiny)
+    first = scores_of(tiny, policy.signal, ids)[0]
+    finite = first[np.isfinite(first)]
+    levels = [-np.inf, *(np.quantile(finite, q) for q in (0.2, 0.5, 0.8) if finite.size), np.inf]
+    moved = [
+        dataclasses.replace(policy, thresholds=policy.thresholds.at[0].set(level))
+        for level in levels
+    ]
+    run(tiny, policy, ids)
+    with count_compiles() as compiles:
+        stays = [np.asarray(run(tiny, one, ids).depths) == DEPTHS[0] for one in moved]
+    assert compiles.count == 0
+    for lower, higher in itertools.pairwise(stays):
+        assert (higher | ~lower).all()
+    # The floor never stops here; the first tokens of a row may be kept.
+    assert stays[0].sum() == 0
+    np.testing.assert_array_equal(stays[-1], np.isfinite(first))
+
+
+@pytest.mark.parametrize("policy", SIGNALS, indirect=True)
+def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny).copy()
+    everyone = dataclasses.replace(policy, thresholds=jnp.full(2, jnp.inf))
+    ids[ids == 63] = 0
+    ids[:, 1] = 63
+    broken = jax.tree.map(lambda leaf: leaf.at[63].set(jnp.nan), tiny.params["embedding"])
+    model = dataclasses.replace(tiny, params=tiny.params | {"embedding": broken})
+    found = run(model, everyone, ids)
+    depths = np.asarray(found.depths)
+    if name not in BEFORE:
+        assert (depths[:, 1:] == 4).all(), "and everybody who attends to it"
+    else:
+        assert (depths == 1).all()
+    nan = dataclasses.replace(everyone, signal=Poisoned(signal=policy.signal))
+    assert (np.asarray(run(tiny, nan, ids).depths) == 4).all()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Poisoned:
+    """A signal whose scores are not numbers."""
+
+    signal: Any
+    name: str = dataclasses.field(default="poisoned", metadata={"static": True})
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.signal, attribute)
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        score, memory = self.signal(index, boundary, memory)
+        return score * jnp.nan, memory
+
+
+class CountingHeads(Counting):
+    """The model, counting the slots that go through its head as well."""
+
+    def unembed(self, params: Any, x: jax.Array) -> jax.Array:
+        self._count("unembed", x)
+        return super().unembed(params, x)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watched(Poisoned):
+    """A signal, counting the slots that its function of live tokens is applied to."""
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        def map_live(function: Any, *arrays: jax.Array) -> jax.Array:
+            def counted(*blocks: jax.Array) -> jax.Array:
+                slots = blocks[0].shape[0]
+                jax.debug.callback(lambda: Counting.counts.update({"map_live": slots}))
+                return function(*blocks)
+
+            return boundary.map_live(counted, *arrays)
+
+        return self.signal(index, dataclasses.replace(boundary, map_live=map_live), memory)
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny)
+    decoder, lengths = CountingHeads(tiny.decoder.config), jnp.asarray([17, 6, 11])
+    watched = policy
+    if name in SIGNALS:
+        watched = dataclasses.replace(policy, signal=Watched(signal=policy.signal))
+    Counting.counts.clear()
+    found = jax.jit(score, static_argnums=0, static_argnames="executor")(
+        decoder, tiny.params, ids, lengths, watched, executor=SHAPE.executor
+    )
+    jax.block_until_ready(found)
+    jax.effects_barrier()
+    work, depths = found.work, np.asarray(found.depths)
+    padded = lambda count: -(-int(count) // SHAPE.executor.min_bucket) * SHAPE.executor.min_bucket  # noqa: E731
+    boundaries = range(len(policy.depths) - 1)
+    arrived = [padded((depths >= policy.depths[index]).sum()) for index in boundaries]
+    looked = np.zeros(depths.shape, bool)
+    for index in boundaries:
+        looked |= (depths == policy.depths[index]) & policy.reads_logits(index)
+    looks = [n * policy.reads_logits(index) for index, n in enumerate(arrived)]
+    heads = [*looks, 0, padded(((depths > 0) & ~looked).sum())]
+    np.testing.assert_array_equal(work.heads, heads)
+    assert Counting.counts["unembed"] == sum(heads)
+    gate = [policy.flops(index, tiny.decoder, tiny.params) for index in boundaries]
+    gated_slots = sum(
+        n
+        for n, flops, look in zip(arrived, gate, looks, strict=True)
+        if flops and not look and name != "prompt_router"
+    )
+    assert Counting.counts["map_live"] == gated_slots
+    wanted = sum(flops * n for flops, n in zip(gate, arrived, strict=True))
+    assert gate_flops(tiny.decoder, tiny.params, policy, work) == wanted
+
+
+@pytest.mark.parametrize("policy", SIGNALS, indirect=True)
+def test_flops_are_those_of_the_arithmetic(tiny: Any, policy: Any) -> None:
+    signal, count = policy.signal, 3  # As many tokens as the router's prompt.
+    config = tiny.decoder.config
+    memory = signal.start(jnp.zeros((1, count), jnp.int32), jnp.arange(count)[None])
+    rows = lambda y: y.reshape(1, count, *y.shape[1:])  # noqa: E731
+    flat = lambda arrays: [a.reshape(count, *a.shape[2:]) for a in arrays]  # noqa: E731
+    for index, depth in enumerate(EXITS):
+
+        def call(x: jax.Array, memory: Any, index: int = index, depth: int = depth) -> Any:
+            boundary = Boundary(
+                x=x,
+                positions=jnp.arange(count, dtype=jnp.int32)[None],
+                live=jnp.ones((1, count), bool),
+                params=tiny.params,
+                depth=depth,
+                decoder=tiny.decoder,
+                map_live=lambda function, *arrays: rows(function(*flat(arrays))),
+                map_logits=lambda function, *arrays: rows(
+                    function(jnp.zeros((count, config.vocab_size)), *flat(arrays))
+                ),
+            )
+            return signal(index, boundary, memory)
+
+        x = jax.random.normal(jax.random.key(0), (1, count, config.embed_dim))
+        counted = count_matmul_flops(call, x, memory)
+        charged = count * signal.flops(index, tiny.decoder, tiny.params)
+        if hasattr(getattr(signal, "signal", signal), "gates"):
+            assert counted == pytest.approx(charged)
+            assert counted > 0
+        else:  # Norms are sums of squares, which are charged though they are no matrix products.
+            assert counted <= charged <= count * 6 * config.embed_dim
+        memory = call(x, memory)[1]
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_a_ledger_adds_up(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny)
+    batch = Batch(token_ids=ids, lengths=np.asarray([17, 6, 11]), window=np.arange(3))
+    seen: dict[str, np.ndarray] = {}
+    found = evaluate(
+        tiny.decoder,
+        tiny.params,
+        [batch],
+        {name: policy},
+        executor=SHAPE.executor,
+        observe=lambda name, batch, comparison, depths: seen.update({name: depths}),
+    )[name]
+    row = found.ledger(policy.name, budget=None, num_layers=4)
+    depths = seen[name]
+    assert row.policy == name
+    assert row.involuntary_exits == 0
+    assert row.depth_decided_mean == pytest.approx(depths[depths > 0].mean())
+    assert sum((row.depth_histogram or {}).values()) == pytest.approx(1)
+    boundaries = range(len(policy.depths) - 1)
+    paid = any(
+        policy.reads_logits(index) or policy.flops(index, tiny.decoder, tiny.params)
+        for index in boundaries
+    )
+    assert ((row.gate_pct or 0) > 0) == paid
+    assert (row.padding_ratio or 0) >= 1
+
+
+@pytest.mark.parametrize("policy", SIGNALS, indirect=True)
+def test_a_signal_that_says_so_scores_each_boundary_by_itself(tiny: Any, policy: Any) -> None:
+    signal, ids = policy.signal, tokens(tiny)
+    both, second = scores_of(tiny, signal, ids), scores_of(tiny, signal, ids, depths=(2, 4))
+    same = np.allclose(both[1], second[0], atol=1e-5)
+    assert same == (not signal.remembers)
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_is_a_pytree_whose_leaves_are_what_calibration_changes(tiny: Any, policy: Any) -> None:
+    leaves, treedef = jax.tree.flatten(policy)
+    again = jax.tree.unflatten(treedef, leaves)
+    assert again.depths == policy.depths
+    assert again.name == policy.name
+    assert jax.tree.structure(again) == treedef
+    hash(treedef)
+    if isinstance(policy, Thresholded):
+        assert any(leaf is policy.thresholds for leaf in leaves)
+
+
+@pytest.fixture(scope="module")
+def lively() -> Any:
+    return lively_model()
+
+
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_decoding_can_use_it(lively: Any, policy: Any) -> None:
+    mode, stops = Adaptive(policy=make(lively, policy.name)), stop_rules(())
+    mode.check(lively.decoder)
+    three = jnp.full(3, 4, jnp.int32)
+    prompts = jnp.zeros((3, 8), jnp.int32)
+    state = jax.eval_shape(  # Traced, not compiled: the slow test below runs it.
+        lambda: begin(
+            lively.decoder,
+            lively.params,
+            mode,
+            Greedy(),
+            stops,
+            prompts,
+            three,
+            three,
+            three.astype(jnp.uint32),
+            slots=64,
+        )
+    )
+    step = partial(mode.step, lively.decoder, lively.params, Greedy(), stops, width=64)
+    after = jax.eval_shape(step, state)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES, indirect=True)
+def test_decoding_is_the_oracle_at_the_depths_it_decides(lively: Any, policy: Any) -> None:
+    policy = make(lively, policy.name)
+    result = generate(
+        lively.decoder,
+        lively.params,
+        PROMPTS,
+        mode=Adaptive(policy=policy),
+        max_new_tokens=24,
+        eos_ids=(),
+        lengths=SMALL,
+    )
+    assert_greedy(lively, result, kv="propagate")
+    decided = np.concatenate(result.decided)
+    if policy.name != "prompt_router":  # While decoding there is no prompt to look at.
+        assert len(set(decided.tolist())) > 1
 
 
 def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -> None:
-    policy = Random(
-        fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=(1, 2, 4)
-    )
+    policy: Any = STATELESS["random"](tiny)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (64, 64)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), ids.shape)
     draws = np.asarray(policy.start(ids, positions))
@@ -45,88 +477,29 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
     np.testing.assert_array_equal(draws[:1], policy.start(ids[:1], positions[:1]))
     other = dataclasses.replace(policy, key=jax.random.key(6))
     assert (np.asarray(other.start(ids, positions)) != draws).mean() > 0.9
-    decided = depths_of(tiny, policy)
-    wanted = np.select([d < 0.5 for d in [policy_draws(policy, tiny)]], [1], default=0)
-    assert ((decided == 1) == (wanted == 1)).all()
+    few = tokens(tiny)
+    drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
+    wanted = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
+    np.testing.assert_array_equal(run(tiny, policy, few).depths, wanted)
 
 
-def policy_draws(policy: Random, model: Any) -> np.ndarray:
-    ids = model.tokens(3, 17, seed=4)
-    return np.asarray(
-        policy.start(ids, jnp.broadcast_to(jnp.arange(17, dtype=jnp.int32), ids.shape))
-    )
+def test_infinite_thresholds_stop_everybody_or_nobody(tiny: Any) -> None:
+    policy, ids = make(tiny, "learned"), tokens(tiny)
+    for threshold, depth in ((jnp.inf, 1), (-jnp.inf, 4)):
+        moved = dataclasses.replace(policy, thresholds=jnp.full(2, threshold))
+        assert (np.asarray(run(tiny, moved, ids).depths) == depth).all()
 
 
-@pytest.mark.parametrize("make", [gated, surrogate])
-def test_higher_thresholds_never_run_a_token_deeper_at_the_first_boundary(
-    tiny: Any, make: Any
-) -> None:
-    policy = make(tiny)
-    stays = []
-    for shift in (-2.0, -0.5, 0.0, 0.5, 2.0):
-        moved = dataclasses.replace(policy, thresholds=policy.thresholds + shift)
-        stays.append(depths_of(tiny, moved) == policy.depths[0])
-    for shallower, deeper in zip(stays[1:], stays, strict=False):
-        assert (shallower | ~deeper).all()
-    assert stays[-1].sum() > stays[0].sum()
+def test_policies_without_a_decision_are_free(tiny: Any) -> None:
+    given = GivenDepths(depth_of_token=jnp.ones((1, 1), jnp.int32), depths=DEPTHS)
+    for policy in (given, Uniform(depth=2), full_depth(tiny.decoder)):
+        assert policy.flops(0, tiny.decoder, tiny.params) == 0
+        assert not policy.reads_logits(0)
+    assert full_depth(tiny.decoder).depths == (4,)
 
 
-def test_infinite_thresholds_and_nan_scores(tiny: Any) -> None:
-    policy = gated(tiny)
-    everyone = dataclasses.replace(policy, thresholds=jnp.full(2, jnp.inf))
-    nobody = dataclasses.replace(policy, thresholds=jnp.full(2, -jnp.inf))
-    assert (depths_of(tiny, everyone) == 1).all()
-    assert (depths_of(tiny, nobody) == 4).all()
-    broken = dataclasses.replace(policy.gates[0], output=jnp.full(8, jnp.nan))
-    nan = dataclasses.replace(everyone, gates=(broken, broken))
-    assert (depths_of(tiny, nan) == 4).all(), "a score that is not a number goes deepest"
-
-
-def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
-    policy = surrogate(tiny)
-    ids, lengths = tiny.tokens(2, 9), jnp.full(2, 9, jnp.int32)
-    run = lambda policy: cases.run_staircase(  # noqa: E731
-        tiny.decoder,
-        tiny.params,
-        ids,
-        lengths,
-        policy,
-        kv="propagate",
-        executor=cases.SHAPES[1].executor,
-    )
-    x = run(Uniform(depth=1)).x
-    mean = np.asarray(policy.mean_state)
-    cosine = np.asarray(x) @ mean / np.linalg.norm(x, axis=-1) / np.linalg.norm(mean)
-    entropy = np.asarray(predictive_entropy(tiny.decoder.unembed(tiny.params, x)))
-    wanted = 2 / 3 * entropy + 1 / 3 * (1 - cosine)
-    states = x.reshape(-1, x.shape[-1])
-    found = policy.score(tiny.decoder.unembed(tiny.params, states), states).reshape(2, 9)
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
-    decided = np.asarray(run(policy).depths)
-    low, high = np.asarray(policy.thresholds)
-    np.testing.assert_array_equal(decided, np.select([wanted <= low, wanted <= high], [1, 2], 4))
-
-
-def test_gates_are_charged(tiny: Any) -> None:
-    config = tiny.decoder.config
-    hidden = 8
-    assert (
-        gated(tiny).flops(0, tiny.decoder, tiny.params)
-        == 2 * config.embed_dim * hidden + 2 * hidden
-    )
-    assert surrogate(tiny).flops(0, tiny.decoder, tiny.params) == 4 * config.embed_dim
-    assert surrogate(tiny).flops(1, tiny.decoder, tiny.params) == 0
-    # Its heads are counted where they run: see tests/test_readout.py.
-    assert [surrogate(tiny).reads_logits(index) for index in (0, 1)] == [True, False]
-    assert not gated(tiny).reads_logits(0)
-    assert full_depth(tiny.decoder).depths == (config.num_layers,)
-    assert Uniform(depth=2).flops(0, tiny.decoder, tiny.params) == 0
-
-
-def test_policies_are_pytrees_whose_leaves_are_what_calibration_changes(tiny: Any) -> None:
-    for policy in (gated(tiny), surrogate(tiny), Uniform(depth=2)):
-        leaves, treedef = jax.tree.flatten(policy)
-        again = jax.tree.unflatten(treedef, leaves)
-        assert again.depths == policy.depths
-        assert again.name == policy.name
-        assert again.causal
+def test_thresholds_that_do_not_fit_the_depths_are_refused(tiny: Any) -> None:
+    policy = Thresholded(signal=Entropy(), thresholds=jnp.zeros(3), depths=DEPTHS)
+    wanted = "a threshold for each of depths=\\(1, 2, 4\\) but the last. Got .*\\(3,\\)"
+    with pytest.raises(ValueError, match=wanted):
+        policy.start(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))
