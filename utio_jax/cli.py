@@ -67,7 +67,7 @@ class Score:
       files: text files.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       model: a model folder, or the shipped model's name.
-      policy: full, uniform, random, utio_surrogate or learned.
+      policy: full, uniform, random, or one that the model's calibration holds.
       budget: target flops_ratio, for the fitted policies.
       depth: layers, for uniform.
       batch: rows per pass.
@@ -163,6 +163,8 @@ class Calibrate:
     Attributes:
       model: a model folder, or the shipped model's name.
       text: text files; by default the calibrate split of this Python's standard library.
+      policies: learned, utio_surrogate, utio_before, position, prompt_router, softmax_gap,
+        max_probability, entropy, state_similarity, classifier, patience, hazard; or all.
       budgets: target flops_ratios.
       seed: of the gates.
       out: folder to write policies.json and policies.safetensors to; the model's own by default.
@@ -170,6 +172,7 @@ class Calibrate:
 
     model: str = "stdlib-16"
     text: tuple[Path, ...] = ()
+    policies: tuple[str, ...] = ("learned", "utio_surrogate")
     budgets: tuple[float, ...] = (0.5, 0.6, 0.75, 0.9)
     seed: int = 0
     out: Path | None = None
@@ -178,6 +181,7 @@ class Calibrate:
         """Runs the command and returns its JSON."""
         from utio_jax.calibrate import calibrate
         from utio_jax.documents import batches_of, windows_of
+        from utio_jax.gates import SIGNALS
         from utio_jax.models import load
 
         started = time.perf_counter()
@@ -196,6 +200,7 @@ class Calibrate:
             batches,
             model_sha256=model.sha256,
             text=described,
+            policies=tuple(SIGNALS) if self.policies == ("all",) else self.policies,
             budgets=self.budgets,
             seed=self.seed,
             progress=lambda what: print(

@@ -178,25 +178,20 @@ def score_and_compare(
     return result, _where_predicted(predicted, result.read)
 
 
-def compare_states(
-    decoder: Decoder,
-    params: Params,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    x: Float[Array, "batch token dim"],
-    x_full: Float[Array, "batch token dim"],
-) -> Comparison:
-    """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced."""
-    labels, predicted = labels_of(token_ids, lengths)
-    found = _read_all(decoder, params, partial(_compare, decoder, params), x, x_full, labels)
-    return _where_predicted(predicted, found)
-
-
 def _compare(
     decoder: Decoder, params: Params, logits: jax.Array, x_full: jax.Array, label: jax.Array
 ) -> dict[str, jax.Array]:
     """Returns the fields of a `Comparison` of one block of tokens."""
     full_logits = decoder.unembed(params, x_full).astype(jnp.float32)
+    return compare_logits(logits, full_logits, label)
+
+
+def compare_logits(
+    logits: Float[Array, "slot vocab"],
+    full_logits: Float[Array, "slot vocab"],
+    label: Int[Array, " slot"],
+) -> dict[str, jax.Array]:
+    """Returns the fields of a `Comparison` from both predictions."""
     ours, full = jax.nn.log_softmax(logits), jax.nn.log_softmax(full_logits)
     return {
         "nll": next_token_nll(logits, label),

@@ -23,6 +23,17 @@ class Thresholds:
     thresholds: tuple[float, ...]
     fractions: tuple[float, ...]
 
+    def over(self, depths: Sequence[int]) -> Thresholds:
+        """Returns the same decisions with more exits, at which nobody stops."""
+        thresholds = dict(zip(self.depths, self.thresholds, strict=False))
+        fractions = dict(zip(self.depths, self.fractions, strict=True))
+        return Thresholds(
+            depths=tuple(depths),
+            # JSON has no infinity.
+            thresholds=tuple(thresholds.get(depth, -1e30) for depth in depths[:-1]),
+            fractions=tuple(fractions.get(depth, 0.0) for depth in depths),
+        )
+
 
 def fit_thresholds(
     scores: np.ndarray,
@@ -40,8 +51,8 @@ def fit_thresholds(
     few sweeps from the last boundary to the first settle all; the price is found by bisection.
 
     Args:
-      scores: `[boundary, token]`; a token leaves at the first boundary where its score is at or
-        below the threshold.
+      scores: `[boundary, token]`; a token leaves at the first boundary where its score is finite,
+        and at or below the threshold.
       kl: `[boundary + 1, token]` in nats, of leaving there.
       depths: `[boundary + 1]`.
       cost_of_depth: `[boundary + 1]`, as shares of the full pass.
@@ -59,12 +70,12 @@ def fit_thresholds(
         )
     order = np.argsort(scores, axis=1, kind="stable")
     cuts = np.full(len(scores), -np.inf)
-    left = _leave(scores, cuts)
+    left = leave_at(scores, cuts)
     low, high, best = 0.0, 1e4, None
     for _ in range(40):
         price = np.sqrt(max(low, 1e-6) * high)
-        cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate)
-        left = _leave(scores, cuts)
+        cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate, cuts)
+        left = leave_at(scores, cuts)
         mean = float(cost_of_depth[left].mean())
         mean += sum(
             float(g * (left >= b).mean())
@@ -93,27 +104,37 @@ def _sweep(
     order: np.ndarray,
     depth_price: np.ndarray,
     gate_price: np.ndarray,
+    start: np.ndarray,
 ) -> np.ndarray:
     boundaries = len(scores)
-    cuts = np.full(boundaries, -np.inf)
+    cuts = start.copy()  # Those of a similar price: two sweeps then settle what takes four.
     for _ in range(4):
-        left = _leave(scores, cuts)
+        before = cuts.copy()
+        left = leave_at(scores, cuts)
         ahead = kl[-1] + depth_price[-1]  # What each token costs if it stays beyond this boundary.
         for b in reversed(range(boundaries)):
             leave = kl[b] + depth_price[b]
-            ranked = order[b][(left >= b)[order[b]]]
+            ranked = order[b][((left >= b) & np.isfinite(scores[b]))[order[b]]]
             # Gain of letting the k tokens of lowest score leave here, for every k.
             gain = np.concatenate([[0.0], np.cumsum(ahead[ranked] - leave[ranked])])
+            ranks = scores[b, ranked]  # Tokens of one score leave together, or not at all.
+            gain[1:-1][ranks[1:] == ranks[:-1]] = -np.inf
             count = int(np.argmax(gain))
-            if gain[count] > gate_price[b] * len(ranked):
+            if gain[count] > gate_price[b] * (left >= b).sum():
                 cuts[b] = scores[b, ranked[count - 1]]
                 ahead = np.where(scores[b] <= cuts[b], leave, ahead) + gate_price[b]
             else:
                 cuts[b] = -np.inf
+        if np.array_equal(cuts, before):
+            break
     return cuts
 
 
-def _leave(scores: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """Returns the boundary at which each token leaves; the number of boundaries if at none."""
-    leaves = scores <= cuts[:, None]
+def leave_at(scores: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """Returns the boundary at which each token leaves; the number of boundaries if at none.
+
+    As `Thresholded` does: scores of NaN and +inf leave nowhere.
+    """
+    cuts = np.expand_dims(cuts, tuple(range(1, scores.ndim)))
+    leaves = (scores <= cuts) & (scores < np.inf)
     return np.where(leaves.any(axis=0), leaves.argmax(axis=0), len(cuts))
