@@ -201,9 +201,10 @@ def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None
     assert list(found.fallbacks.values()) == [2]
     assert "fewer than the minimum of 65" in next(iter(found.fallbacks))
     assert (found.documents[0].depths == 4).all()
-    routed = score_documents(
-        tiny.decoder, tiny.params, document, gated(tiny), rows=1, executor=EXECUTOR
-    )
+    ask = partial(score_documents, tiny.decoder, tiny.params, document, gated(tiny), rows=1)
+    deep = ask(executor=EXECUTOR, fractions=(0.0, 0.0, 1.0))
+    assert "routing would cost" in next(iter(deep.fallbacks))
+    routed = ask(executor=EXECUTOR)
     assert not routed.fallbacks
     # The depth beside a token's likelihood is that of the token before it, which predicted it.
     row, mask = np.zeros((1, 64), np.int32), np.arange(64)[None] < 40
