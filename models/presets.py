@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from utio_jax.models.transformer import TransformerConfig
 
 STDLIB_16 = TransformerConfig(
@@ -19,6 +21,12 @@ STDLIB_16 = TransformerConfig(
     eos_ids=(0,),
 )
 """The shipped model: 4.4M parameters, six exits, trained on the standard library's source."""
+
+PLAIN_16 = dataclasses.replace(STDLIB_16, exits=(16,))
+"""Control: the shipped shape without intermediate exits, trained on the last layer's loss alone."""
+
+PLAIN_12 = dataclasses.replace(STDLIB_16, num_layers=12, exits=(12,))
+"""Control: simply a shallower model, three quarters as deep."""
 
 TINY = TransformerConfig(
     vocab_size=64,

@@ -20,13 +20,15 @@ from utio_jax.documents import batches_of, windows_of
 from utio_jax.forward import exit_nll
 from utio_jax.models.checkpoint import save
 from utio_jax.models.corpus import Document, describe, standard_library
-from utio_jax.models.presets import STDLIB_16, TINY
+from utio_jax.models.presets import PLAIN_12, PLAIN_16, STDLIB_16, TINY
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from utio_jax.models.train import TrainConfig, bits_per_byte, train, training_stream
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 _PRESETS = {
     "stdlib-16": STDLIB_16,
+    "plain-16": PLAIN_16,
+    "plain-12": PLAIN_12,
     "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
 }
 
@@ -63,6 +65,8 @@ def run_recipe(
         exit_weights=TrainConfig.exit_weights
         if len(config.exits) == 6
         else (0.5,) * (len(config.exits) - 1),
+        # Layer dropout serves early exits; a model without any is trained plainly.
+        max_layer_dropout=TrainConfig.max_layer_dropout if len(config.exits) > 1 else 0.0,
     )
     held_out = standard_library("calibrate")
     params = train(

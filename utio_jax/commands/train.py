@@ -18,7 +18,7 @@ class Train:
       out: folder for checkpoints, log, and the finished model in `out/model`.
       resume: continue from the latest checkpoint.
       steps: optimizer steps; 2200 take 60 to 90 minutes on two CPU cores.
-      preset: "stdlib-16" or "tiny".
+      preset: "stdlib-16", "tiny", or a control without exits: "plain-16", "plain-12".
       seed: of everything random.
     """
 
@@ -35,5 +35,7 @@ class Train:
         summary = run_recipe(
             self.out, preset=self.preset, steps=self.steps, seed=self.seed, resume=self.resume
         )
+        if len(summary["bits_per_byte"]) == 1:  # No exits: nothing to calibrate.
+            return {"command": "train", **summary, "calibration": None}
         calibrated = Calibrate(model=str(self.out / "model"), seed=self.seed).run()
         return {"command": "train", **summary, "calibration": calibrated["info"]}
