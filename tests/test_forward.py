@@ -12,10 +12,9 @@ from cases import run_dense, run_oracle
 from test_staircase import gated
 
 from utio_jax import exit_nll, full_depth, score
-from utio_jax.forward import compare_states, score_dense
+from utio_jax.forward import compare_logits, score_dense
 
 run_score = jax.jit(score, static_argnums=0)
-run_compare = jax.jit(compare_states, static_argnums=0)
 
 
 def plain_nll(model: Any, ids: np.ndarray, x: jax.Array) -> np.ndarray:
@@ -59,16 +58,16 @@ def test_exit_nll_is_the_loss_of_truncating_at_each_exit(tiny: Any) -> None:
         np.testing.assert_allclose(nll[:, :-1], plain_nll(tiny, ids, x), atol=1e-4)
 
 
-def test_comparison_of_states_with_themselves_and_with_others(tiny: Any) -> None:
-    ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 5])
-    shallow, full = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(1, 4))
-    same = run_compare(tiny.decoder, tiny.params, ids, lengths, full, full)
-    np.testing.assert_allclose(same.kl, 0, atol=1e-6)
-    assert int(same.agree.sum()) == 11 + 4
-    other = run_compare(tiny.decoder, tiny.params, ids, lengths, shallow, full)
-    p, q = (jax.nn.log_softmax(tiny.decoder.unembed(tiny.params, x)) for x in (full, shallow))
-    kl = np.asarray((jnp.exp(p) * (p - q)).sum(-1))
-    predicted = np.arange(12) < np.asarray(lengths)[:, None] - 1
-    np.testing.assert_allclose(other.kl, np.where(predicted, kl, 0), atol=1e-4)
-    assert (np.asarray(other.kl)[predicted] > 0).all()
-    np.testing.assert_allclose(other.nll_full, same.nll, atol=1e-6)
+def test_comparison_of_predictions_with_themselves_and_with_others(tiny: Any) -> None:
+    ids, lengths = tiny.tokens(2, 12), jnp.asarray([12, 12])
+    states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(1, 4))
+    shallow, full = (tiny.decoder.unembed(tiny.params, x).reshape(24, -1) for x in states)
+    labels = tiny.tokens(24, seed=1)
+    same, other = (compare_logits(logits, full, labels) for logits in (full, shallow))
+    np.testing.assert_allclose(same["kl"], 0, atol=1e-6)
+    assert np.asarray(same["agree"]).all()
+    p, q = (np.asarray(jax.nn.log_softmax(logits), np.float64) for logits in (full, shallow))
+    np.testing.assert_allclose(other["kl"], (np.exp(p) * (p - q)).sum(-1), atol=1e-5)
+    np.testing.assert_allclose(other["nll"], -q[np.arange(24), labels], atol=1e-5)
+    np.testing.assert_allclose(other["nll_full"], same["nll"], atol=1e-6)
+    np.testing.assert_array_equal(other["agree"], p.argmax(-1) == q.argmax(-1))

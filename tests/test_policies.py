@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies: what each decides, what it charges, and that thresholds move it one way."""
+"""The laws that every policy obeys, run over all of them; what the controls decide."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import cases
@@ -11,42 +14,487 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_staircase import gated, surrogate
+from generation import PROMPTS, SMALL, assert_greedy, lively_model
+from test_staircase import assert_close, gated, random_gates
+from test_work import Counting, read_counts
 
 from utio_jax import (
-    Boundary,
+    DepthFloor,
+    Entropy,
     GivenDepths,
+    Hazard,
+    KeepFirst,
     Learned,
+    MaxProbability,
+    Patience,
+    Policy,
+    Position,
+    PositionDecay,
+    PromptRouter,
     Random,
+    Signal,
+    SoftmaxGap,
+    StateSimilarity,
+    Thresholded,
+    TokenSurrogate,
     Uniform,
     UtioSurrogate,
     full_depth,
-    predictive_entropy,
-    staircase,
+    score,
+    surrogate_table,
 )
+from utio_jax.adaptive import Adaptive
+from utio_jax.cost import count_matmul_flops, pass_flops, token_cost
+from utio_jax.documents import Batch
+from utio_jax.emission import stop_rules
+from utio_jax.evaluate import evaluate, gate_flops, run_score
+from utio_jax.exits import ExitStudy, collect, collect_scores
+from utio_jax.generate import generate
+from utio_jax.loop import begin
+from utio_jax.mode import Setting
+from utio_jax.plan import Boundary
+from utio_jax.sampling import Greedy
+
+SHAPE = cases.SHAPES[1]  # 3 x 17 tokens, depths 1, 2, 4.
+DEPTHS = SHAPE.depths
+EXITS = DEPTHS[:-1]
 
 
-def depths_of(
-    model: Any, policy: Any, seed: int = 4, batch: int = 3, token: int = 17
-) -> np.ndarray:
-    ids = model.tokens(batch, token, seed=seed)
-    lengths = jnp.full(batch, token, jnp.int32)
-    found = cases.run_staircase(
+def mean_states(model: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(12), (2, model.decoder.config.embed_dim))
+
+
+def token_surrogate(model: Any) -> TokenSurrogate:
+    mean = mean_states(model)[0]
+    return TokenSurrogate(table=surrogate_table(model.decoder, model.params, mean))
+
+
+SIGNALS: dict[str, Callable[[Any], Signal]] = {
+    "position": lambda model: Position(),
+    "utio_before": token_surrogate,
+    "utio_surrogate": lambda model: UtioSurrogate(mean_states=mean_states(model), exits=EXITS),
+    "softmax_gap": lambda model: SoftmaxGap(),
+    "max_probability": lambda model: MaxProbability(),
+    "entropy": lambda model: Entropy(),
+    "state_similarity": lambda model: StateSimilarity(),
+    "learned": lambda model: gated(model).signal,
+    "classifier": lambda model: Learned(gates=random_gates(model), exits=EXITS, name="classifier"),
+    "patience": lambda model: Patience(),
+    "hazard": lambda model: Hazard(gates=random_gates(model), exits=EXITS),
+    "prompt_router": lambda model: PromptRouter(gates=random_gates(model), exits=EXITS, prompt=3),
+    "floor_hazard": lambda model: DepthFloor(signal=SIGNALS["hazard"](model), depth=2),
+    "keep_first_learned": lambda model: KeepFirst(signal=gated(model).signal, count=3),
+    "decay_softmax_gap": lambda model: PositionDecay(
+        signal=SoftmaxGap(), amplitude=0.02, decay=0.2
+    ),
+}
+
+STATELESS: dict[str, Callable[[Any], Policy]] = {
+    "uniform": lambda model: Uniform(depth=2),
+    "random": lambda model: Random(
+        fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=DEPTHS
+    ),
+}
+POLICIES = (*SIGNALS, *STATELESS)
+COUSINS = ("max_probability", "entropy", "classifier", "keep_first_learned", "floor_hazard")
+"""Of the same code as a neighbour above: `make test-slow` holds the laws against them as well."""
+
+
+def laws_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    chosen = [pytest.param(n, marks=pytest.mark.slow if n in COUSINS else ()) for n in names]
+    return pytest.mark.parametrize("policy", chosen, indirect=True)
+
+
+BEFORE = ("position", "utio_before", *STATELESS)
+"""Policies that decide before the pass."""
+
+
+def study_of(model: Any, ids: Any, lengths: Any, exits: tuple[int, ...] = DEPTHS) -> ExitStudy:
+    """Returns a study with states in full precision, for the model's exits."""
+    states = cases.run_dense(model.decoder, model.params, ids, lengths, depths=exits)
+    nothing = np.zeros(0)
+    return ExitStudy(
+        batch=Batch(
+            token_ids=np.asarray(ids), lengths=np.asarray(lengths), window=np.arange(len(ids))
+        ),
+        predicted=np.arange(ids.shape[1]) < np.asarray(lengths)[:, None] - 1,
+        states=np.stack(states[:-1]),
+        kl=nothing,
+        harm=nothing,
+        differs=nothing,
+    )
+
+
+def scores_of(model: Any, signal: Signal, ids: Any, depths: tuple[int, ...] = DEPTHS) -> np.ndarray:
+    lengths = np.full(len(ids), ids.shape[1], np.int32)
+    study = study_of(model, ids, lengths)
+    return collect_scores(model.decoder, model.params, signal, study, depths=depths)
+
+
+def thresholded(model: Any, signal: Signal) -> Thresholded:
+    """Returns a policy under which about 30 % of the tokens stop at depth 1, 40 % at depth 2."""
+    scores = scores_of(model, signal, tokens(model, seed=9))
+    finite = [row[np.isfinite(row)] for row in scores]
+    cuts = [
+        np.quantile(row, q) if row.size else 0.0 for row, q in zip(finite, (0.3, 0.7), strict=True)
+    ]
+    if signal.name == "patience":  # Nobody has seen two exits at the first.
+        cuts = [-0.5, -0.5]
+    return Thresholded(signal=signal, thresholds=jnp.asarray(cuts, jnp.float32), depths=DEPTHS)
+
+
+def make(model: Any, name: str) -> Any:
+    return STATELESS[name](model) if name in STATELESS else thresholded(model, SIGNALS[name](model))
+
+
+def surrogate(model: Any) -> Thresholded:
+    return thresholded(model, SIGNALS["utio_surrogate"](model))
+
+
+def run(model: Any, policy: Any, ids: Any, lengths: Any = None) -> Any:
+    """Returns what `score` does, by the program of `evaluate`: all laws share one compilation."""
+    if lengths is None:
+        lengths = np.full(SHAPE.batch, SHAPE.token, np.int32)
+    return run_score(
         model.decoder,
         model.params,
-        ids,
-        lengths,
-        policy,
+        jnp.asarray(ids),
+        jnp.asarray(lengths),
+        policy=policy,
         kv="propagate",
-        executor=cases.SHAPES[1].executor,
+        executor=SHAPE.executor,
     )
-    return np.asarray(found.depths)
+
+
+@pytest.fixture(scope="module")
+def policy(tiny: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One policy: pytest runs all laws on it before the next one."""
+    made = make(tiny, request.param)
+    assert made.name == request.param
+    yield made
+    # The programs of all policies together need more memory maps than Linux allows a process.
+    for function in (collect, run_score):
+        function.clear_cache()
+
+
+def tokens(model: Any, seed: int = 4) -> np.ndarray:
+    return np.asarray(model.tokens(SHAPE.batch, SHAPE.token, seed=seed))
+
+
+@laws_of(POLICIES)
+def test_runs_as_the_oracle_says_at_the_depths_it_decides(tiny: Any, policy: Any) -> None:
+    name = policy.name
+    assert isinstance(policy, Policy)
+    histogram: collections.Counter[int] = collections.Counter()
+    for seed in range(16):
+        ids, lengths, _ = cases.draw(SHAPE, tiny.decoder.config.vocab_size, seed)
+        found = run(tiny, policy, ids, lengths)
+        wanted = cases.run_oracle(
+            tiny.decoder, tiny.params, ids, lengths, found.depths, kv="propagate"
+        )
+        real = np.arange(SHAPE.token) < lengths[:, None]
+        np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=1e-4)
+        histogram.update(np.asarray(found.depths)[real].tolist())
+    unused = {"patience": {1}, "floor_hazard": {1}}.get(name, set())
+    assert set(histogram) == ({2} if name == "uniform" else set(DEPTHS) - unused)
+
+
+@laws_of(POLICIES)
+def test_later_tokens_change_nothing_before_them(tiny: Any, policy: Any) -> None:
+    ids = tokens(tiny)
+    assert policy.causal
+    before = run(tiny, policy, ids)
+    for cut in (1, 4, 8, 16):
+        changed = ids.copy()
+        changed[:, cut:] = (changed[:, cut:] + 7) % tiny.decoder.config.vocab_size
+        after = run(tiny, policy, changed)
+        np.testing.assert_array_equal(after.depths[:, :cut], before.depths[:, :cut])
+        assert_close(after.x[:, :cut], before.x[:, :cut])
+
+
+@laws_of(POLICIES)
+def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, policy: Any) -> None:
+    ids = tokens(tiny)
+    lengths = np.asarray([17, 6, 11], np.int32)
+    together = run(tiny, policy, ids, lengths)
+    order = np.asarray([2, 0, 1])
+    turned = run(tiny, policy, ids[order], lengths[order])
+    for row, length in enumerate(lengths):
+        alone = run(tiny, policy, ids, np.where(np.arange(3) == row, lengths, 0).astype(np.int32))
+        padding = ids.copy()
+        padding[row, length:] = 5
+        padded = run(tiny, policy, padding, lengths)
+        place = int(np.flatnonzero(order == row)[0])
+        for found, at in ((alone, row), (turned, place), (padded, row)):
+            np.testing.assert_array_equal(found.depths[at, :length], together.depths[row, :length])
+            assert_close(found.x[at, :length], together.x[row, :length])
+
+
+@laws_of(SIGNALS)
+def test_higher_thresholds_stop_more_and_compile_nothing(
+    tiny: Any, policy: Any, count_compiles: Any
+) -> None:
+    ids = tokens(tiny)
+    first = scores_of(tiny, policy.signal, ids)[0]
+    finite = first[np.isfinite(first)]
+    levels = [np.quantile(finite, q) for q in (0.2, 0.5, 0.8) if finite.size]
+    levels = [-np.inf, -1e30, *levels, 1e30, np.inf]
+    moved = [
+        dataclasses.replace(policy, thresholds=policy.thresholds.at[0].set(level))
+        for level in levels
+    ]
+    run(tiny, policy, ids)
+    with count_compiles() as compiles:
+        stays = [np.asarray(run(tiny, one, ids).depths) == DEPTHS[0] for one in moved]
+    assert compiles.count == 0
+    for lower, higher in itertools.pairwise(stays):
+        assert (higher | ~lower).all()
+    # The floor never stops here; the first tokens of a row may be kept.
+    assert stays[0].sum() == 0
+    assert stays[-1].all()
+    np.testing.assert_array_equal(stays[-2], np.isfinite(first))
+
+
+@laws_of(SIGNALS)
+def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny).copy()
+    everyone = dataclasses.replace(policy, thresholds=jnp.full(2, 1e30))
+    ids[ids == 63] = 0
+    ids[:, 1] = 63
+    broken = jax.tree.map(lambda leaf: leaf.at[63].set(jnp.nan), tiny.params["embedding"])
+    model = dataclasses.replace(tiny, params=tiny.params | {"embedding": broken})
+    found = run(model, everyone, ids)
+    depths = np.asarray(found.depths)
+    if name not in BEFORE:
+        assert (depths[:, 1:] == 4).all(), "and everybody who attends to it"
+    else:
+        assert (depths == 1).all()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A signal, counting the slots that its function of live tokens is applied to."""
+
+    signal: Any
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.signal, attribute)
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        def map_live(function: Any, *arrays: jax.Array) -> jax.Array:
+            def counted(*blocks: jax.Array) -> jax.Array:
+                slots = blocks[0].shape[0]
+                jax.debug.callback(lambda: Counting.counts.update({"map_live": slots}))
+                return function(*blocks)
+
+            return boundary.map_live(counted, *arrays)
+
+        return self.signal(index, dataclasses.replace(boundary, map_live=map_live), memory)
+
+
+@laws_of(POLICIES)
+def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny)
+    decoder, lengths = Counting(tiny.decoder.config), jnp.asarray([17, 6, 11])
+    watched = policy
+    if name in SIGNALS:
+        watched = dataclasses.replace(policy, signal=Watched(signal=policy.signal))
+    read_counts()
+    found = jax.jit(score, static_argnums=0, static_argnames="executor")(
+        decoder, tiny.params, ids, lengths, watched, executor=SHAPE.executor
+    )
+    jax.block_until_ready(found)
+    counts = read_counts()
+    work, depths = found.work, np.asarray(found.depths)
+    padded = lambda count: -(-int(count) // SHAPE.executor.min_bucket) * SHAPE.executor.min_bucket  # noqa: E731
+    boundaries = range(len(policy.depths) - 1)
+    arrived = [padded((depths >= policy.depths[index]).sum()) for index in boundaries]
+    looked = np.zeros(depths.shape, bool)
+    for index in boundaries:
+        looked |= (depths == policy.depths[index]) & policy.reads_logits(index)
+    looks = [n * policy.reads_logits(index) for index, n in enumerate(arrived)]
+    heads = [*looks, 0, padded(((depths > 0) & ~looked).sum())]
+    np.testing.assert_array_equal(work.heads, heads)
+    assert counts["unembed"] == sum(heads)
+    gate = [policy.flops(index, tiny.decoder, tiny.params) for index in boundaries]
+    gated_slots = sum(
+        n
+        for n, flops, look in zip(arrived, gate, looks, strict=True)
+        if flops and not look and name != "prompt_router"
+    )
+    assert counts["map_live"] == gated_slots
+    wanted = sum(flops * n for flops, n in zip(gate, arrived, strict=True))
+    assert gate_flops(tiny.decoder, tiny.params, policy, work) == wanted
+
+
+@pytest.mark.parametrize("name", ["learned", "softmax_gap", "position"])
+def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) -> None:
+    """Over all exits, a policy is the one over those that it uses, in values and in cost."""
+    policy, ids, lengths = make(tiny, name), tokens(tiny), np.asarray([17, 6, 11], np.int32)
+    first = policy.thresholds[0]
+    cost = token_cost(tiny.decoder, tiny.params)
+
+    def spent(policy: Any, found: Any) -> float:
+        gates = gate_flops(tiny.decoder, tiny.params, policy, found.work)
+        return pass_flops(cost, found.work, gates=gates)
+
+    for depths, thresholds in (((1, 4), (first, -np.inf)), ((2,), (-np.inf, np.inf))):
+        kept = jnp.asarray([t for t in thresholds if np.isfinite(t)], jnp.float32)
+        wide = dataclasses.replace(policy, thresholds=jnp.asarray(thresholds, jnp.float32))
+        narrow = dataclasses.replace(policy, thresholds=kept, depths=depths)
+        ours, theirs = run(tiny, wide, ids, lengths), run(tiny, narrow, ids, lengths)
+        np.testing.assert_array_equal(ours.depths, theirs.depths)
+        np.testing.assert_allclose(ours.log_likelihood, theirs.log_likelihood, atol=1e-5)
+        assert spent(wide, ours) == pytest.approx(spent(narrow, theirs))
+    counts = np.asarray(ours.work.queries)
+    assert counts[1] > 0
+    assert not counts[2:].any(), "nobody came here"
+    assert not np.asarray(ours.work.keys_values)[2:].any(), "so nobody needs these K/V"
+
+
+@laws_of(SIGNALS)
+def test_flops_are_those_of_the_arithmetic(tiny: Any, policy: Any) -> None:
+    signal, count = policy.signal, 3  # As many tokens as the router's prompt.
+    config = tiny.decoder.config
+    memory = signal.start(jnp.zeros((1, count), jnp.int32), jnp.arange(count)[None])
+    rows = lambda y: y.reshape(1, count, *y.shape[1:])  # noqa: E731
+    flat = lambda arrays: [a.reshape(count, *a.shape[2:]) for a in arrays]  # noqa: E731
+    for index, depth in enumerate(EXITS):
+
+        def call(x: jax.Array, memory: Any, index: int = index, depth: int = depth) -> Any:
+            boundary = Boundary(
+                x=x,
+                positions=jnp.arange(count, dtype=jnp.int32)[None],
+                live=jnp.ones((1, count), bool),
+                params=tiny.params,
+                depth=depth,
+                decoder=tiny.decoder,
+                map_live=lambda function, *arrays: rows(function(*flat(arrays))),
+                map_logits=lambda function, *arrays: rows(
+                    function(jnp.zeros((count, config.vocab_size)), *flat(arrays))
+                ),
+            )
+            return signal(index, boundary, memory)
+
+        x = jax.random.normal(jax.random.key(0), (1, count, config.embed_dim))
+        counted = count_matmul_flops(call, x, memory)
+        charged = count * signal.flops(index, tiny.decoder, tiny.params)
+        if hasattr(getattr(signal, "signal", signal), "gates"):
+            assert counted == pytest.approx(charged)
+            assert counted > 0
+        else:  # Norms are sums of squares, which are charged though they are no matrix products.
+            assert counted <= charged <= count * 6 * config.embed_dim
+        memory = call(x, memory)[1]
+
+
+@laws_of(POLICIES)
+def test_a_ledger_adds_up(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny)
+    batch = Batch(token_ids=ids, lengths=np.asarray([17, 6, 11]), window=np.arange(3))
+    seen: dict[str, np.ndarray] = {}
+    found = evaluate(
+        tiny.decoder,
+        tiny.params,
+        [batch],
+        {name: policy},
+        executor=SHAPE.executor,
+        observe=lambda name, batch, comparison, depths: seen.update({name: depths}),
+    )[name]
+    row = found.ledger(policy.name, budget=None, num_layers=4)
+    depths = seen[name]
+    assert row.policy == name
+    assert row.involuntary_exits == 0
+    assert row.depth_decided_mean == pytest.approx(depths[depths > 0].mean())
+    assert sum((row.depth_histogram or {}).values()) == pytest.approx(1)
+    boundaries = range(len(policy.depths) - 1)
+    paid = any(
+        policy.reads_logits(index) or policy.flops(index, tiny.decoder, tiny.params)
+        for index in boundaries
+    )
+    assert ((row.gate_pct or 0) > 0) == paid
+    assert (row.padding_ratio or 0) >= 1
+
+
+@laws_of(SIGNALS)
+def test_a_signal_that_says_so_scores_each_boundary_by_itself(tiny: Any, policy: Any) -> None:
+    signal, ids = policy.signal, tokens(tiny)
+    both, second = scores_of(tiny, signal, ids), scores_of(tiny, signal, ids, depths=(2, 4))
+    same = np.allclose(both[1], second[0], atol=1e-5)
+    assert same == (not signal.remembers)
+
+
+@laws_of(POLICIES)
+def test_is_a_pytree_whose_leaves_are_what_calibration_changes(tiny: Any, policy: Any) -> None:
+    leaves, treedef = jax.tree.flatten(policy)
+    again = jax.tree.unflatten(treedef, leaves)
+    assert again.depths == policy.depths
+    assert again.name == policy.name
+    assert jax.tree.structure(again) == treedef
+    hash(treedef)
+    if isinstance(policy, Thresholded):
+        assert any(leaf is policy.thresholds for leaf in leaves)
+
+
+@pytest.fixture(scope="module")
+def lively() -> Any:
+    return lively_model()
+
+
+@laws_of(POLICIES)
+def test_decoding_can_use_it(lively: Any, policy: Any, unchecked_shapes: None) -> None:
+    mode, stops = Adaptive(policy=make(lively, policy.name)), stop_rules(())
+    mode.check(lively.decoder)
+    three = jnp.full(3, 4, jnp.int32)
+    prompts = jnp.zeros((3, 8), jnp.int32)
+
+    def start_and_step() -> Any:
+        state = begin(
+            lively.decoder,
+            lively.params,
+            mode,
+            Greedy(),
+            stops,
+            prompts,
+            three,
+            three,
+            three.astype(jnp.uint32),
+            slots=64,
+        )
+        setting = Setting(
+            decoder=lively.decoder,
+            params=lively.params,
+            sampling=Greedy(),
+            stops=stops,
+            width=64,
+        )
+        return state, mode.step(setting, state)
+
+    state, after = jax.eval_shape(start_and_step)  # Traced only: the slow test below runs it.
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.slow
+@laws_of(POLICIES)
+def test_decoding_is_the_oracle_at_the_depths_it_decides(lively: Any, policy: Any) -> None:
+    policy = make(lively, policy.name)
+    result = generate(
+        lively.decoder,
+        lively.params,
+        PROMPTS,
+        mode=Adaptive(policy=policy),
+        max_new_tokens=24,
+        eos_ids=(),
+        lengths=SMALL,
+    )
+    assert_greedy(lively, result, kv="propagate")
+    decided = np.concatenate(result.decided)
+    if policy.name != "prompt_router":  # While decoding there is no prompt to look at.
+        assert len(set(decided.tolist())) > 1
 
 
 def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -> None:
-    policy = Random(
-        fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=(1, 2, 4)
-    )
+    policy: Any = STATELESS["random"](tiny)
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (64, 64)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), ids.shape)
     draws = np.asarray(policy.start(ids, positions))
@@ -55,189 +503,29 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
     np.testing.assert_array_equal(draws[:1], policy.start(ids[:1], positions[:1]))
     other = dataclasses.replace(policy, key=jax.random.key(6))
     assert (np.asarray(other.start(ids, positions)) != draws).mean() > 0.9
-    mine = policy_draws(policy, tiny)
-    wanted = np.select([mine < 0.5, mine < 0.75], [1, 2], 4)
-    np.testing.assert_array_equal(depths_of(tiny, policy), wanted)
-    assert set(wanted.ravel()) == {1, 2, 4}
+    few = jnp.asarray(tokens(tiny))
+    drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
+    wanted = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
+    np.testing.assert_array_equal(run(tiny, policy, few).depths, wanted)
 
 
-def policy_draws(policy: Random, model: Any) -> np.ndarray:
-    ids = model.tokens(3, 17, seed=4)
-    return np.asarray(
-        policy.start(ids, jnp.broadcast_to(jnp.arange(17, dtype=jnp.int32), ids.shape))
-    )
+def test_infinite_thresholds_stop_everybody_or_nobody(tiny: Any) -> None:
+    policy, ids = make(tiny, "learned"), tokens(tiny)
+    for threshold, depth in ((jnp.inf, 1), (-jnp.inf, 4)):
+        moved = dataclasses.replace(policy, thresholds=jnp.full(2, threshold))
+        assert (np.asarray(run(tiny, moved, ids).depths) == depth).all()
 
 
-@pytest.mark.parametrize("make", [gated, surrogate])
-def test_higher_thresholds_never_run_a_token_deeper_at_the_first_boundary(
-    tiny: Any, make: Any
-) -> None:
-    policy = make(tiny)
-    stays = []
-    for shift in (-2.0, -0.5, 0.0, 0.5, 2.0):
-        moved = dataclasses.replace(policy, thresholds=policy.thresholds + shift)
-        stays.append(depths_of(tiny, moved) == policy.depths[0])
-    for shallower, deeper in zip(stays[1:], stays, strict=False):
-        assert (shallower | ~deeper).all()
-    assert stays[-1].sum() > stays[0].sum()
+def test_policies_without_a_decision_are_free(tiny: Any) -> None:
+    given = GivenDepths(depth_of_token=jnp.ones((1, 1), jnp.int32), depths=DEPTHS)
+    for policy in (given, Uniform(depth=2), full_depth(tiny.decoder)):
+        assert policy.flops(0, tiny.decoder, tiny.params) == 0
+        assert not policy.reads_logits(0)
+    assert full_depth(tiny.decoder).depths == (4,)
 
 
-def test_infinite_thresholds_and_nan_scores(tiny: Any) -> None:
-    policy = gated(tiny)
-    everyone = dataclasses.replace(policy, thresholds=jnp.full(2, jnp.inf))
-    nobody = dataclasses.replace(policy, thresholds=jnp.full(2, -jnp.inf))
-    assert (depths_of(tiny, everyone) == 1).all()
-    assert (depths_of(tiny, nobody) == 4).all()
-    broken = dataclasses.replace(policy.gates[0], output=jnp.full(8, jnp.nan))
-    nan = dataclasses.replace(everyone, gates=(broken, broken))
-    assert (depths_of(tiny, nan) == 4).all(), "a score that is not a number goes deepest"
-
-
-def constant(model: Any) -> tuple[Learned, float]:
-    """Gates that say a quarter of every token."""
-    policy = gated(model)
-    gates = tuple(
-        dataclasses.replace(gate, output=jnp.zeros(8), output_bias=jnp.float32(0.25))
-        for gate in policy.gates
-    )
-    return dataclasses.replace(policy, gates=gates), 0.25
-
-
-def weightless(model: Any) -> tuple[UtioSurrogate, float]:
-    """A surrogate that is 0 of every token."""
-    return dataclasses.replace(surrogate(model), weights=(0.0, 0.0)), 0.0
-
-
-@pytest.mark.parametrize("make", [constant, weightless])
-def test_a_token_stops_where_its_score_is_at_the_threshold(tiny: Any, make: Any) -> None:
-    policy, score = make(tiny)
-    below = score - 1e-6
-    for thresholds, depth in (((score, score), 1), ((below, score), 2), ((below, below), 4)):
-        moved = dataclasses.replace(policy, thresholds=jnp.asarray(thresholds, jnp.float32))
-        assert (depths_of(tiny, moved) == depth).all()
-
-
-def test_a_surrogate_that_is_not_a_number_goes_deepest(tiny: Any) -> None:
-    everyone = dataclasses.replace(surrogate(tiny), thresholds=jnp.full(2, jnp.inf))
-    assert (depths_of(tiny, everyone) == 1).all()
-    # The exit's logits are not numbers; the states are.
-    norm = {"scale": jnp.full_like(tiny.params["norm"]["scale"], jnp.nan)}
-    broken = dataclasses.replace(tiny, params=tiny.params | {"norm": norm})
-    assert (depths_of(broken, everyone) == 4).all()
-
-
-def test_who_has_stopped_stays_out_though_a_later_boundary_would_let_everybody_on(
-    tiny: Any,
-) -> None:
-    policy, shape = gated(tiny), cases.SHAPES[1]
-    eager = dataclasses.replace(policy, thresholds=policy.thresholds.at[1].set(-jnp.inf))
-    ids, lengths = tiny.tokens(3, 17, seed=4), np.asarray([17, 9, 4], np.int32)
-    real = np.arange(17) < lengths[:, None]
-    found, before = (
-        cases.run_staircase(
-            tiny.decoder,
-            tiny.params,
-            ids,
-            lengths,
-            policy,
-            kv="propagate",
-            executor=shape.executor,
-        )
-        for policy in (eager, policy)
-    )
-    stopped = np.asarray(before.depths) == 1
-    assert stopped.any()
-    wanted = np.where(stopped, 1, np.where(real, 4, 0))
-    np.testing.assert_array_equal(found.depths, wanted)
-    # Neither those who stopped nor padding ran any further, and their states are as they were.
-    slots = -(-(wanted == 4).sum() // shape.executor.min_bucket) * shape.executor.min_bucket
-    np.testing.assert_array_equal(found.work.queries[1:], [slots, 2 * slots])
-    np.testing.assert_allclose(found.x[stopped], before.x[stopped], atol=1e-5)
-
-
-def test_a_boundary_says_where_it_is(tiny: Any) -> None:
-    seen: list[tuple[int, int, tuple[int, ...]]] = []
-
-    class Watching(GivenDepths):
-        def go_deeper(
-            self, index: int, boundary: Boundary, memory: Any
-        ) -> tuple[jax.Array, jax.Array]:
-            seen.append((index, boundary.depth, boundary.x.shape))
-            return super().go_deeper(index, boundary, memory)
-
-    policy = Watching(depth_of_token=jnp.full((2, 5), 4), depths=(1, 2, 4))
-    jax.eval_shape(  # Traced, not run.
-        lambda ids: staircase(tiny.decoder, tiny.params, ids, jnp.full(2, 5), policy).x,
-        tiny.tokens(2, 5),
-    )
-    shape = (2, 5, tiny.decoder.config.embed_dim)
-    assert seen == [(0, 1, shape), (1, 2, shape)]
-
-
-def test_gates_see_the_direction_of_a_state_and_not_its_length(tiny: Any) -> None:
-    gate = gated(tiny).gates[0]
-    x = jax.random.normal(jax.random.key(3), (5, tiny.decoder.config.embed_dim))
-    np.testing.assert_allclose(gate(100 * x), gate(x), rtol=1e-4)
-    assert np.ptp(np.asarray(gate(x))) > 0.1
-
-
-def test_the_surrogate_is_entropy_and_outlier_at_the_floor(tiny: Any) -> None:
-    policy = surrogate(tiny)
-    ids, lengths = tiny.tokens(2, 9), jnp.full(2, 9, jnp.int32)
-    run = lambda policy: cases.run_staircase(  # noqa: E731
-        tiny.decoder,
-        tiny.params,
-        ids,
-        lengths,
-        policy,
-        kv="propagate",
-        executor=cases.SHAPES[1].executor,
-    )
-    x = run(Uniform(depth=1)).x
-    mean = np.asarray(policy.mean_state)
-    cosine = np.asarray(x) @ mean / np.linalg.norm(x, axis=-1) / np.linalg.norm(mean)
-    entropy = np.asarray(predictive_entropy(tiny.decoder.unembed(tiny.params, x)))
-    wanted = 2 / 3 * entropy + 1 / 3 * (1 - cosine)
-    states = x.reshape(-1, x.shape[-1])
-    found = policy.score(tiny.decoder.unembed(tiny.params, states), states).reshape(2, 9)
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
-    decided = np.asarray(run(policy).depths)
-    low, high = np.asarray(policy.thresholds)
-    np.testing.assert_array_equal(decided, np.select([wanted <= low, wanted <= high], [1, 2], 4))
-
-
-def with_wide_gate(policy: Learned) -> Learned:
-    """Returns the policy with a second gate three times as wide, of the same values."""
-    first, second = policy.gates
-    wide = dataclasses.replace(
-        second,
-        hidden=jnp.tile(second.hidden, (1, 3)),
-        hidden_bias=jnp.tile(second.hidden_bias, 3),
-        output=jnp.tile(second.output, 3) / 3,
-    )
-    return dataclasses.replace(policy, gates=(first, wide))
-
-
-def test_gates_are_charged(tiny: Any) -> None:
-    config = tiny.decoder.config
-    policy = with_wide_gate(gated(tiny))
-    for index, hidden in enumerate((8, 24)):
-        charged = policy.flops(index, tiny.decoder, tiny.params)
-        assert charged == 2 * config.embed_dim * hidden + 2 * hidden
-    # The state's product with the mean, and with itself.
-    assert surrogate(tiny).flops(0, tiny.decoder, tiny.params) == 2 * 2 * config.embed_dim
-    assert surrogate(tiny).flops(1, tiny.decoder, tiny.params) == 0
-    # Its heads are counted where they run: see tests/test_readout.py.
-    assert [surrogate(tiny).reads_logits(index) for index in (0, 1)] == [True, False]
-    assert not gated(tiny).reads_logits(0)
-    assert full_depth(tiny.decoder).depths == (config.num_layers,)
-    assert Uniform(depth=2).flops(0, tiny.decoder, tiny.params) == 0
-
-
-def test_policies_are_pytrees_whose_leaves_are_what_calibration_changes(tiny: Any) -> None:
-    for policy in (gated(tiny), surrogate(tiny), Uniform(depth=2)):
-        leaves, treedef = jax.tree.flatten(policy)
-        again = jax.tree.unflatten(treedef, leaves)
-        assert again.depths == policy.depths
-        assert again.name == policy.name
-        assert again.causal
+def test_thresholds_that_do_not_fit_the_depths_are_refused(tiny: Any) -> None:
+    policy = Thresholded(signal=Entropy(), thresholds=jnp.zeros(3), depths=DEPTHS)
+    wanted = "a threshold for each of depths=\\(1, 2, 4\\) but the last. Got .*\\(3,\\)"
+    with pytest.raises(ValueError, match=wanted):
+        policy.start(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from typing import Any
 
@@ -19,8 +18,8 @@ from utio_jax import (
     Learned,
     MicroBatches,
     StateGate,
+    Thresholded,
     Uniform,
-    UtioSurrogate,
     fit_capacities,
     oracle,
     staircase,
@@ -150,51 +149,29 @@ def test_the_oracle_with_true_keys_reads_off_the_plain_models_states(tiny: Any) 
     assert_close(np.asarray(found)[real], wanted[real])
 
 
-def gated(model: Any, depths: tuple[int, ...] = (1, 2, 4)) -> Learned:
-    """Random gates whose thresholds split the tokens at every boundary."""
+def random_gates(model: Any, exits: tuple[int, ...] = (1, 2)) -> StateGate:
+    keys = jax.random.split(jax.random.key(11), len(exits))
     dim = model.decoder.config.embed_dim
-    keys = jax.random.split(jax.random.key(11), len(depths) - 1)
-    gates = tuple(
-        StateGate(
-            hidden=jax.random.normal(key, (dim, 8)) * 0.3,
-            hidden_bias=jnp.zeros(8),
-            output=jax.random.normal(jax.random.fold_in(key, 1), (8,)),
-            output_bias=jnp.zeros(()),
-        )
-        for key in keys
+    return StateGate(
+        hidden=jnp.stack([jax.random.normal(key, (dim, 8)) * 0.3 for key in keys]),
+        hidden_bias=jnp.zeros((len(exits), 8)),
+        output=jnp.stack([jax.random.normal(jax.random.fold_in(key, 1), (8,)) for key in keys]),
+        output_bias=jnp.zeros(len(exits)),
     )
-    return Learned(gates=gates, thresholds=jnp.asarray([0.1, 0.2])[: len(keys)], depths=depths)
 
 
-def surrogate(model: Any, depths: tuple[int, ...] = (1, 2, 4)) -> UtioSurrogate:
-    mean = jax.random.normal(jax.random.key(12), (model.decoder.config.embed_dim,))
-    return UtioSurrogate(thresholds=jnp.asarray([2.84, 2.92]), mean_state=mean, depths=depths)
-
-
-POLICIES = {"learned": gated, "utio_surrogate": surrogate}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
-def test_boundary_policies_equal_the_oracle_at_the_depths_they_decide(
-    tiny: Any, name: str, kv: str
-) -> None:
-    policy, shape = POLICIES[name](tiny), dataclasses.replace(cases.SHAPES[1], kv=kv)
-    histogram: collections.Counter[int] = collections.Counter()
-    for seed in range(24):
-        ids, lengths, _ = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
-        found = cases.run_staircase(
-            tiny.decoder, tiny.params, ids, lengths, policy, kv=kv, executor=shape.executor
-        )
-        wanted = cases.run_oracle(tiny.decoder, tiny.params, ids, lengths, found.depths, kv=kv)
-        real = np.arange(shape.token) < lengths[:, None]
-        np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=1e-4)
-        histogram.update(np.asarray(found.depths)[real].tolist())
-    assert set(histogram) == {1, 2, 4}, "the case must exercise every depth"
+def gated(model: Any, depths: tuple[int, ...] = (1, 2, 4)) -> Thresholded:
+    """Random gates whose thresholds split the tokens at every boundary."""
+    exits = depths[:-1]
+    return Thresholded(
+        signal=Learned(gates=random_gates(model, exits), exits=exits),
+        thresholds=jnp.asarray([0.1, 0.2])[: len(exits)],
+        depths=depths,
+    )
 
 
 def test_decisions_are_those_of_the_states_that_the_oracle_has_at_each_boundary(tiny: Any) -> None:
-    policy, shape = gated(tiny), cases.SHAPES[1]
+    policy, gates, shape = gated(tiny), random_gates(tiny), cases.SHAPES[1]
     flips = 0
     for seed in range(16):
         ids, lengths, _ = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
@@ -212,53 +189,12 @@ def test_decisions_are_those_of_the_states_that_the_oracle_has_at_each_boundary(
                 np.minimum(decided, boundary),
                 kv="propagate",
             )
-            score = np.asarray(policy.gates[index](states))
+            score = np.asarray(gates.at(index)(states))
             wanted = score > float(policy.thresholds[index])
             wrong = arrived & (wanted != (decided > boundary))
             assert (np.abs(score - float(policy.thresholds[index]))[wrong] < 1e-4).all()
             flips += int(wrong.sum())
     assert flips <= 1
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_later_tokens_change_nothing_before_them(tiny: Any, name: str) -> None:
-    policy, shape = POLICIES[name](tiny), cases.SHAPES[1]
-    ids, _, _ = cases.draw(shape, tiny.decoder.config.vocab_size, 3)
-    lengths = np.full(shape.batch, shape.token, np.int32)
-    run = lambda ids: cases.run_staircase(  # noqa: E731
-        tiny.decoder, tiny.params, ids, lengths, policy, kv="propagate", executor=shape.executor
-    )
-    before = run(ids)
-    for cut in (1, 8, 16):
-        changed = ids.copy()
-        changed[:, cut:] = (changed[:, cut:] + 7) % tiny.decoder.config.vocab_size
-        after = run(changed)
-        np.testing.assert_array_equal(after.depths[:, :cut], before.depths[:, :cut])
-        assert_close(after.x[:, :cut], before.x[:, :cut])
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, name: str) -> None:
-    policy, shape = POLICIES[name](tiny), cases.SHAPES[1]
-    ids, _, _ = cases.draw(shape, tiny.decoder.config.vocab_size, 4)
-    lengths = np.asarray([17, 6, 11], np.int32)
-    run = lambda ids, lengths, executor: cases.run_staircase(  # noqa: E731
-        tiny.decoder, tiny.params, ids, lengths, policy, kv="propagate", executor=executor
-    )
-    together = run(ids, lengths, executor=shape.executor)
-    order = np.asarray([2, 0, 1], np.int32)
-    turned = run(ids[order], lengths[order], executor=shape.executor)
-    wide = run(np.pad(ids, ((0, 0), (0, 9)), constant_values=5), lengths, executor=shape.executor)
-    other = run(
-        ids, lengths, executor=MicroBatches(min_bucket=2, block=6, query_block=4, key_step=4)
-    )
-    for row, length in enumerate(lengths):
-        alone = run(ids[row : row + 1], lengths[row : row + 1], executor=shape.executor)
-        place = int(np.flatnonzero(order == row)[0])
-        for found, at in ((alone, 0), (turned, place), (wide, row), (other, row)):
-            np.testing.assert_array_equal(found.depths[at, :length], together.depths[row, :length])
-            assert_close(found.x[at, :length], together.x[row, :length])
-        assert not np.asarray(wide.depths)[row, length:].any()
 
 
 def test_a_hundred_score_patterns_compile_nothing(tiny: Any, count_compiles: Any) -> None:

@@ -24,10 +24,23 @@ from utio_jax.importance import (
     surrogate_importance,
 )
 from utio_jax.layers import StaircaseResult, dense_states, oracle, staircase
+from utio_jax.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
-from utio_jax.plan import Boundary, BucketPlan, Policy
-from utio_jax.policies import GivenDepths, Learned, Random, StateGate, Uniform, UtioSurrogate
+from utio_jax.plan import Boundary, BucketPlan, Policy, Signal
+from utio_jax.policies import GivenDepths, Random, Thresholded, Uniform
+from utio_jax.signals import (
+    Entropy,
+    MaxProbability,
+    Patience,
+    Position,
+    SoftmaxGap,
+    StateSimilarity,
+    TokenSurrogate,
+    UtioSurrogate,
+    surrogate_table,
+)
+from utio_jax.wrappers import DepthFloor, KeepFirst, PositionDecay
 
 __all__ = [
     "Boundary",
@@ -36,15 +49,29 @@ __all__ = [
     "CapacityPrefix",
     "Decoder",
     "DecoderConfig",
+    "DepthFloor",
+    "Entropy",
     "GivenDepths",
+    "Hazard",
+    "KeepFirst",
     "Learned",
     "Ledger",
+    "MaxProbability",
     "MicroBatches",
+    "Patience",
     "Policy",
+    "Position",
+    "PositionDecay",
+    "PromptRouter",
     "Random",
     "Scores",
+    "Signal",
+    "SoftmaxGap",
     "StaircaseResult",
     "StateGate",
+    "StateSimilarity",
+    "Thresholded",
+    "TokenSurrogate",
     "Uniform",
     "UtioSurrogate",
     "assign_buckets",
@@ -62,4 +89,5 @@ __all__ = [
     "score",
     "staircase",
     "surrogate_importance",
+    "surrogate_table",
 ]

@@ -12,10 +12,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from utio_jax import learned, signals, wrappers
 from utio_jax.artifacts import load_tensors, nest, save_tensors
-from utio_jax.plan import Policy
-from utio_jax.policies import Learned, Random, StateGate, UtioSurrogate
+from utio_jax.plan import Policy, Signal
+from utio_jax.policies import Random, Thresholded
 from utio_jax.thresholds import Thresholds
+
+_TYPES: dict[str, Any] = {
+    name: found
+    for module in (signals, learned, wrappers)
+    for name, found in vars(module).items()
+    if dataclasses.is_dataclass(found) and found.__module__ == module.__name__
+}
+"""What a file may hold, by class name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,14 +33,12 @@ class Calibration:
 
     Attributes:
       entries: `entries[policy][budget]`.
-      gates: per exit, for `learned`.
-      mean_states: per exit `[dim]`, for `utio_surrogate`.
+      signals: by the same names; with weights for every exit, whichever a budget uses.
       info: what was calibrated on what: model and text hashes, versions, correlations.
     """
 
     entries: Mapping[str, Mapping[float, Thresholds]]
-    gates: Mapping[int, StateGate]
-    mean_states: Mapping[int, jax.Array]
+    signals: Mapping[str, Signal]
     info: Mapping[str, Any]
 
     def policy(self, name: str, budget: float) -> Policy:
@@ -47,12 +54,11 @@ class Calibration:
                 key=jax.random.key(0),
                 depths=entry.depths,
             )
-        thresholds = jnp.asarray(entry.thresholds, jnp.float32)
-        if name == "utio_surrogate":
-            mean = self.mean_states[entry.depths[0]]
-            return UtioSurrogate(thresholds=thresholds, mean_state=mean, depths=entry.depths)
-        gates = tuple(self.gates[depth] for depth in entry.depths[:-1])
-        return Learned(gates=gates, thresholds=thresholds, depths=entry.depths)
+        return Thresholded(
+            signal=self.signals[name],
+            thresholds=jnp.asarray(entry.thresholds, jnp.float32),
+            depths=entry.depths,
+        )
 
     def entry(self, name: str, budget: float) -> Thresholds:
         """Returns what was fitted for a policy; `random` has the histogram of `learned`.
@@ -60,7 +66,7 @@ class Calibration:
         Raises:
           ValueError: the name or the budget is not in this calibration.
         """
-        known = {"random", *self.entries}
+        known = {*self.entries, *(["random"] if "learned" in self.entries else [])}
         if name not in known:
             raise ValueError(
                 f"Wanted a policy of full, uniform, {', '.join(sorted(known))}. Got {name!r}."
@@ -76,16 +82,18 @@ class Calibration:
     def save(self, folder: str | Path) -> None:
         """Writes `policies.json` and `policies.safetensors`."""
         out = Path(folder)
-        tensors = {
-            "gates": {str(depth): dataclasses.asdict(gate) for depth, gate in self.gates.items()},
-            "mean_states": {str(depth): mean for depth, mean in self.mean_states.items()},
-        }
-        save_tensors(out / "policies.safetensors", tensors)
+        stored = {name: _take_apart(signal) for name, signal in self.signals.items()}
+        save_tensors(
+            out / "policies.safetensors", {name: tensors for name, (_, tensors) in stored.items()}
+        )
         entries = {
-            name: {str(budget): dataclasses.asdict(entry) for budget, entry in fitted.items()}
+            name: {str(budget): entry.to_json() for budget, entry in fitted.items()}
             for name, fitted in self.entries.items()
         }
-        text = json.dumps({"info": dict(self.info), "entries": entries}, indent=1)
+        described = {name: description for name, (description, _) in stored.items()}
+        text = json.dumps(
+            {"info": dict(self.info), "signals": described, "entries": entries}, indent=1
+        )
         (out / "policies.json").write_text(text + "\n")
 
 
@@ -103,13 +111,10 @@ def load_calibration(folder: str | Path, *, model_sha256: str) -> Calibration:
     try:
         stored = json.loads(path.read_text())
         entries = {
-            name: {
-                float(budget): Thresholds(**{key: tuple(value) for key, value in entry.items()})
-                for budget, entry in fitted.items()
-            }
+            name: {float(budget): Thresholds.from_json(entry) for budget, entry in fitted.items()}
             for name, fitted in stored["entries"].items()
         }
-        owner = stored["info"]["model_sha256"]
+        owner, described = stored["info"]["model_sha256"], stored["signals"]
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"Wanted a calibration at {path}. It cannot be read: {error!r}."
@@ -119,15 +124,40 @@ def load_calibration(folder: str | Path, *, model_sha256: str) -> Calibration:
             f"Wanted a calibration of the model with SHA-256 {model_sha256[:12]}. {path} belongs "
             f"to {owner[:12]}. Calibrate this model: utio-jax calibrate."
         )
-    tensors = nest(load_tensors(Path(folder) / "policies.safetensors"))
-    return Calibration(
-        entries=entries,
-        gates={
-            int(depth): StateGate(**{k: jnp.asarray(v) for k, v in gate.items()})
-            for depth, gate in tensors["gates"].items()
-        },
-        mean_states={
-            int(depth): jnp.asarray(mean) for depth, mean in tensors["mean_states"].items()
-        },
-        info=stored["info"],
-    )
+    file = Path(folder) / "policies.safetensors"
+    tensors = nest(load_tensors(file))
+    try:
+        found = {name: _put_together(described[name], tensors.get(name, {})) for name in entries}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"Wanted in {file} the weights of the signals that {path} describes. "
+            f"They do not fit each other: {error!r}. Calibrate again: utio-jax calibrate."
+        ) from error
+    return Calibration(entries=entries, signals=found, info=stored["info"])
+
+
+def _take_apart(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a signal's type and configuration for JSON, and its weights by name, both nested."""
+    description: dict[str, Any] = {"type": type(part).__name__}
+    tensors: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.metadata.get("static"):
+            description[field.name] = value
+        elif dataclasses.is_dataclass(value):
+            description[field.name], tensors[field.name] = _take_apart(value)
+        else:
+            tensors[field.name] = value
+    return description, tensors
+
+
+def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
+    """Returns the signal again: the inverse of `_take_apart`."""
+    fields: dict[str, Any] = {}
+    for name, value in description.items():
+        if isinstance(value, dict):
+            fields[name] = _put_together(value, tensors.get(name, {}))
+        elif name != "type":
+            fields[name] = tuple(value) if isinstance(value, list) else value
+    weights = {name: jnp.asarray(v) for name, v in tensors.items() if name not in fields}
+    return _TYPES[description["type"]](**fields, **weights)

@@ -159,8 +159,17 @@ class CapacityPrefix:
 
         return self._choose(slots, run, empty)
 
+    def only_if(self, slots: PrefixSlots, asked: bool | Bool[Array, ""]) -> PrefixSlots:
+        return dataclasses.replace(slots, live=slots.live & asked)
+
     def work(
-        self, slots: PrefixSlots, layers: int, only_live_keys: bool, *, heads: int = 0
+        self,
+        slots: PrefixSlots,
+        layers: int,
+        only_live_keys: bool,
+        *,
+        deciding: PrefixSlots | None = None,
+        heads: int = 0,
     ) -> Work:
         batch, width = slots.live.shape
         used = jnp.where(self._overflows(slots), width, slots.capacity).astype(jnp.int32) * batch

@@ -147,7 +147,7 @@ def ideal_flops(
       depths: decided depths `[batch, token]`; 0 for padding.
       key_widths: numbers of keys that the program can attend over, ascending; a token pays for the
         smallest that covers its position.
-      deepest: the policy's last depth, up to which frozen tokens pay for K/V.
+      deepest: the deepest that any token runs, up to which frozen tokens pay for K/V.
       keep_frozen: whether they do (`kv="propagate"`).
     """
     widths = np.asarray(key_widths, np.float64)

@@ -158,7 +158,7 @@ def evaluate(
                     cost,
                     depths,
                     key_widths=executor.key_widths(ids.shape[1]),
-                    deepest=policy.depths[-1],
+                    deepest=int(depths.max(initial=0)),
                     keep_frozen=kv == "propagate",
                 ),
                 flops_gates=gates + cost.head * extra_heads,

@@ -99,8 +99,17 @@ class Executor(Protocol):
         """
         ...
 
-    def work(self, slots: Any, layers: int, only_live_keys: bool, *, heads: int = 0) -> Work:
-        """Returns what running `layers` layers, and `heads` heads, on the slots executes."""
+    def only_if(self, slots: Any, asked: bool | Bool[Array, ""]) -> Any:
+        """Returns the slots if `asked`, and none of them if not."""
+        ...
+
+    def work(
+        self, slots: Any, layers: int, only_live_keys: bool, *, deciding: Any = None, heads: int = 0
+    ) -> Work:
+        """Returns what running `layers` layers on the slots executes.
+
+        With the decision of the slots `deciding`, and `heads` heads on each of these.
+        """
         ...
 
 

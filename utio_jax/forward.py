@@ -181,6 +181,15 @@ def _compare(
 ) -> dict[str, jax.Array]:
     """Returns the fields of a `Comparison` of one block of tokens."""
     full_logits = decoder.unembed(params, x_full).astype(jnp.float32)
+    return compare_logits(logits, full_logits, label)
+
+
+def compare_logits(
+    logits: Float[Array, "slot vocab"],
+    full_logits: Float[Array, "slot vocab"],
+    label: Int[Array, " slot"],
+) -> dict[str, jax.Array]:
+    """Returns the fields of a `Comparison` from both predictions."""
     ours, full = jax.nn.log_softmax(logits), jax.nn.log_softmax(full_logits)
     return {
         "nll": next_token_nll(logits, label),

@@ -1,131 +1,165 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a full pass shows at every exit, and the gates that are fitted to it."""
+"""Fits what signals learn: gates on states, mean states, tables."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
-from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.decoder import Decoder, Params
-from utio_jax.documents import Batch
-from utio_jax.forward import compare_states
-from utio_jax.layers import dense_states
-from utio_jax.policies import StateGate, UtioSurrogate
+from utio_jax.exits import ExitStudy, predicted_tokens
+from utio_jax.learned import Hazard, Learned, PromptRouter, StateGate
+from utio_jax.plan import Signal
+from utio_jax.signals import (
+    Entropy,
+    MaxProbability,
+    Patience,
+    Position,
+    SoftmaxGap,
+    StateSimilarity,
+    TokenSurrogate,
+    UtioSurrogate,
+    surrogate_table,
+)
+
+Loss = Literal["squared", "logistic"]
+"""What a gate's value is compared with: a number, or the logit of a probability."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Signals:
-    """What a full pass shows of every predicted token at every exit.
+class SignalFitter:
+    """Fits signals to one text by name, each part once: `hazard` has the gates of `classifier`.
 
-    Attributes:
-      states: `[exit, token, dim]`, float16 to save memory; all exits but the last.
-      surrogate: `[exit, token]`, UTIO's surrogate at each exit, for the means in `mean_state`.
-      kl: `[exit, token]`, KL(full || exit) in nats; 0 at the last exit.
-      harm: `[exit, token]`, how much more the true next token costs there than at full depth, nats.
-      mean_state: `[exit, dim]`.
+    `SIGNALS` lists the names.
     """
 
-    states: np.ndarray
-    surrogate: np.ndarray
-    kl: np.ndarray
-    harm: np.ndarray
-    mean_state: np.ndarray
+    def __init__(
+        self, decoder: Decoder, params: Params, studies: Sequence[ExitStudy], *, seed: int = 0
+    ):
+        self.decoder, self.params, self.studies, self.seed = decoder, params, studies, seed
+        self.exits = decoder.config.exits[:-1]
+        self._gates: dict[str, StateGate] = {}
+
+    def fit(self, name: str) -> Signal:
+        """Returns the signal, with weights for every exit but the last.
+
+        Raises:
+          ValueError: there is no signal of this name.
+        """
+        if name not in SIGNALS:
+            raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {name!r}.")
+        return SIGNALS[name](self)
+
+    def surrogate(self) -> UtioSurrogate:
+        """Returns UTIO's surrogate with the mean state at every exit."""
+        states = self._of_tokens("states")
+        means = np.stack([x.astype(np.float32).mean(axis=0) for x in states])
+        return UtioSurrogate(mean_states=jnp.asarray(means), exits=self.exits)
+
+    def before(self) -> TokenSurrogate:
+        """Returns UTIO's surrogate before the pass, against the text's mean embedding."""
+        config = self.decoder.config
+        ids = [study.batch.token_ids[study.predicted] for study in self.studies]
+        share = np.bincount(np.concatenate(ids), minlength=config.vocab_size)
+        every = jnp.arange(config.vocab_size)
+        embeddings = self.decoder.embed(self.params, every, jnp.zeros_like(every))
+        mean = jnp.asarray(share / share.sum(), jnp.float32) @ embeddings.astype(jnp.float32)
+        return TokenSurrogate(table=surrogate_table(self.decoder, self.params, mean))
+
+    def regressor(self) -> StateGate:
+        """Returns gates that predict sqrt(KL to full depth)."""
+        kl = lambda: np.sqrt(self._of_tokens("kl")[:-1])  # noqa: E731
+        return self._fitted("squared", kl)
+
+    def classifier(self) -> StateGate:
+        """Returns gates with the logit of "the prediction here is not full depth's"."""
+        return self._fitted("logistic", lambda: self._of_tokens("differs")[:-1])
+
+    def router(self) -> PromptRouter:
+        """Returns gates on a row's first mean state that predict the mean sqrt(KL) after it."""
+        prompt = min(32, max(1, self.studies[0].predicted.shape[1] // 8))
+        means, targets = [], []
+        for study in self.studies:
+            after = study.predicted.copy()
+            after[:, :prompt] = False
+            rows = after.any(axis=1)
+            means.append(study.states[:, rows, :prompt].astype(np.float32).mean(axis=2))
+            root = np.where(after, np.sqrt(study.kl[:-1]), 0.0)[:, rows]
+            targets.append(root.sum(axis=2) / after[rows].sum(axis=1))
+        gates = fit_gates(
+            np.concatenate(means, axis=1),
+            np.concatenate(targets, axis=1),
+            hidden=8,  # A row is one example: a text has few.
+            steps=600,
+            batch=256,
+            seed=self.seed,
+        )
+        return PromptRouter(gates=gates, exits=self.exits, prompt=prompt)
+
+    def _fitted(self, loss: Loss, target: Callable[[], np.ndarray]) -> StateGate:
+        if loss not in self._gates:
+            states = self._of_tokens("states")
+            self._gates[loss] = fit_gates(states, target(), loss=loss, seed=self.seed)
+        return self._gates[loss]
+
+    def _of_tokens(self, field: str) -> np.ndarray:
+        return predicted_tokens(self.studies, [getattr(study, field) for study in self.studies])
 
 
-@partial(jax.jit, static_argnums=0)
-def _exit_signals(decoder, params, ids, lengths):
-    states = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
-    compare = partial(compare_states, decoder, params, ids, lengths, x_full=states[-1])
-    found = [compare(x=x) for x in states]
-    harm = jnp.stack([each.nll - each.nll_full for each in found])
-    return jnp.stack(states[:-1]), jnp.stack([each.kl for each in found]), harm
+SIGNALS: dict[str, Callable[[SignalFitter], Signal]] = {
+    "learned": lambda fit: Learned(gates=fit.regressor(), exits=fit.exits),
+    "utio_surrogate": lambda fit: fit.surrogate(),
+    "utio_before": lambda fit: fit.before(),
+    "position": lambda fit: Position(),
+    "prompt_router": lambda fit: fit.router(),
+    "softmax_gap": lambda fit: SoftmaxGap(),
+    "max_probability": lambda fit: MaxProbability(),
+    "entropy": lambda fit: Entropy(),
+    "state_similarity": lambda fit: StateSimilarity(),
+    "classifier": lambda fit: Learned(gates=fit.classifier(), exits=fit.exits, name="classifier"),
+    "patience": lambda fit: Patience(),
+    "hazard": lambda fit: Hazard(gates=fit.classifier(), exits=fit.exits),
+}
+"""How each signal gets its weights from a text."""
 
 
-def collect_signals(
-    decoder: Decoder,
-    params: Params,
-    batches: Sequence[Batch],
-    *,
-    progress: Callable[[], None] | None = None,
-) -> Signals:
-    """Runs full depth over a text and returns each predicted token's signals at the model's exits.
+def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) -> np.ndarray:
+    """Returns, per exit but the last and token, whether some deeper exit is cheaper in all.
 
-    Raises:
-      ValueError: the model has no exit before its last layer, or the text predicts nothing.
+    JEI-DNN's cost-aware target (Regol et al. 2023, arXiv 2310.09163): a gate learns, with the
+    logistic loss, to go on where the best of the later exits, its computation included, beats this
+    one.
+
+    Args:
+      kl: `[exit, token]` in nats, of leaving at each exit.
+      cost_of_depth: `[exit]`.
+      price: nats per unit of cost.
     """
-    exits = decoder.config.exits
-    if len(exits) < 2:
-        raise ValueError(
-            "Wanted a model with an exit before its last layer "
-            f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
-            "config; stock models need exits fitted first."
-        )
-    states, divergences, harms = [], [], []
-    for batch in batches:
-        x, kl, harm = _exit_signals(
-            decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-        )
-        predicted = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
-        states.append(np.asarray(x.astype(jnp.float16))[:, predicted])
-        divergences.append(np.asarray(kl)[:, predicted])
-        harms.append(np.asarray(harm)[:, predicted])
-        if progress is not None:
-            progress()
-    if not sum(kl.shape[1] for kl in divergences):
-        raise ValueError("Wanted a text with predicted tokens. Got none.")
-    merged = np.concatenate(states, axis=1)
-    means = merged.astype(np.float32).mean(axis=1)
-    return Signals(
-        states=merged,
-        surrogate=np.stack(
-            [_surrogate(decoder, params, merged[i], means[i], exits) for i in range(len(exits) - 1)]
-        ),
-        kl=np.maximum(np.concatenate(divergences, axis=1), 0.0),
-        harm=np.concatenate(harms, axis=1),
-        mean_state=means,
-    )
-
-
-def _surrogate(
-    decoder: Decoder, params: Params, states: np.ndarray, mean: np.ndarray, exits: tuple[int, ...]
-) -> np.ndarray:
-    policy = UtioSurrogate(
-        thresholds=jnp.zeros(len(exits) - 1), mean_state=jnp.asarray(mean), depths=exits
-    )
-
-    @jax.jit
-    def run(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        return policy.score(decoder.unembed(params, x).astype(jnp.float32), x)
-
-    size = 4096
-    padded = np.pad(states, ((0, -len(states) % size), (0, 0)))
-    parts = [np.asarray(run(padded[i : i + size])) for i in range(0, len(padded), size)]
-    return np.concatenate(parts)[: len(states)]
+    total = kl + price * np.asarray(cost_of_depth)[:, None]
+    best_from = np.minimum.accumulate(total[::-1], axis=0)[::-1]
+    return best_from[1:] < total[:-1]
 
 
 def fit_gates(
     states: np.ndarray,
-    kl: np.ndarray,
+    target: np.ndarray,
     *,
+    loss: Loss = "squared",
     hidden: int = 64,
     steps: int = 3000,
     batch: int = 2048,
     learning_rate: float = 3e-3,
     seed: int = 0,
-) -> tuple[StateGate, ...]:
-    """Returns one gate per exit, fitted to sqrt(KL) by least squares, all at once.
+) -> StateGate:
+    """Returns one gate per exit, all leaves with a leading exit axis, fitted together.
 
     Args:
       states: `[exit, token, dim]`.
-      kl: `[exit, token]` in nats.
+      target: `[exit, token]`: numbers for the squared loss, booleans for the logistic one.
+      loss: `"squared"` or `"logistic"`.
       hidden: width of the gates.
       steps: of Adam, with a linearly falling rate.
       batch: tokens per step.
@@ -135,7 +169,6 @@ def fit_gates(
     import optax
 
     exits, tokens, dim = states.shape
-    keys = jax.random.split(jax.random.key(seed), exits)
 
     # Optax's types know no dataclasses: to it, gates are Any.
     def start(key: jax.Array) -> Any:
@@ -146,31 +179,29 @@ def fit_gates(
             output_bias=jnp.zeros(()),
         )
 
-    gates = jax.vmap(start)(keys)
+    def error(gates: StateGate, x: jax.Array, wanted: jax.Array) -> jax.Array:
+        found = jax.vmap(lambda gate, x: gate(x))(gates, x)
+        if loss == "squared":
+            each = (found - wanted) ** 2
+        else:
+            each = optax.sigmoid_binary_cross_entropy(found, wanted)
+        return jnp.sum(jnp.mean(each, axis=1))
+
     optimizer = optax.adam(optax.linear_schedule(learning_rate, 0.0, steps))
 
-    def loss(gates: StateGate, x: jax.Array, target: jax.Array) -> jax.Array:
-        return jnp.sum(
-            jnp.mean((jax.vmap(lambda gate, x: gate(x))(gates, x) - target) ** 2, axis=1)
-        )
-
     @jax.jit
-    def update(gates: Any, state: Any, x: jax.Array, target: jax.Array) -> tuple[Any, Any]:
-        updates, state = optimizer.update(jax.grad(loss)(gates, x, target), state)
+    def update(gates: Any, state: Any, x: jax.Array, wanted: jax.Array) -> tuple[Any, Any]:
+        gradient = jax.grad(error)(gates, x.astype(jnp.float32), wanted)
+        updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(gates, updates), state
 
-    state, rng, root = (
+    gates: Any = jax.vmap(start)(jax.random.split(jax.random.key(seed), exits))
+    state, rng, wanted = (
         optimizer.init(gates),
         np.random.default_rng(seed),
-        np.sqrt(kl).astype(np.float32),
+        target.astype(np.float32),
     )
     for _ in range(steps):
         chosen = rng.integers(tokens, size=batch)
-        gates, state = update(gates, state, states[:, chosen].astype(np.float32), root[:, chosen])
-    return tuple(jax.tree.map(itemgetter(index), gates) for index in range(exits))
-
-
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns Spearman's rank correlation; ties get arbitrary ranks."""
-    first, second = (np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b))
-    return float(np.corrcoef(first, second)[0, 1])
+        gates, state = update(gates, state, states[:, chosen], wanted[:, chosen])
+    return gates

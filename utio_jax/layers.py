@@ -228,9 +228,10 @@ def staircase(
             x = executor.run_layers(
                 decoder, params, x, places, keys_shown, slots, (done, depth), kv == "drop"
             )
-        looks: list[Any] = []
+        looks, deciding = list[Any](), slots
         if segment + 1 < len(depths):
             with jax.named_scope("dispatch"):
+                deciding = executor.only_if(slots, policy.asks(segment))
                 boundary = Boundary(
                     x=jax.lax.stop_gradient(x),  # Decisions are thresholds: nothing flows through.
                     positions=positions,
@@ -238,9 +239,9 @@ def staircase(
                     params=jax.lax.stop_gradient(params),
                     depth=depth,
                     decoder=decoder,
-                    map_live=partial(executor.map_slots, slots),
+                    map_live=partial(executor.map_slots, deciding),
                     map_logits=partial(
-                        _map_logits, decoder, params, executor, slots, x, readout, looks
+                        _map_logits, decoder, params, executor, deciding, x, readout, looks
                     ),
                 )
                 goes, memory = policy.go_deeper(segment, boundary, memory)
@@ -251,7 +252,9 @@ def staircase(
                     read = _where(stops, looks[-1], looks[-1] if read is None else read)
                     unread &= ~stops
                 live = goes
-        work.append(executor.work(slots, depth - done, kv == "drop", heads=len(looks)))
+        work.append(
+            executor.work(slots, depth - done, kv == "drop", deciding=deciding, heads=len(looks))
+        )
         done = depth
     if readout is not None:
         with jax.named_scope("head"):

@@ -86,13 +86,19 @@ def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
     It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach;
     None below the cheapest exit.
     """
-    points = sorted(
-        (row.flops_ratio or 0.0, row.nll_increase_pct or 0.0)
-        for row in rows
-        if row.policy in ("uniform", "full")
+    return convex_hull(
+        [
+            (row.flops_ratio or 0.0, row.nll_increase_pct or 0.0)
+            for row in rows
+            if row.policy in ("uniform", "full")
+        ]
     )
+
+
+def convex_hull(points: Sequence[tuple[float, float]]) -> Callable[[float], float | None]:
+    """Returns the lower convex hull of points as a function; None left of the first."""
     hull: list[tuple[float, float]] = []
-    for point in points:
+    for point in sorted(points):
         while len(hull) >= 2 and _turns_up(hull[-2], hull[-1], point) is False:
             hull.pop()
         hull.append(point)

@@ -222,8 +222,11 @@ class MicroBatches:
 
             return self._over_blocks(slots.total, finish, (states, packed))
 
-        states = flat(x)
-        return jax.lax.fori_loop(*layers, run_layer, (states, pack(states)))[0].reshape(x.shape)
+        states, (start, stop) = flat(x), layers
+        if start:  # Where nobody has come this far, nobody needs the K/V of those who stopped.
+            stop = jnp.where(slots.total > 0, stop, start)
+        carry = jax.lax.fori_loop(start, stop, run_layer, (states, pack(states)))
+        return carry[0].reshape(x.shape)
 
     def _attend(
         self,
@@ -294,20 +297,32 @@ class MicroBatches:
         results = self._over_blocks(slots.total, step, results)
         return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), results)
 
+    def only_if(self, slots: PackedSlots, asked: bool | Bool[Array, ""]) -> PackedSlots:
+        return dataclasses.replace(slots, total=jnp.where(asked, slots.total, 0))
+
     def work(
-        self, slots: PackedSlots, layers: int, only_live_keys: bool, *, heads: int = 0
+        self,
+        slots: PackedSlots,
+        layers: int,
+        only_live_keys: bool,
+        *,
+        deciding: PackedSlots | None = None,
+        heads: int = 0,
     ) -> Work:
-        padded = -(-slots.total // self.min_bucket) * self.min_bucket
+        padded, decided = (
+            -(-each.total // self.min_bucket) * self.min_bucket
+            for each in (slots, deciding or slots)
+        )
         widths = jnp.asarray(self.key_widths(slots.width), jnp.float32)
         key_slots = jnp.zeros((), jnp.float32)
         for blocks in slots.query_blocks:
             in_use = jnp.arange(blocks.row.shape[0]) < blocks.count
             key_slots += blocks.size * jnp.sum(jnp.where(in_use, widths[blocks.reach], 0.0))
-        everyone = jnp.int32(slots.batch * slots.width)
+        everyone = jnp.where(slots.total > 0, slots.batch * slots.width, 0).astype(jnp.int32)
         return Work(
             queries=padded * layers,
             keys_values=(padded if only_live_keys else everyone) * layers,
             key_slots=key_slots * layers,
-            decisions=padded,
-            heads=padded * heads,
+            decisions=decided,
+            heads=decided * heads,
         )

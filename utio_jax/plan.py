@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The words of routing: `BucketPlan`, and the contract between policies and the staircase."""
+"""The words of routing: `BucketPlan`, and the contracts of policies and of signals."""
 
 from __future__ import annotations
 
@@ -115,6 +115,14 @@ class Policy(Protocol):
         """Returns which tokens run beyond `depths[index]`, and the memory for the next boundary."""
         ...
 
+    def asks(self, index: int) -> bool | Bool[Array, ""]:
+        """Returns whether there is anything to decide at `depths[index]`.
+
+        Where not, all live tokens go on, `Boundary.map_live` and `map_logits` run nothing, and the
+        decision costs nothing. May be traced: choosing other exits then compiles nothing.
+        """
+        ...
+
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         """Returns what the decision at `depths[index]` costs per live token, in FLOPs.
 
@@ -124,4 +132,50 @@ class Policy(Protocol):
 
     def reads_logits(self, index: int) -> bool:
         """Returns whether the decision at `depths[index]` looks at the exit's own prediction."""
+        ...
+
+
+@runtime_checkable
+class Signal(Protocol):
+    """Scores tokens at each boundary: the higher, the harder, the deeper they should run.
+
+    `utio_jax.policies.Thresholded` makes a policy of a signal. Signals are frozen dataclasses
+    registered as pytrees: weights are leaves, configuration is static. Weights that belong to a
+    depth are found by `Boundary.depth`, so one signal serves any choice among the depths that it
+    was fitted at. NaN and +inf go deeper whatever the threshold.
+    """
+
+    @property
+    def name(self) -> str:
+        """The stable string that ledgers carry."""
+        ...
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token's score depends on itself and earlier tokens alone."""
+        ...
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a score depends on which boundaries came before, as a count of exits does."""
+        ...
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Any:
+        """Returns the signal's memory: any pytree, handed on from boundary to boundary."""
+        ...
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[Float[Array, "batch token"], Any]:
+        """Returns every live token's score at the `index`-th boundary, and the memory after it."""
+        ...
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        """Returns what the score costs per live token in FLOPs, without `Boundary.map_logits`."""
+        ...
+
+    def reads_logits(self, index: int) -> bool:
+        """Returns whether the score looks at the exit's own prediction."""
         ...

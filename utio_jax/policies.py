@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth policies: frozen dataclasses that decide who runs deeper, after `utio_jax.plan.Policy`."""
+"""Depth policies: frozen dataclasses that decide who runs deeper, after `utio_jax.plan.Policy`.
+
+All policies of the literature are one class, `Thresholded`, around one of the signals in
+`utio_jax.signals` and `utio_jax.learned`, perhaps wrapped by `utio_jax.wrappers`. The other three
+need no signal: they are controls and tools.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from utio_jax.cost import count_matmul_flops
 from utio_jax.decoder import Decoder, Params, check_depths
-from utio_jax.importance import embedding_outlier, predictive_entropy
-from utio_jax.plan import Boundary
+from utio_jax.plan import Boundary, Signal
 
 
 def _static(**kwargs: Any) -> Any:
@@ -50,6 +53,9 @@ class Uniform:
     ) -> tuple[Bool[Array, "batch token"], None]:
         raise AssertionError("a uniform policy has no boundary")
 
+    def asks(self, index: int) -> bool:
+        return True
+
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return 0.0
 
@@ -83,6 +89,9 @@ class GivenDepths:
         self, index: int, boundary: Boundary, memory: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         return memory > self.depths[index], memory
+
+    def asks(self, index: int) -> bool:
+        return True
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return 0.0
@@ -126,6 +135,9 @@ class Random:
     ) -> tuple[jax.Array, jax.Array]:
         return memory >= jnp.cumsum(self.fractions)[index], memory
 
+    def asks(self, index: int) -> bool:
+        return True
+
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return 0.0
 
@@ -135,113 +147,53 @@ class Random:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class UtioSurrogate:
-    """UTIO's surrogate, computed once at the depth floor from signals that really exist there.
+class Thresholded:
+    """Tokens go deeper while a signal's score exceeds the boundary's threshold.
 
-    Entropy (nats) of the exit's own prediction and the state's outlier against a calibrated mean;
-    heat has no causal estimate in scoring, so its weight goes to the other two. The number of
-    thresholds that the score exceeds is the bucket.
+    A score of NaN or +inf goes deeper whatever the finite threshold: a broken score saves no work.
 
     Attributes:
-      thresholds: ascending, one fewer than depths, in the score's unit (mostly nats).
-      mean_state: `[dim]`, the mean state at the floor over the calibration text.
-      depths: the floor first. Static.
-      weights: of entropy and outlier. Static.
+      signal: scores tokens at each boundary.
+      thresholds: one per boundary, in the score's unit; +inf stops everybody, -inf nobody. At these
+        the signal is not even asked, unless it remembers what it saw at earlier boundaries.
+      depths: where tokens may stop, one more than thresholds. Static.
     """
 
-    thresholds: Float[Array, " edge"]
-    mean_state: Float[Array, " dim"]
-    depths: tuple[int, ...] = _static()
-    weights: tuple[float, float] = _static(default=(2 / 3, 1 / 3))
-    causal: bool = _static(default=True)
-    name: str = _static(default="utio_surrogate")
-
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Float[Array, "batch token"]:
-        return jnp.zeros(token_ids.shape, jnp.float32)
-
-    def score(
-        self, logits: Float[Array, "slot vocab"], x: Float[Array, "slot dim"]
-    ) -> Float[Array, " slot"]:
-        """Returns the surrogate of states at the floor, and of what is predicted from them."""
-        entropy, outlier = self.weights
-        return entropy * predictive_entropy(logits) + outlier * embedding_outlier(
-            x, batch_mean=self.mean_state
-        )
-
-    def go_deeper(
-        self, index: int, boundary: Boundary, memory: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        if index == 0:
-            memory = boundary.map_logits(self.score, boundary.x)
-        return ~(memory <= self.thresholds[index]), memory  # NaN goes deeper.
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return 0.0 if index else 4.0 * decoder.config.embed_dim
-
-    def reads_logits(self, index: int) -> bool:
-        return index == 0
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StateGate:
-    """A small MLP on the normalised state that predicts sqrt(KL to full depth), in nats ** 0.5.
-
-    The exit classifier of CALM (Schuster et al. 2022) and arXiv 2407.20272, with the dense,
-    label-free target of this project: how far the exit's prediction is from the full model's.
-
-    Attributes:
-      hidden: `[dim, hidden]`; while gates are fitted together, all leaves lead with a gate axis.
-      hidden_bias: `[hidden]`.
-      output: `[hidden]`.
-      output_bias: `[]`.
-    """
-
-    hidden: Float[Array, "*gate dim hidden"]
-    hidden_bias: Float[Array, "*gate hidden"]
-    output: Float[Array, "*gate hidden"]
-    output_bias: Float[Array, "*gate"]
-
-    def __call__(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
-        """Returns the predicted sqrt(KL) of each state."""
-        x = x.astype(jnp.float32)
-        # A root-mean-square norm without scale: the gate's own first matrix can learn that.
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-        hidden = x @ self.hidden
-        hidden = jax.nn.relu(hidden + jnp.broadcast_to(self.hidden_bias, hidden.shape))
-        return hidden @ self.output + self.output_bias
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Learned:
-    """A state gate at every boundary: tokens go deeper while its value exceeds a threshold.
-
-    Attributes:
-      gates: one `StateGate` per boundary.
-      thresholds: one per boundary, in nats ** 0.5; +inf lets nobody pass, -inf everybody.
-      depths: where tokens may stop. Static.
-    """
-
-    gates: tuple[StateGate, ...]
+    signal: Signal
     thresholds: Float[Array, " boundary"]
     depths: tuple[int, ...] = _static()
-    causal: bool = _static(default=True)
-    name: str = _static(default="learned")
+
+    @property
+    def name(self) -> str:
+        return self.signal.name
+
+    @property
+    def causal(self) -> bool:
+        return self.signal.causal
 
     def start(
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> None:
-        return None
+    ) -> Any:
+        if self.thresholds.shape != (len(self.depths) - 1,):
+            raise ValueError(
+                f"Wanted a threshold for each of depths={self.depths} but the last. "
+                f"Got thresholds of shape {self.thresholds.shape}."
+            )
+        return self.signal.start(token_ids, positions)
 
-    def go_deeper(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
-        predicted = boundary.map_live(self.gates[index], boundary.x)
-        return ~(predicted <= self.thresholds[index]), None  # NaN goes deeper.
+    def go_deeper(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[Bool[Array, "batch token"], Any]:
+        threshold = self.thresholds[index]
+        score, memory = self.signal(index, boundary, memory)
+        stops = (score <= threshold) & (score < jnp.inf) | (threshold == jnp.inf)
+        return ~stops | (threshold == -jnp.inf), memory
+
+    def asks(self, index: int) -> bool | Bool[Array, ""]:
+        return self.signal.remembers or jnp.isfinite(self.thresholds[index])
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return count_matmul_flops(self.gates[index], jnp.zeros((1, decoder.config.embed_dim)))
+        return self.signal.flops(index, decoder, params)
 
     def reads_logits(self, index: int) -> bool:
-        return False
+        return self.signal.reads_logits(index)

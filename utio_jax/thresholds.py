@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,44 @@ class Thresholds:
     thresholds: tuple[float, ...]
     fractions: tuple[float, ...]
 
+    def to_json(self) -> dict[str, list[Any]]:
+        """Returns what JSON can hold: a threshold of -inf, at which nobody stops, becomes null."""
+        thresholds = [None if t == -np.inf else t for t in self.thresholds]
+        return {
+            "depths": list(self.depths),
+            "thresholds": thresholds,
+            "fractions": list(self.fractions),
+        }
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Sequence[Any]]) -> Thresholds:
+        """Returns what `to_json` was given."""
+        return cls(
+            depths=tuple(stored["depths"]),
+            thresholds=tuple(-np.inf if t is None else t for t in stored["thresholds"]),
+            fractions=tuple(stored["fractions"]),
+        )
+
+    def over(self, depths: Sequence[int]) -> Thresholds:
+        """Returns the same decisions over more exits, at which nobody stops."""
+        thresholds = dict(zip(self.depths, (*self.thresholds, np.inf), strict=True))
+        fractions = dict(zip(self.depths, self.fractions, strict=True))
+        return Thresholds(
+            depths=tuple(depths),
+            thresholds=tuple(thresholds.get(depth, -np.inf) for depth in depths[:-1]),
+            fractions=tuple(fractions.get(depth, 0.0) for depth in depths),
+        )
+
+    def used(self) -> Thresholds:
+        """Returns the same decisions without exits at which nobody stops, the last in use apart."""
+        kept = [d for d, threshold in enumerate(self.thresholds) if threshold > -np.inf]
+        kept.append(len(self.thresholds))
+        return Thresholds(
+            depths=tuple(self.depths[d] for d in kept),
+            thresholds=tuple(self.thresholds[d] for d in kept[:-1]),
+            fractions=tuple(self.fractions[d] for d in kept),
+        )
+
 
 def fit_thresholds(
     scores: np.ndarray,
@@ -40,8 +79,8 @@ def fit_thresholds(
     few sweeps from the last boundary to the first settle all; the price is found by bisection.
 
     Args:
-      scores: `[boundary, token]`; a token leaves at the first boundary where its score is at or
-        below the threshold.
+      scores: `[boundary, token]`; a token leaves at the first boundary where its score is finite,
+        and at or below the threshold.
       kl: `[boundary + 1, token]` in nats, of leaving there.
       depths: `[boundary + 1]`.
       cost_of_depth: `[boundary + 1]`, as shares of the full pass.
@@ -49,7 +88,8 @@ def fit_thresholds(
       budget: the mean cost to reach.
 
     Raises:
-      ValueError: the budget lies below what leaving everything at the first exit costs.
+      ValueError: the budget lies below what leaving everything at the first exit costs, or below
+        what tokens that may not leave (scores of NaN and +inf) leave of it.
     """
     cheapest = cost_of_depth[0] + cost_of_gate[0]
     if budget < cheapest:
@@ -59,25 +99,34 @@ def fit_thresholds(
         )
     order = np.argsort(scores, axis=1, kind="stable")
     cuts = np.full(len(scores), -np.inf)
-    left = _leave(scores, cuts)
-    low, high, best = 0.0, 1e4, None
-    for _ in range(40):
-        price = np.sqrt(max(low, 1e-6) * high)
-        cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate)
-        left = _leave(scores, cuts)
-        mean = float(cost_of_depth[left].mean())
-        mean += sum(
+
+    def at_price(price: float, start: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+        cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate, start)
+        left = leave_at(scores, cuts)
+        asked = [
             float(g * (left >= b).mean())
             for b, g in enumerate(cost_of_gate)
             if np.isfinite(cuts[b])
+        ]
+        return cuts, left, float(cost_of_depth[left].mean()) + sum(asked)
+
+    low, high = 0.0, 1e4
+    *best, mean = at_price(high, cuts)
+    if mean > budget:
+        raise ValueError(
+            f"Wanted a budget of at least {mean:.3f}, the least that these scores reach, as some "
+            f"tokens may not leave. Got budget={budget}. Use a larger budget."
         )
+    for _ in range(40):
+        price = np.sqrt(max(low, 1e-6) * high)
+        cuts, left, mean = at_price(price, cuts)
         if mean > budget:
             low = price
         else:
-            high, best = price, (cuts, left)
+            high, best = price, [cuts, left]
         if high / max(low, 1e-6) < 1.001:
             break
-    cuts, left = best if best is not None else (cuts, left)
+    cuts, left = best
     used = [b for b in range(len(cuts)) if np.isfinite(cuts[b])]
     kept = [*used, len(cuts)]
     return Thresholds(
@@ -93,27 +142,37 @@ def _sweep(
     order: np.ndarray,
     depth_price: np.ndarray,
     gate_price: np.ndarray,
+    start: np.ndarray,
 ) -> np.ndarray:
     boundaries = len(scores)
-    cuts = np.full(boundaries, -np.inf)
+    cuts = start.copy()  # Those of a similar price: two sweeps then settle what takes four.
     for _ in range(4):
-        left = _leave(scores, cuts)
+        before = cuts.copy()
+        left = leave_at(scores, cuts)
         ahead = kl[-1] + depth_price[-1]  # What each token costs if it stays beyond this boundary.
         for b in reversed(range(boundaries)):
             leave = kl[b] + depth_price[b]
-            ranked = order[b][(left >= b)[order[b]]]
+            ranked = order[b][((left >= b) & np.isfinite(scores[b]))[order[b]]]
             # Gain of letting the k tokens of lowest score leave here, for every k.
             gain = np.concatenate([[0.0], np.cumsum(ahead[ranked] - leave[ranked])])
+            ranks = scores[b, ranked]  # Tokens of one score leave together, or not at all.
+            gain[1:-1][ranks[1:] == ranks[:-1]] = -np.inf
             count = int(np.argmax(gain))
-            if gain[count] > gate_price[b] * len(ranked):
+            if gain[count] > gate_price[b] * (left >= b).sum():
                 cuts[b] = scores[b, ranked[count - 1]]
                 ahead = np.where(scores[b] <= cuts[b], leave, ahead) + gate_price[b]
             else:
                 cuts[b] = -np.inf
+        if np.array_equal(cuts, before):
+            break
     return cuts
 
 
-def _leave(scores: np.ndarray, cuts: np.ndarray) -> np.ndarray:
-    """Returns the boundary at which each token leaves; the number of boundaries if at none."""
-    leaves = scores <= cuts[:, None]
+def leave_at(scores: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """Returns the boundary at which each token leaves; the number of boundaries if at none.
+
+    As `Thresholded` does: scores of NaN and +inf leave only where all do, at a cut of +inf.
+    """
+    cuts = np.expand_dims(cuts, tuple(range(1, scores.ndim)))
+    leaves = (scores <= cuts) & (scores < np.inf) & (cuts > -np.inf) | (cuts == np.inf)
     return np.where(leaves.any(axis=0), leaves.argmax(axis=0), len(cuts))

@@ -66,7 +66,7 @@ class Calibrate:
             "out": str(out),
             "info": dict(fitted.info),
             "entries": {
-                name: {str(budget): dataclasses.asdict(entry) for budget, entry in entries.items()}
+                name: {str(budget): entry.to_json() for budget, entry in entries.items()}
                 for name, entries in fitted.entries.items()
             },
         }

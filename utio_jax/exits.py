@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a full pass shows at every exit, and what a signal would say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from utio_jax.decoder import Decoder, Params
+from utio_jax.documents import Batch
+from utio_jax.executors import flat, map_head
+from utio_jax.forward import compare_logits, labels_of
+from utio_jax.layers import dense_states, positions_of
+from utio_jax.plan import Boundary, Signal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExitStudy:
+    """What a full pass shows of the tokens of one text, `[batch, token]` in every array's middle.
+
+    Attributes:
+      batch: the text.
+      predicted: `[batch, token]`, where a next token exists; only these count.
+      states: `[exit, batch, token, dim]`, float16 to save memory; all exits but the last.
+      kl: `[exit, batch, token]`, KL(full || exit) in nats; 0 at the last exit.
+      harm: the same shape, how much more the true next token costs there than at full depth, nats.
+      differs: the same shape, whether the most probable token is not full depth's.
+    """
+
+    batch: Batch
+    predicted: np.ndarray
+    states: np.ndarray
+    kl: np.ndarray
+    harm: np.ndarray
+    differs: np.ndarray
+
+
+@partial(jax.jit, static_argnums=0)
+def _study(decoder, params, ids, lengths):
+    *states, full = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
+    labels, _ = labels_of(ids, lengths)
+
+    def compare(logits: jax.Array, label: jax.Array, *exits: jax.Array) -> Any:
+        here = [decoder.unembed(params, x).astype(jnp.float32) for x in exits]
+        found = [compare_logits(each, logits, label) for each in (*here, logits)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-1), *found)
+
+    found = map_head(decoder, params, compare, *flat((full, labels, *states)))
+    found = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(*ids.shape, -1), -1, 0), found)
+    return {
+        "states": jnp.stack(states).astype(jnp.float16),
+        "kl": jnp.maximum(found["kl"], 0.0),
+        "harm": found["nll"] - found["nll_full"],
+        "differs": ~found["agree"],
+    }
+
+
+def study_exits(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    *,
+    progress: Callable[[], None] | None = None,
+) -> list[ExitStudy]:
+    """Runs full depth over a text and returns what each exit makes of its tokens.
+
+    Raises:
+      ValueError: the model has no exit before its last layer, or the text predicts nothing.
+    """
+    exits = decoder.config.exits
+    if len(exits) < 2:
+        raise ValueError(
+            "Wanted a model with an exit before its last layer "
+            f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
+            "config; stock models need exits fitted first."
+        )
+    found = []
+    for batch in batches:
+        seen = _study(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        predicted = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
+        arrays = {name: np.asarray(value) for name, value in seen.items()}
+        found.append(ExitStudy(batch=batch, predicted=predicted, **arrays))
+        if progress is not None:
+            progress()
+    if not any(study.predicted.any() for study in found):
+        raise ValueError("Wanted a text with predicted tokens. Got none.")
+    return found
+
+
+def predicted_tokens(studies: Sequence[ExitStudy], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns `[lead, batch, token, ...]` arrays, one per study, as `[lead, predicted, ...]`."""
+    parts = [a[:, study.predicted] for a, study in zip(arrays, studies, strict=True)]
+    return np.concatenate(parts, axis=1)
+
+
+def collect_scores(
+    decoder: Decoder,
+    params: Params,
+    signal: Signal,
+    study: ExitStudy,
+    *,
+    depths: tuple[int, ...],
+) -> np.ndarray:
+    """Returns a signal's scores `[boundary, batch, token]` where every token runs on.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      signal: what scores.
+      study: the states that it reads.
+      depths: exits in use; boundaries are all but the last.
+    """
+    exits = decoder.config.exits
+    states = [study.states[exits.index(depth)] for depth in depths[:-1]]
+    ids, lengths = jnp.asarray(study.batch.token_ids), jnp.asarray(study.batch.lengths)
+    return np.asarray(
+        collect(decoder, params, signal, ids, lengths, jnp.asarray(np.stack(states)), depths)
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 6))
+def collect(
+    decoder: Decoder,
+    params: Params,
+    signal: Signal,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    states: Float[Array, "boundary batch token dim"],
+    depths: tuple[int, ...],
+) -> Float[Array, "boundary batch token"]:
+    """Returns a signal's scores from the states at `depths[:-1]`, for tokens that all run on."""
+    positions, live = positions_of(token_ids, lengths)
+    rows = lambda y: y.reshape(*token_ids.shape, *y.shape[1:])  # noqa: E731
+
+    def map_live(function: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
+        return rows(function(*flat(arrays)))
+
+    scores, memory = [], signal.start(token_ids, positions)
+    for index, depth in enumerate(depths[:-1]):
+        x = states[index].astype(jnp.float32)
+
+        def map_logits(
+            function: Callable[..., Any], *arrays: jax.Array, x: jax.Array = x
+        ) -> jax.Array:
+            return rows(map_head(decoder, params, function, *flat((x, *arrays))))
+
+        boundary = Boundary(
+            x=x,
+            positions=positions,
+            live=live,
+            params=params,
+            depth=depth,
+            decoder=decoder,
+            map_live=map_live,
+            map_logits=map_logits,
+        )
+        score, memory = signal(index, boundary, memory)
+        scores.append(score)
+    return jnp.stack(scores)
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns Spearman's rank correlation; ties get arbitrary ranks."""
+    first, second = (np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])
