@@ -25,6 +25,7 @@ FLOORS = (
         "attention",
         "artifacts",
         "thresholds",
+        "risk",
         "executors",
         "cache",
         "sampling",

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far depth may be cut at a promised risk: Learn-then-Test over whole documents.
+
+The risk of a document is the share of its predicted tokens whose most probable token differs from
+full depth's, in [0, 1]. The promise is about its mean over documents like those tested, each drawn
+on its own: so near-duplicates are one unit, and no token counts as independent of its neighbours.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+# Tokens per shingle, and an odd number with well-mixed bits (2^64 over the golden ratio).
+_SHINGLE = 8
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+# Bets are sized to reach a p-value of 1/20. Others stay valid, and at 0.1 or 0.01 lose little.
+_AIM = 2 * math.log(20)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What `control` found.
+
+    Attributes:
+      chosen: index of the cheapest candidate that may be used; None leaves only full depth.
+      p_values: `[candidate]`, of its mean risk being above the bound. Those beyond the first that
+        was not rejected decide nothing.
+      means: `[candidate]`, its mean risk over the units.
+      units: how many were tested.
+      needed: fewest with which anything could have been chosen.
+    """
+
+    chosen: int | None
+    p_values: tuple[float, ...]
+    means: tuple[float, ...]
+    units: int
+    needed: int
+
+
+def control(risks: np.ndarray, *, max_risk: float, confidence: float, seed: int = 0) -> Result:
+    """Returns the cheapest candidate whose mean risk is at most `max_risk`, at a confidence.
+
+    Learn-then-Test (Angelopoulos et al. 2021, arXiv 2110.01052) by fixed-sequence testing: the
+    candidates are tested in order, each at the level 1 - confidence, up to the first whose mean
+    risk may still be above the bound. Whatever the risks, a candidate above the bound is chosen
+    with a probability of at most 1 - confidence, over the draw of the units.
+
+    Args:
+      risks: `[candidate, unit]` in [0, 1], safest candidate first. The order must not come from
+        these units, nor may the candidates.
+      max_risk: the bound, in (0, 1).
+      confidence: in (0, 1).
+      seed: of the order in which units are bet on. Trying several voids the promise.
+
+    Raises:
+      ValueError: risks of another form or range, or fewer units than `units_needed`.
+    """
+    needed = units_needed(max_risk, confidence)
+    if risks.ndim != 2 or not len(risks):
+        raise ValueError(
+            f"Wanted risks [candidate, unit] of at least one candidate. Got shape {risks.shape}. "
+            f"Give one row per candidate, safest first."
+        )
+    units = risks.shape[1]
+    if units < needed:
+        raise ValueError(
+            f"Wanted at least {needed} documents for max_disagreement={max_risk} at confidence "
+            f"{confidence}, near-duplicates counted once. Got {units}. Give more text with --text, "
+            f"or ask for less."
+        )
+    if not ((risks >= 0) & (risks <= 1)).all():
+        raise ValueError(
+            f"Wanted risks from 0 to 1. Got {risks.min()} to {risks.max()}. Give shares of "
+            f"tokens, and leave out documents that predict none."
+        )
+    order = np.random.default_rng(seed).permutation(units)
+    p_values = _p_values(risks[:, order], max_risk)
+    kept = [*(p_values <= 1 - confidence), False].index(False)
+    return Result(
+        chosen=kept - 1 if kept else None,
+        p_values=tuple(p_values.tolist()),
+        means=tuple(risks.mean(axis=1).tolist()),
+        units=units,
+        needed=needed,
+    )
+
+
+def units_needed(max_risk: float, confidence: float) -> int:
+    """Returns the fewest units with which a candidate can be chosen, even if its risks are all 0.
+
+    Raises:
+      ValueError: an argument is not between 0 and 1.
+    """
+    for name, value in (("max_disagreement", max_risk), ("confidence", confidence)):
+        if not 0 < value < 1:
+            raise ValueError(
+                f"Wanted {name} between 0 and 1, both excluded. Got {value}. Use for example "
+                f"max_disagreement=0.05 at confidence=0.95."
+            )
+    # Nobody's bet gains more than a factor of 1 + max_risk per unit.
+    least = math.ceil(-math.log(1 - confidence) / math.log1p(max_risk))
+    counts = range(least, 2 * least + 10)
+    return counts[
+        bisect.bisect_left(
+            counts,
+            True,
+            key=lambda units: bool(_p_values(np.zeros((1, units)), max_risk)[0] <= 1 - confidence),
+        )
+    ]
+
+
+def _p_values(risks: np.ndarray, max_risk: float) -> np.ndarray:
+    """Returns `[candidate]`: p-values of a mean risk above `max_risk`, for `[candidate, unit]`.
+
+    One over the most wealth that bets on low risks ever reach (Waudby-Smith & Ramdas 2024,
+    "Estimating means of bounded random variables by betting"; bets of Bates et al. 2021, arXiv
+    2101.02703). If the mean is above the bound no bet gains on average, and wealth reaches 1 / p
+    with a probability of at most p (Ville). A bet knows only earlier units, and is larger the less
+    they varied: documents' risks vary little, where Hoeffding-Bentkus expects the most.
+    """
+    units = risks.shape[1]
+    seen = np.arange(2, units + 2)  # With the prior's mean of 1/2 and variance of 1/4 as one unit.
+    means = (0.5 + np.cumsum(risks, axis=1)) / seen
+    variances = (0.25 + np.cumsum((risks - means) ** 2, axis=1)) / seen
+    before = np.concatenate([np.full((len(risks), 1), 0.25), variances[:, :-1]], axis=1)
+    bets = np.minimum(1.0, np.sqrt(_AIM / (units * before)))
+    wealth = np.cumsum(np.log1p(bets * (max_risk - risks)), axis=1)
+    return np.exp(-np.maximum(wealth.max(axis=1), 0.0))
+
+
+def group_near_duplicates(
+    documents: Sequence[np.ndarray], *, similarity: float = 1 / 3
+) -> np.ndarray:
+    """Returns `[document]`: which group each belongs to, numbered by first appearance.
+
+    Documents are joined, also through others, where the Jaccard similarity of their sets of
+    8-grams (all of a shorter document) reaches `similarity`. A third is what two documents of one
+    length have that share half their 8-grams: copies with up to 8 % of the tokens changed.
+
+    Args:
+      documents: token ids.
+      similarity: in (0, 1].
+
+    Raises:
+      ValueError: the similarity is out of range, or a document is empty.
+    """
+    if not 0 < similarity <= 1:
+        raise ValueError(
+            f"Wanted a similarity above 0, at most 1. Got {similarity}. 1 joins equal sets only."
+        )
+    for index, document in enumerate(documents):
+        if len(document) == 0:
+            raise ValueError(
+                f"Wanted documents of at least one token. Document {index} is empty. Leave it out."
+            )
+    count = len(documents)
+    groups = np.arange(count)
+    if not count:
+        return groups
+    sets = [_shingles(document) for document in documents]
+    sizes = np.asarray([len(shingles) for shingles in sets])
+    shingles = np.concatenate(sets)
+    order = np.argsort(shingles, kind="stable")
+    shingles, owners = shingles[order], np.repeat(groups, sizes)[order]
+    # A shingle's owners are neighbours now, in order: pairs of owners lie 1, 2, ... entries apart.
+    shared = np.zeros(count * count, np.int64)
+    first = np.arange(len(shingles))
+    for apart in range(1, count):
+        first = first[first + apart < len(shingles)]
+        first = first[shingles[first] == shingles[first + apart]]
+        if not len(first):
+            break
+        shared += np.bincount(owners[first] * count + owners[first + apart], minlength=count**2)
+    shared = shared.reshape(count, count)
+    for a, b in np.argwhere(shared >= similarity * (sizes[:, None] + sizes - shared)):
+        low, high = sorted((groups[a], groups[b]))
+        groups[groups == high] = low
+    return np.unique(groups, return_inverse=True)[1]
+
+
+def _shingles(document: np.ndarray) -> np.ndarray:
+    """Returns the sorted hashes of a document's 8-grams, each once."""
+    ids = np.asarray(document).astype(np.uint64)
+    length = min(_SHINGLE, len(ids))
+    hashes = np.full(len(ids) - length + 1, length, np.uint64)
+    for offset in range(length):
+        hashes = (hashes ^ ids[offset : offset + len(hashes)]) * _MIX
+    return np.unique(hashes)
+
+
+def risks_of_groups(risks: np.ndarray, tokens: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Returns `[candidate, group]`: the mean risk of each group's tokens.
+
+    So a group counts as if its documents were one, laid end to end.
+
+    Args:
+      risks: `[candidate, document]`.
+      tokens: `[document]`, how many each predicts.
+      groups: `[document]`, of `group_near_duplicates`.
+
+    Raises:
+      ValueError: shapes that do not fit, or a document that predicts nothing.
+    """
+    if risks.ndim != 2 or not risks.shape[1:] == tokens.shape == groups.shape:
+        raise ValueError(
+            f"Wanted risks [candidate, document], tokens and groups [document]. Got shapes "
+            f"{risks.shape}, {tokens.shape}, {groups.shape}. Give all of the same documents."
+        )
+    if (tokens < 1).any():
+        raise ValueError(
+            f"Wanted documents that predict at least one token. Document {np.argmin(tokens)} "
+            f"predicts {tokens.min()}. Leave it out."
+        )
+    weights = (groups[:, None] == np.unique(groups)) * tokens[:, None]
+    return risks @ weights / weights.sum(axis=0)
