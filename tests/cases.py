@@ -122,7 +122,7 @@ def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]
                 begin += size
         layers = stop - start
         padded = up(int(live.sum()), executor.min_bucket)
-        keys = padded if shape.kv == "drop" else live.size
+        keys = padded if shape.kv == "drop" else live.size * bool(live.any())
         found.append((padded * layers, keys * layers, key_slots * layers))
     return found
 

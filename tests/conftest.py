@@ -142,3 +142,21 @@ def tiny_swiglu() -> Model:
         dataclasses.replace(TINY, activation="swiglu", tie_embeddings=False, num_kv_heads=4)
     )
     return Model(decoder, live_params(decoder, seed=2))
+
+
+@pytest.fixture(scope="session")
+def text(tiny: Model) -> list[Any]:
+    """Documents that the full model wrote itself: it predicts them better than its exits do."""
+    from cases import run_dense
+
+    from utio_jax.documents import batches_of, windows_of
+
+    rng = np.random.default_rng(4)
+    ids = rng.integers(0, 64, (40, 32)).astype(np.int32)
+    lengths = np.full(40, 32, np.int32)
+    for position in range(31):
+        (x,) = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(4,))
+        logits = np.asarray(tiny.decoder.unembed(tiny.params, x))[:, position]
+        ids[:, position + 1] = np.argmax(logits + rng.gumbel(size=logits.shape), axis=-1)
+    windows = windows_of([*ids[:-1], ids[-1, :20]], width=32)
+    return list(batches_of(windows, rows=8, widths=[32], vocab_size=64))

@@ -72,6 +72,9 @@ class DepthAt:
     def go_deeper(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
         return memory > self.depths[index], memory
 
+    def asks(self, index: int) -> bool:
+        return True
+
     def flops(self, index: int, decoder: Any, params: Any) -> float:
         return 0.0
 

@@ -231,16 +231,15 @@ def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
     assert ask(full_depth(tiny.decoder)) is None, "full depth itself is no fallback"
     assert ask(gated(tiny), min_tokens=64 * 128) is None
     assert "the minimum of 8193" in str(ask(gated(tiny), min_tokens=64 * 128 + 1))
-    huge = tuple(
-        dataclasses.replace(
-            gate,
-            hidden=jnp.tile(gate.hidden, (1, 1000)),
-            hidden_bias=jnp.tile(gate.hidden_bias, 1000),
-            output=jnp.tile(gate.output, 1000),
-        )
-        for gate in gated(tiny).gates
+    signal = gated(tiny).signal
+    huge = dataclasses.replace(
+        signal.gates,
+        hidden=jnp.tile(signal.gates.hidden, (1, 1, 1000)),
+        hidden_bias=jnp.tile(signal.gates.hidden_bias, (1, 1000)),
+        output=jnp.tile(signal.gates.output, (1, 1000)),
     )
-    assert "routing would cost" in str(ask(dataclasses.replace(gated(tiny), gates=huge)))
+    costly = dataclasses.replace(gated(tiny), signal=dataclasses.replace(signal, gates=huge))
+    assert "routing would cost" in str(ask(costly))
 
 
 def test_wrong_texts_are_refused(tiny: Any) -> None:

@@ -47,6 +47,9 @@ class SurePasses:
         sure = boundary.map_logits(lambda logits: jax.nn.softmax(logits).max(-1))
         return sure < self.threshold, None
 
+    def asks(self, index: int) -> bool:
+        return True
+
     def flops(self, index: int, decoder: Any, params: Any) -> float:
         return 0.0
 

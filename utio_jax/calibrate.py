@@ -20,10 +20,10 @@ from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch
 from utio_jax.executors import Executor
 from utio_jax.exits import predicted_tokens, rank_correlation, study_exits
-from utio_jax.gates import SignalFitter
+from utio_jax.gates import SIGNALS, SignalFitter
+from utio_jax.goals import Budgets, Goal
 from utio_jax.microbatches import MicroBatches
 from utio_jax.search import ThresholdSearch
-from utio_jax.thresholds import Thresholds
 
 BUDGETS = (0.5, 0.6, 0.75, 0.9)
 """The `flops_ratio`s that policies are fitted for by default."""
@@ -40,12 +40,14 @@ def calibrate(
     model_sha256: str,
     text: Mapping[str, Any],
     policies: Sequence[str] = POLICIES,
-    budgets: Sequence[float] = BUDGETS,
+    goal: Goal = Budgets(budgets=BUDGETS),
     executor: Executor = MicroBatches(),
     seed: int = 0,
+    done: Calibration | None = None,
+    keep: Callable[[Calibration], None] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Calibration:
-    """Fits policies at every budget; deterministic for a seed.
+    """Fits policies to a goal; deterministic for a seed.
 
     Args:
       decoder: the model.
@@ -54,42 +56,24 @@ def calibrate(
       model_sha256: identifies the weights; a calibration refuses others.
       text: identifies the text, for the record.
       policies: names from `utio_jax.gates.SIGNALS`.
-      budgets: target `flops_ratio`s. A policy that cannot get as cheap as one of them has no entry
-        there, and `info["unreachable"]` says so.
+      goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
+        and `info["goals"]` says so.
       executor: how passes will run; padding is part of the budget.
       seed: of the gates.
+      done: an interrupted calibration of the same model and text: policies that it holds are kept.
+      keep: called with all that is fitted so far, after each policy.
       progress: called with what happens next.
 
     Raises:
-      ValueError: the model has no early exit, a name is unknown, or no budget can be reached.
+      ValueError: the model has no early exit, a name is unknown, no policy reaches the goal, or
+        `done` is of something else.
     """
     say = progress if progress is not None else lambda _: None
+    unknown = [name for name in policies if name not in SIGNALS]
+    if unknown:
+        raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {unknown[0]!r}.")
     say("exits of the full pass")
     studies = study_exits(decoder, params, batches)
-    fitter = SignalFitter(decoder, params, studies, seed=seed)
-    signals = {}
-    for name in policies:
-        say(f"{name}: weights")
-        signals[name] = fitter.fit(name)
-    search = ThresholdSearch(decoder, params, studies, executor=executor)
-    entries: dict[str, dict[float, Thresholds]] = {name: {} for name in signals}
-    correlations, unreachable = {}, []
-    for name, signal in signals.items():
-        correlations[name] = _correlations(search, signal)
-        for budget in budgets:
-            say(f"{name} at {budget:g}")
-            entry = search.fit(signal, budget)
-            if entry is None:
-                unreachable.append(f"{name} at {budget:g}")
-            else:
-                entries[name][budget] = entry
-        search.forget()
-    if not any(entries.values()):
-        name, signal = next(iter(signals.items()))
-        raise ValueError(
-            f"Wanted budgets that {name} can reach: at least {search.cheapest(signal):.3f} here. "
-            f"Got {tuple(budgets)}."
-        )
     info = {
         "model_sha256": model_sha256,
         "text": dict(text),
@@ -97,10 +81,38 @@ def calibrate(
         "seed": seed,
         "width": batches[0].token_ids.shape[1],
         "tokens": int(sum(study.predicted.sum() for study in studies)),
-        "rank_correlation_kl": correlations,
-        "unreachable": unreachable,
     }
-    return Calibration(entries=entries, signals=signals, info=info)
+    fitted = Calibration(
+        entries={}, signals={}, info={**info, "goals": {}, "rank_correlation_kl": {}}
+    )
+    if done is not None:
+        other = {key: done.info.get(key) for key in info if done.info.get(key) != info[key]}
+        if other:
+            raise ValueError(
+                f"Wanted to resume a calibration with { ({key: info[key] for key in other}) }. "
+                f"Got one with {other}. Start anew without --resume, or name another --out."
+            )
+        fitted = done
+    fitter = SignalFitter(decoder, params, studies, seed=seed)
+    search = ThresholdSearch(decoder, params, studies, executor=executor)
+    for name in policies:
+        if name in fitted.info["goals"]:
+            continue
+        say(f"{name}: weights")
+        signal = fitter.fit(name)
+        entries, record = goal.reach(search, signal, say)
+        correlations = _correlations(search, signal)
+        fitted = fitted.adding(name, signal, entries, goal=record, correlations=correlations)
+        if keep is not None:
+            keep(fitted)
+        search.forget()
+    if not any(fitted.entries.values()):
+        name, signal = next(iter(fitted.signals.items()))
+        raise ValueError(
+            f"Wanted a goal that some policy reaches; {name} gets as cheap as "
+            f"{search.cheapest(signal):.3f}. Got {fitted.info['goals']}. Ask for less."
+        )
+    return fitted
 
 
 def _correlations(search: ThresholdSearch, signal: Any) -> dict[str, float]:

@@ -41,13 +41,22 @@ class Calibration:
     signals: Mapping[str, Signal]
     info: Mapping[str, Any]
 
-    def policy(self, name: str, budget: float) -> Policy:
+    def policy(self, name: str, budget: float, *, exits: tuple[int, ...] | None = None) -> Policy:
         """Returns a fitted policy.
+
+        Args:
+          name: of the policy.
+          budget: that it was fitted for.
+          exits: all of the model's, to make them the policy's depths: those not in use cost no
+            FLOPs, and one program serves every budget. By default it has those in use alone, which
+            saves a little time. Signals that remember earlier boundaries keep theirs.
 
         Raises:
           ValueError: the name or the budget is not in this calibration.
         """
         entry = self.entry(name, budget)
+        if exits is not None and not (name in self.signals and self.signals[name].remembers):
+            entry = entry.over(exits)
         if name == "random":  # The control: the learned policy's histogram, blindly dealt out.
             return Random(
                 fractions=jnp.asarray(entry.fractions, jnp.float32),
@@ -79,13 +88,35 @@ class Calibration:
             )
         return fitted[budget]
 
-    def save(self, folder: str | Path) -> None:
-        """Writes `policies.json` and `policies.safetensors`."""
-        out = Path(folder)
-        stored = {name: _take_apart(signal) for name, signal in self.signals.items()}
-        save_tensors(
-            out / "policies.safetensors", {name: tensors for name, (_, tensors) in stored.items()}
+    def adding(
+        self,
+        name: str,
+        signal: Signal,
+        entries: Mapping[float, Thresholds],
+        *,
+        goal: Mapping[str, Any],
+        correlations: Mapping[str, float],
+    ) -> Calibration:
+        """Returns the calibration with one policy more, and the record of how it was fitted."""
+        info = dict(self.info)
+        info["goals"] = {**info["goals"], name: dict(goal)}
+        info["rank_correlation_kl"] = {**info["rank_correlation_kl"], name: dict(correlations)}
+        return Calibration(
+            entries={**self.entries, name: dict(entries)},
+            signals={**self.signals, name: signal},
+            info=info,
         )
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file, and its weights beside it; in a folder, these are `policies.*`."""
+        out = calibration_file(path)
+        stored = {name: _take_apart(signal) for name, signal in self.signals.items()}
+        weights = {name: tensors for name, (_, tensors) in stored.items() if tensors}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if weights:
+            save_tensors(out.with_suffix(".safetensors"), weights)
+        else:  # Signals without any: an empty file of them cannot be read.
+            out.with_suffix(".safetensors").unlink(missing_ok=True)
         entries = {
             name: {str(budget): entry.to_json() for budget, entry in fitted.items()}
             for name, fitted in self.entries.items()
@@ -94,16 +125,22 @@ class Calibration:
         text = json.dumps(
             {"info": dict(self.info), "signals": described, "entries": entries}, indent=1
         )
-        (out / "policies.json").write_text(text + "\n")
+        out.write_text(text + "\n")
 
 
-def load_calibration(folder: str | Path, *, model_sha256: str) -> Calibration:
-    """Reads what `Calibration.save` wrote.
+def calibration_file(path: str | Path) -> Path:
+    """Returns the JSON file that a path means: itself, or `policies.json` in a folder."""
+    found = Path(path)
+    return found if found.suffix == ".json" else found / "policies.json"
+
+
+def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
+    """Reads what `Calibration.save` wrote to this file or folder.
 
     Raises:
       ValueError: a file is missing or broken, or the calibration belongs to another model.
     """
-    path = Path(folder) / "policies.json"
+    path = calibration_file(path)
     if not path.is_file():
         raise ValueError(
             f"Wanted a calibration at {path}. There is none. `utio-jax calibrate` writes one."
@@ -124,8 +161,8 @@ def load_calibration(folder: str | Path, *, model_sha256: str) -> Calibration:
             f"Wanted a calibration of the model with SHA-256 {model_sha256[:12]}. {path} belongs "
             f"to {owner[:12]}. Calibrate this model: utio-jax calibrate."
         )
-    file = Path(folder) / "policies.safetensors"
-    tensors = nest(load_tensors(file))
+    file = path.with_suffix(".safetensors")
+    tensors = nest(load_tensors(file)) if file.is_file() else {}
     try:
         found = {name: _put_together(described[name], tensors.get(name, {})) for name in entries}
     except (KeyError, TypeError, AttributeError) as error:

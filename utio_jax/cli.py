@@ -12,6 +12,7 @@ except ImportError:
     sys.exit("utio-jax: the command line needs the extra `cli`: pip install 'utio-jax[cli]'")
 
 from utio_jax.commands.calibrate import Calibrate
+from utio_jax.commands.compare import Compare
 from utio_jax.commands.demo import Demo
 from utio_jax.commands.generate import Generate
 from utio_jax.commands.score import Score
@@ -22,6 +23,7 @@ _COMMANDS = {
     "generate": Generate,
     "score": Score,
     "calibrate": Calibrate,
+    "compare": Compare,
     "train": Train,
 }
 

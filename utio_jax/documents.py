@@ -98,3 +98,50 @@ def batches_of(
             lengths[row], names[row] = len(windows[index]), index
         check_tokens(ids, lengths, vocab_size=vocab_size)
         yield Batch(token_ids=ids, lengths=lengths, window=names)
+
+
+def sample_batches(
+    documents: Sequence[np.ndarray],
+    *,
+    rows: int,
+    width: int,
+    vocab_size: int,
+    batches: int | None = None,
+    seed: int = 0,
+) -> tuple[list[Batch], np.ndarray]:
+    """Returns batches of windows drawn over all documents, and the document of each window.
+
+    Every document has a window as long as there are as many; longer ones have more.
+
+    Args:
+      documents: token ids; those of fewer than two tokens predict nothing, and have no window.
+      rows: windows per batch.
+      width: tokens per window.
+      vocab_size: of the model.
+      batches: at most so many; None takes all windows.
+      seed: which windows.
+
+    Raises:
+      ValueError: no document of two tokens, ids outside the vocabulary, or batches < 1.
+    """
+    if batches is not None and batches < 1:
+        raise ValueError(f"Wanted at least 1 batch. Got batches={batches}.")
+    cut = [windows_of([ids], width=width) if len(ids) > 1 else [] for ids in documents]
+    if not any(cut):
+        raise ValueError("Wanted documents of at least two tokens. Got none. Add text.")
+    rng = np.random.default_rng(seed)
+    # Each document's windows in a random order; all first ones, then all second ones, ...
+    ranked = [
+        (turn, rng.random(), document, int(index))
+        for document, windows in enumerate(cut)
+        for turn, index in enumerate(rng.permutation(len(windows)))
+    ]
+    if batches is not None and len(ranked) > batches * rows:
+        firsts = sorted(item for item in ranked if item[0] == 0)[: batches * rows]
+        others = sorted((item for item in ranked if item[0] > 0), key=lambda item: item[1])
+        ranked = firsts + others[: batches * rows - len(firsts)]
+    chosen = [(document, cut[document][index]) for _, _, document, index in sorted(ranked)]
+    found = batches_of(
+        [window for _, window in chosen], rows=rows, widths=[width], vocab_size=vocab_size
+    )
+    return list(found), np.asarray([document for document, _ in chosen])

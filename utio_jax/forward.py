@@ -25,6 +25,7 @@ from utio_jax.layers import (
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
+from utio_jax.sampling import most_probable
 
 
 @jax.tree_util.register_dataclass
@@ -190,12 +191,13 @@ def compare_logits(
     label: Int[Array, " slot"],
 ) -> dict[str, jax.Array]:
     """Returns the fields of a `Comparison` from both predictions."""
-    ours, full = jax.nn.log_softmax(logits), jax.nn.log_softmax(full_logits)
+    # Few exponentials: those of one distribution, and one sum per prediction.
+    ours, full = (jax.nn.logsumexp(each, axis=-1) for each in (logits, full_logits))
     return {
         "nll": next_token_nll(logits, label),
         "nll_full": next_token_nll(full_logits, label),
-        "kl": jnp.sum(jnp.exp(full) * (full - ours), axis=-1),
-        "agree": jnp.argmax(ours, axis=-1) == jnp.argmax(full, axis=-1),
+        "kl": jnp.sum(jax.nn.softmax(full_logits) * (full_logits - logits), axis=-1) + ours - full,
+        "agree": most_probable(logits) == most_probable(full_logits),
     }
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from utio_jax.decoder import Decoder, Params
 from utio_jax.exits import ExitStudy, predicted_tokens
-from utio_jax.learned import Hazard, Learned, PromptRouter, StateGate
+from utio_jax.learned import Hazard, Learned, PromptRouter, StateGate, normalise
 from utio_jax.plan import Signal
 from utio_jax.signals import (
     Entropy,
@@ -44,13 +45,7 @@ class SignalFitter:
         self._gates: dict[str, StateGate] = {}
 
     def fit(self, name: str) -> Signal:
-        """Returns the signal, with weights for every exit but the last.
-
-        Raises:
-          ValueError: there is no signal of this name.
-        """
-        if name not in SIGNALS:
-            raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {name!r}.")
+        """Returns the signal, one of `SIGNALS`, with weights for every exit but the last."""
         return SIGNALS[name](self)
 
     def surrogate(self) -> UtioSurrogate:
@@ -72,11 +67,29 @@ class SignalFitter:
     def regressor(self) -> StateGate:
         """Returns gates that predict sqrt(KL to full depth)."""
         kl = lambda: np.sqrt(self._of_tokens("kl")[:-1])  # noqa: E731
-        return self._fitted("squared", kl)
+        return self._fitted("learned", kl, loss="squared")
 
     def classifier(self) -> StateGate:
         """Returns gates with the logit of "the prediction here is not full depth's"."""
-        return self._fitted("logistic", lambda: self._of_tokens("differs")[:-1])
+        return self._fitted("classifier", lambda: self._of_tokens("differs")[:-1])
+
+    def cost_aware(self) -> StateGate:
+        """Returns gates with the logit of `worth_going_deeper`, at a price of computation.
+
+        The price is the one at which hindsight would spend 60 % of a full pass.
+        """
+
+        def target() -> np.ndarray:
+            kl = self._of_tokens("kl")
+            shares = np.asarray(self.decoder.config.exits) / self.decoder.config.num_layers
+            low, high = 1e-6, 1e4
+            for _ in range(40):
+                price = float(np.sqrt(low * high))
+                spent = shares[np.argmin(kl + price * shares[:, None], axis=0)].mean()
+                low, high = (price, high) if spent > 0.6 else (low, price)
+            return worth_going_deeper(kl, shares, high)
+
+        return self._fitted("cost_aware", target)
 
     def router(self) -> PromptRouter:
         """Returns gates on a row's first mean state that predict the mean sqrt(KL) after it."""
@@ -99,11 +112,13 @@ class SignalFitter:
         )
         return PromptRouter(gates=gates, exits=self.exits, prompt=prompt)
 
-    def _fitted(self, loss: Loss, target: Callable[[], np.ndarray]) -> StateGate:
-        if loss not in self._gates:
+    def _fitted(
+        self, name: str, target: Callable[[], np.ndarray], *, loss: Loss = "logistic"
+    ) -> StateGate:
+        if name not in self._gates:
             states = self._of_tokens("states")
-            self._gates[loss] = fit_gates(states, target(), loss=loss, seed=self.seed)
-        return self._gates[loss]
+            self._gates[name] = fit_gates(states, target(), loss=loss, seed=self.seed)
+        return self._gates[name]
 
     def _of_tokens(self, field: str) -> np.ndarray:
         return predicted_tokens(self.studies, [getattr(study, field) for study in self.studies])
@@ -120,6 +135,7 @@ SIGNALS: dict[str, Callable[[SignalFitter], Signal]] = {
     "entropy": lambda fit: Entropy(),
     "state_similarity": lambda fit: StateSimilarity(),
     "classifier": lambda fit: Learned(gates=fit.classifier(), exits=fit.exits, name="classifier"),
+    "cost_aware": lambda fit: Learned(gates=fit.cost_aware(), exits=fit.exits, name="cost_aware"),
     "patience": lambda fit: Patience(),
     "hazard": lambda fit: Hazard(gates=fit.classifier(), exits=fit.exits),
 }
@@ -149,26 +165,35 @@ def fit_gates(
     *,
     loss: Loss = "squared",
     hidden: int = 64,
-    steps: int = 3000,
+    steps: int = 2500,
     batch: int = 2048,
     learning_rate: float = 3e-3,
+    weight_decay: float = 0.5,
     seed: int = 0,
 ) -> StateGate:
     """Returns one gate per exit, all leaves with a leading exit axis, fitted together.
+
+    Gates learn from whitened states, on which Adam sees every direction at one scale; the whitening
+    is a part of the first matrix afterwards, and costs nothing.
 
     Args:
       states: `[exit, token, dim]`.
       target: `[exit, token]`: numbers for the squared loss, booleans for the logistic one.
       loss: `"squared"` or `"logistic"`.
       hidden: width of the gates.
-      steps: of Adam, with a linearly falling rate.
+      steps: of AdamW, with a linearly falling rate.
       batch: tokens per step.
       learning_rate: at the first step.
+      weight_decay: multiplied by the learning rate.
       seed: of initialisation and sampling.
     """
     import optax
 
     exits, tokens, dim = states.shape
+    rng = np.random.default_rng(seed)
+    some = rng.permutation(tokens)[:_WHITENED]
+    found = [_whitening(np.asarray(normalise(jnp.asarray(x[some])))) for x in states]
+    mean, matrix = (jnp.asarray(np.stack(parts)) for parts in zip(*found, strict=True))
 
     # Optax's types know no dataclasses: to it, gates are Any.
     def start(key: jax.Array) -> Any:
@@ -180,28 +205,39 @@ def fit_gates(
         )
 
     def error(gates: StateGate, x: jax.Array, wanted: jax.Array) -> jax.Array:
-        found = jax.vmap(lambda gate, x: gate(x))(gates, x)
+        x = normalise(x)
+        x = (x - jnp.broadcast_to(mean[:, None], x.shape)) @ matrix
+        found = jax.vmap(StateGate.read)(gates, x)
         if loss == "squared":
             each = (found - wanted) ** 2
         else:
             each = optax.sigmoid_binary_cross_entropy(found, wanted)
         return jnp.sum(jnp.mean(each, axis=1))
 
-    optimizer = optax.adam(optax.linear_schedule(learning_rate, 0.0, steps))
+    rate = optax.linear_schedule(learning_rate, 0.0, steps)
+    optimizer = optax.adamw(rate, weight_decay=weight_decay)
 
     @jax.jit
     def update(gates: Any, state: Any, x: jax.Array, wanted: jax.Array) -> tuple[Any, Any]:
-        gradient = jax.grad(error)(gates, x.astype(jnp.float32), wanted)
-        updates, state = optimizer.update(gradient, state)
+        updates, state = optimizer.update(jax.grad(error)(gates, x, wanted), state, gates)
         return optax.apply_updates(gates, updates), state
 
     gates: Any = jax.vmap(start)(jax.random.split(jax.random.key(seed), exits))
-    state, rng, wanted = (
-        optimizer.init(gates),
-        np.random.default_rng(seed),
-        target.astype(np.float32),
-    )
+    state, wanted = optimizer.init(gates), target.astype(np.float32)
     for _ in range(steps):
         chosen = rng.integers(tokens, size=batch)
         gates, state = update(gates, state, states[:, chosen], wanted[:, chosen])
-    return gates
+    folded = matrix @ gates.hidden
+    bias = gates.hidden_bias - jnp.einsum("ed,edh->eh", mean, folded)
+    return dataclasses.replace(gates, hidden=folded, hidden_bias=bias)
+
+
+_WHITENED = 100_000  # Tokens from which the covariance is taken.
+
+
+def _whitening(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean `[dim]` and matrix: `(x - mean) @ matrix` has about unit covariance."""
+    x = x.astype(np.float64)
+    values, vectors = np.linalg.eigh(np.cov(x.T))
+    matrix = vectors / np.sqrt(values + 1e-3 * values.mean())
+    return x.mean(axis=0).astype(np.float32), matrix.astype(np.float32)

@@ -231,7 +231,8 @@ def staircase(
         looks, deciding = list[Any](), slots
         if segment + 1 < len(depths):
             with jax.named_scope("dispatch"):
-                deciding = executor.only_if(slots, policy.asks(segment))
+                asked = policy.asks(segment)
+                deciding = executor.only_if(slots, asked)
                 boundary = Boundary(
                     x=jax.lax.stop_gradient(x),  # Decisions are thresholds: nothing flows through.
                     positions=positions,
@@ -249,8 +250,9 @@ def staircase(
                 stops = live & ~goes
                 depth_of_token = jnp.where(stops, depth, depth_of_token)
                 if looks and readout is not None:
-                    read = _where(stops, looks[-1], looks[-1] if read is None else read)
-                    unread &= ~stops
+                    seen = stops & asked
+                    read = _where(seen, looks[-1], looks[-1] if read is None else read)
+                    unread &= ~seen
                 live = goes
         work.append(
             executor.work(slots, depth - done, kv == "drop", deciding=deciding, heads=len(looks))

@@ -42,9 +42,10 @@ class StateGate:
 
     def __call__(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
         """Returns one gate's value for each state."""
-        x = x.astype(jnp.float32)
-        # A root-mean-square norm without scale: the gate's own first matrix can learn that.
-        x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+        return self.read(normalise(x))
+
+    def read(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
+        """Returns the same for states that are normalised already."""
         hidden = x @ self.hidden
         hidden = jax.nn.relu(hidden + jnp.broadcast_to(self.hidden_bias, hidden.shape))
         return hidden @ self.output + self.output_bias
@@ -52,6 +53,12 @@ class StateGate:
     def at(self, index: int) -> StateGate:
         """Returns the gate of one exit."""
         return jax.tree.map(lambda leaf: leaf[index], self)
+
+
+def normalise(x: Float[Array, "*lead dim"]) -> Float[Array, "*lead dim"]:
+    """Returns states of root-mean-square 1: no scale, which a gate's first matrix can learn."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 @jax.tree_util.register_dataclass

@@ -223,8 +223,8 @@ class MicroBatches:
             return self._over_blocks(slots.total, finish, (states, packed))
 
         states, (start, stop) = flat(x), layers
-        if start:  # Where nobody has come this far, nobody needs the K/V of those who stopped.
-            stop = jnp.where(slots.total > 0, stop, start)
+        # Where nobody has come this far, nobody needs the K/V of those who stopped.
+        stop = jnp.where(slots.total > 0, stop, start)
         carry = jax.lax.fori_loop(start, stop, run_layer, (states, pack(states)))
         return carry[0].reshape(x.shape)
 

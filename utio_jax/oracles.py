@@ -14,9 +14,8 @@ import numpy as np
 
 from utio_jax.cost import depth_flops, token_cost
 from utio_jax.decoder import Decoder, Params
-from utio_jax.documents import Batch
 from utio_jax.executors import Executor
-from utio_jax.exits import predicted_tokens, study_exits
+from utio_jax.exits import ExitStudy, predicted_tokens
 from utio_jax.microbatches import MicroBatches
 from utio_jax.policies import GivenDepths
 from utio_jax.thresholds import Thresholds, fit_thresholds, leave_at
@@ -28,7 +27,7 @@ Harm = Literal["kl", "loss"]
 def oracle_policies(
     decoder: Decoder,
     params: Params,
-    batches: Sequence[Batch],
+    studies: Sequence[ExitStudy],
     *,
     by: Harm,
     budget: float,
@@ -42,20 +41,19 @@ def oracle_policies(
     Args:
       decoder: the model.
       params: its parameters.
-      batches: the text, of one width.
+      studies: what a full pass over the text shows, from `study_exits`; batches of one width.
       by: what to look at.
       budget: target `flops_ratio`, without padding.
       executor: how passes will run.
 
     Raises:
-      ValueError: unknown `by`, the model has no early exit, or the budget is too low.
+      ValueError: unknown `by`, or the budget is too low.
     """
     if by not in get_args(Harm):
         raise ValueError(f"Wanted by to be one of {', '.join(get_args(Harm))}. Got by={by!r}.")
-    studies = study_exits(decoder, params, batches)
     harm_of = [study.kl if by == "kl" else study.harm for study in studies]
     harm, exits = predicted_tokens(studies, harm_of), decoder.config.exits
-    cost, width = token_cost(decoder, params), batches[0].token_ids.shape[1]
+    cost, width = token_cost(decoder, params), studies[0].predicted.shape[1]
     key_widths = executor.key_widths(width)
     full = depth_flops(cost, exits, width=width, key_widths=key_widths)[-1]
     fits: list[tuple[float, Thresholds]] = []
@@ -87,7 +85,7 @@ def oracle_policies(
                     leave_at(each[:boundaries], np.asarray(best.thresholds, np.float32))
                 ]
             ),
-            depths=best.depths,
+            depths=exits,
             name=f"oracle_{by}",
         )
         for each in harm_of

@@ -15,6 +15,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from utio_jax.comparison import ComparisonRow
 from utio_jax.ledger import Ledger
 
 _COLOURS = {
@@ -102,6 +103,43 @@ def plot_pareto(
     )
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+    _save(figure, file)
+
+
+def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str) -> None:
+    """Draws how far each policy lies below the hull over `flops_ratio`, with its interval."""
+    names = list(dict.fromkeys(row.ledger.policy for row in rows if row.hull_margin_pct))
+    columns = min(4, len(names))
+    figure, grid = plt.subplots(
+        -(-len(names) // columns),
+        columns,
+        figsize=(3.1 * columns, 2.3 * -(-len(names) // columns)),
+        layout="constrained",
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+    )
+    for name, axes in zip(names, grid.flat, strict=False):
+        points = sorted(
+            (row.ledger.flops_ratio or 0.0, *row.hull_margin_pct)
+            for row in rows
+            if row.ledger.policy == name and row.hull_margin_pct
+        )
+        x, low, mid, high = np.asarray(points).T
+        axes.axhline(0, color=_COLOURS["uniform_hull"], linewidth=1, linestyle="--")
+        colour = _COLOURS.get(name, "#33658a")
+        axes.fill_between(x, low, high, color=colour, alpha=0.2)
+        axes.plot(x, mid, marker="o", markersize=3, color=colour)
+        axes.set_title(name, fontsize=9)
+        axes.grid(alpha=0.25)
+    for axes in list(grid.flat)[len(names) :]:
+        axes.axis("off")
+    # Bad policies would squeeze the good ones: they leave the picture at the bottom.
+    best = max(row.hull_margin_pct[2] for row in rows if row.hull_margin_pct)
+    grid[0, 0].set_ylim(-1.2 * best, 1.2 * best)
+    figure.suptitle(title, fontsize=10)
+    figure.supxlabel("executed FLOPs / FLOPs of the full pass", fontsize=9)
+    figure.supylabel("loss below the hull (%), 95 % interval over documents", fontsize=9)
     _save(figure, file)
 
 

@@ -61,19 +61,13 @@ def control(risks: np.ndarray, *, max_risk: float, confidence: float, seed: int 
     Raises:
       ValueError: risks of another form or range, or fewer units than `units_needed`.
     """
-    needed = units_needed(max_risk, confidence)
     if risks.ndim != 2 or not len(risks):
         raise ValueError(
             f"Wanted risks [candidate, unit] of at least one candidate. Got shape {risks.shape}. "
             f"Give one row per candidate, safest first."
         )
     units = risks.shape[1]
-    if units < needed:
-        raise ValueError(
-            f"Wanted at least {needed} documents for max_disagreement={max_risk} at confidence "
-            f"{confidence}, near-duplicates counted once. Got {units}. Give more text with --text, "
-            f"or ask for less."
-        )
+    needed = check_units(units, max_risk=max_risk, confidence=confidence)
     if not ((risks >= 0) & (risks <= 1)).all():
         raise ValueError(
             f"Wanted risks from 0 to 1. Got {risks.min()} to {risks.max()}. Give shares of "
@@ -89,6 +83,22 @@ def control(risks: np.ndarray, *, max_risk: float, confidence: float, seed: int 
         units=units,
         needed=needed,
     )
+
+
+def check_units(units: int, *, max_risk: float, confidence: float) -> int:
+    """Returns `units_needed`, once it is known that there are as many.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    needed = units_needed(max_risk, confidence)
+    if units < needed:
+        raise ValueError(
+            f"Wanted at least {needed} documents for max_disagreement={max_risk} at confidence "
+            f"{confidence}, near-duplicates counted once. Got {units}. Give more text with --text, "
+            f"or ask for less."
+        )
+    return needed
 
 
 def units_needed(max_risk: float, confidence: float) -> int:

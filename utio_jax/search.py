@@ -28,9 +28,14 @@ _FLOORS = 3  # Depth floors that real passes try.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What real passes cost, as a share of full depth, and lose, in nats over the whole sample."""
+    """What real passes over the sample cost and lose.
 
-    flops_ratio: float
+    Attributes:
+      flops: executed.
+      loss: summed over tokens, nats.
+    """
+
+    flops: float
     loss: float
 
 
@@ -40,6 +45,7 @@ class ThresholdSearch:
     Attributes:
       exits: of the model.
       studies: the part of the text that thresholds are fitted to.
+      full: what full depth costs and loses.
     """
 
     def __init__(
@@ -59,8 +65,7 @@ class ThresholdSearch:
         self._cost = token_cost(decoder, params)
         self._width = studies[0].predicted.shape[1]
         self._full = float(self._flops(self.exits)[-1])
-        self._full_pass = 1.0
-        self._full_pass = self._run(full_depth(decoder)).flops_ratio
+        self.full = self._run(full_depth(decoder))
         self._hull: Callable[[float], float | None] | None = None
         self._cache: dict[tuple[str, tuple[int, ...]], list[np.ndarray]] = {}
 
@@ -75,6 +80,24 @@ class ThresholdSearch:
             for first in range(len(self.exits) - 1)
             for costs, gates in [self._costs(signal, self.exits[first : first + 2])]
         )
+
+    def ratio(self, spent: Spent) -> float:
+        """Returns the `flops_ratio`."""
+        return spent.flops / self.full.flops
+
+    def nll_increase_pct(self, spent: Spent) -> float:
+        """Returns by how much the loss exceeds full depth's, in %."""
+        return 100 * (spent.loss / self.full.loss - 1)
+
+    def policy(self, signal: Signal, fit: Thresholds) -> Thresholded:
+        """Returns the policy of these thresholds over all exits.
+
+        Those not in use cost no FLOPs, and one program serves every choice of them. Signals that
+        remember earlier boundaries need those that they were fitted with.
+        """
+        wide = fit if signal.remembers else fit.over(self.exits)
+        thresholds = jnp.asarray(wide.thresholds, jnp.float32)
+        return Thresholded(signal=signal, thresholds=thresholds, depths=wide.depths)
 
     def forget(self) -> None:
         """Drops the programs of the signals so far: Linux allows a process 65,530 memory maps."""
@@ -97,28 +120,22 @@ class ThresholdSearch:
         if not tried:
             return None
         fit, spent = max(tried, key=lambda pair: self._margin(pair[1]))
-        target, by_cost = budget, {spent.flops_ratio: fit}
+        target, by_cost = budget, {self.ratio(spent): fit}
         for _ in range(2):
-            target += budget - spent.flops_ratio
+            target += budget - self.ratio(spent)
             again = self._fit(signal, fit.depths, target)
             if again is None:
                 break
             again = again.over(fit.depths)
             spent = self.run(signal, again)
-            by_cost[spent.flops_ratio] = again
+            by_cost[self.ratio(spent)] = again
         # The nearest, but none that costs noticeably more than was asked for if one does not.
         best = by_cost[min(by_cost, key=lambda cost: (cost > budget + 0.01, abs(cost - budget)))]
         return best if signal.remembers else best.used()
 
     def run(self, signal: Signal, fit: Thresholds) -> Spent:
-        """Returns what real passes at these thresholds cost and lose.
-
-        All exits are boundaries, and those not in use cost nothing: one program serves every choice
-        of them. Signals that remember the boundaries before need those that they were fitted with.
-        """
-        wide = fit if signal.remembers else fit.over(self.exits)
-        thresholds = jnp.asarray(wide.thresholds, jnp.float32)
-        return self._run(Thresholded(signal=signal, thresholds=thresholds, depths=wide.depths))
+        """Returns what real passes at these thresholds cost and lose."""
+        return self._run(self.policy(signal, fit))
 
     def _propose(self, signal: Signal, first: int, budget: float) -> Thresholds | None:
         """Returns the thresholds of least harm whose floor is the `first`-th exit, or deeper.
@@ -186,8 +203,8 @@ class ThresholdSearch:
                 self._run(GivenDepths(depth_of_token=jnp.full(shape, depth), depths=depths))
                 for depth in depths
             ]
-            self._hull = convex_hull([(each.flops_ratio, each.loss) for each in uniform])
-        at_hull = self._hull(spent.flops_ratio)
+            self._hull = convex_hull([(self.ratio(each), each.loss) for each in uniform])
+        at_hull = self._hull(self.ratio(spent))
         return (np.inf if at_hull is None else at_hull) - spent.loss
 
     def _run(self, policy: Policy) -> Spent:
@@ -207,7 +224,7 @@ class ThresholdSearch:
             gates = gate_flops(self.decoder, self.params, policy, found.work)
             flops += pass_flops(self._cost, found.work, gates=gates)
             loss -= float(found.log_likelihood.sum())
-        return Spent(flops_ratio=flops / self._full_pass, loss=loss)
+        return Spent(flops=flops, loss=loss)
 
     def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
         """Returns the scores `[boundary, batch, token]` of every study."""

@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from utio_jax.comparison import ComparisonRow
 from utio_jax.ledger import Ledger
 
 # Shallow to deep, on any background.
@@ -56,6 +57,34 @@ def ledger_table(
             _show(row.speedup_ideal, ".2f"),
             _show(row.efficiency, ".2f"),
             style="bold green" if better else None,
+        )
+    return table
+
+
+def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
+    """Returns a terminal table of `utio_jax.comparison.compare`'s rows."""
+    table = Table(
+        title=title,
+        caption="below hull: loss that mixed exits would have more at the row's own FLOPs, and its "
+        "95 % interval over documents; bold where that excludes zero",
+    )
+    names = ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree")
+    for name in (*names, "corr. KL", "corr. depth", "of oracle"):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+    for row in rows:
+        ledger, margin = row.ledger, row.hull_margin_pct
+        table.add_row(
+            ledger.policy,
+            _show(ledger.budget, "g"),
+            _show(ledger.flops_ratio, ".3f"),
+            _show(ledger.gate_pct, ".2f"),
+            _show(ledger.nll_increase_pct, "+.2f"),
+            "" if margin is None else f"{margin[1]:+.2f} [{margin[0]:+.2f}, {margin[2]:+.2f}]",
+            _show(ledger.agreement, ".3f"),
+            _show(row.rank_correlation_kl, ".2f"),
+            _show(row.rank_correlation_depth, ".2f"),
+            _show(row.oracle_recovered, ".2f"),
+            style="bold green" if margin is not None and margin[0] > 0 else None,
         )
     return table
 

@@ -9,57 +9,103 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from utio_jax.commands.shared import read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Fits the policies to a model on a text, and writes them into a folder.
+    """Fits policies to a model on a text: at budgets, within a loss, or with a promise.
 
     Attributes:
+      policy: learned, utio_surrogate, utio_before, position, prompt_router, softmax_gap,
+        max_probability, entropy, state_similarity, classifier, cost_aware, patience, hazard; or
+        all. By default learned and utio_surrogate.
+      budget: target flops_ratios. By default 0.5, 0.6, 0.75 and 0.9.
+      max_nll_increase_pct: instead of budgets, least cost within this loss over full depth, in %.
+      max_disagreement: instead of budgets, least cost with at most this share of most probable
+        tokens that differ from full depth's, promised by risk control on half of the documents.
+      confidence: of that promise.
       model: a model folder, or the shipped model's name.
       text: text files; by default the calibrate split of this Python's standard library.
-      budgets: target flops_ratios.
-      seed: of the gates.
-      out: folder to write policies.json and policies.safetensors to; the model's own by default.
+      seed: of the gates, and of the halves.
+      out: JSON file to write, its weights beside it; policies.json in the model's folder by
+        default.
+      resume: keep the policies that an interrupted run has written to --out.
     """
 
+    policy: tuple[str, ...] = ("learned", "utio_surrogate")
+    budget: tuple[float, ...] = ()
+    max_nll_increase_pct: float | None = None
+    max_disagreement: float | None = None
+    confidence: float = 0.95
     model: str = "stdlib-16"
     text: tuple[Path, ...] = ()
-    budgets: tuple[float, ...] = (0.5, 0.6, 0.75, 0.9)
     seed: int = 0
     out: Path | None = None
+    resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.calibrate import calibrate
+        from utio_jax.calibrate import BUDGETS, calibrate
+        from utio_jax.calibration import calibration_file, load_calibration
         from utio_jax.documents import batches_of, windows_of
+        from utio_jax.gates import SIGNALS
+        from utio_jax.goals import Budgets, Goal, MaxDisagreement, MaxLoss
         from utio_jax.models import load
 
         started = time.perf_counter()
+        asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
+        if sum(value is not None for value in asked) > 1:
+            raise ValueError(
+                "Wanted one of --budget, --max-nll-increase-pct and --max-disagreement. Got "
+                f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
+                f"max_disagreement={self.max_disagreement}."
+            )
         model = load(self.model)
         config = model.decoder.config
-        documents, described = read_documents(self.text, "calibrate")
-        windows = windows_of(model.encode([d.text for d in documents]), width=config.context_length)
-        batches = list(
-            batches_of(
-                windows, rows=16, widths=[config.context_length], vocab_size=config.vocab_size
+        texts, described = read_documents(self.text, "calibrate")
+        documents = model.encode([document.text for document in texts])
+        goal: Goal = Budgets(budgets=self.budget or BUDGETS)
+        if self.max_nll_increase_pct is not None:
+            goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
+        elif self.max_disagreement is not None:
+            # Thresholds come from one half, the promise from the other.
+            order = np.random.default_rng(self.seed).permutation(len(documents))
+            half = len(documents) // 2
+            goal = MaxDisagreement(
+                max_disagreement=self.max_disagreement,
+                confidence=self.confidence,
+                documents=[documents[index] for index in order[half:]],
+                seed=self.seed,
             )
+            documents = [documents[index] for index in order[:half]]
+        batches = batches_of(
+            windows_of(documents, width=config.context_length),
+            rows=16,
+            widths=[config.context_length],
+            vocab_size=config.vocab_size,
         )
+        out = calibration_file(self.out if self.out is not None else model.folder)
+        done = None
+        if self.resume and out.is_file():
+            done = load_calibration(out, model_sha256=model.sha256)
         fitted = calibrate(
             model.decoder,
             model.params,
-            batches,
+            list(batches),
             model_sha256=model.sha256,
             text=described,
-            budgets=self.budgets,
+            policies=tuple(SIGNALS) if self.policy == ("all",) else self.policy,
+            goal=goal,
             seed=self.seed,
+            done=done,
+            keep=lambda so_far: so_far.save(out),
             progress=lambda what: print(
                 f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr
             ),
         )
-        out = self.out if self.out is not None else model.folder
-        fitted.save(out)
         return {
             "command": "calibrate",
             "seconds_total": round(time.perf_counter() - started, 1),

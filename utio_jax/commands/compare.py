@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from utio_jax.commands.shared import read_documents
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Holds every calibrated policy against truncation, chance and hindsight on unseen text.
+
+    Attributes:
+      model: a model folder, or the shipped model's name.
+      calibration: policies.json of another calibration than the model's own.
+      text: text files; by default the test split of this Python's standard library.
+      budgets: target flops_ratios; all that were calibrated by default.
+      batches: of 16 windows, drawn over all documents; 0 takes the whole text.
+      draws: of the documents, for intervals.
+      seed: of the windows and the draws.
+      out: folder for the pictures.
+    """
+
+    model: str = "stdlib-16"
+    calibration: Path | None = None
+    text: tuple[Path, ...] = ()
+    budgets: tuple[float, ...] = ()
+    batches: int = 6
+    draws: int = 2000
+    seed: int = 0
+    out: Path = Path("out/compare")
+
+    def run(self) -> dict[str, Any]:
+        """Runs the command and returns its JSON."""
+        from rich.console import Console
+
+        from utio_jax.calibration import load_calibration
+        from utio_jax.comparison import compare
+        from utio_jax.documents import sample_batches
+        from utio_jax.ledger import uniform_hull
+        from utio_jax.models import load
+        from utio_jax.report import plot_margins, plot_pareto
+        from utio_jax.terminal import comparison_table
+
+        started = time.perf_counter()
+        model = load(self.model)
+        config = model.decoder.config
+        fitted = model.calibration
+        if self.calibration is not None:
+            fitted = load_calibration(self.calibration, model_sha256=model.sha256)
+        documents, described = read_documents(self.text, "test")
+        batches, document_of_window = sample_batches(
+            model.encode([document.text for document in documents]),
+            rows=16,
+            width=config.context_length,
+            batches=self.batches or None,
+            vocab_size=config.vocab_size,
+            seed=self.seed,
+        )
+        rows = compare(
+            model.decoder,
+            model.params,
+            batches,
+            document_of_window,
+            fitted,
+            budgets=self.budgets or None,
+            draws=self.draws,
+            seed=self.seed,
+            progress=lambda what: print(
+                f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr
+            ),
+        )
+        tokens = rows[0].ledger.tokens or 0
+        title = f"{tokens:,} tokens of {len(set(document_of_window))} documents"
+        Console(stderr=True, width=118).print(comparison_table(rows, title=title))
+        pictures = [self.out / "pareto.png", self.out / "margins.png"]
+        ledgers = [row.ledger for row in rows]
+        plot_pareto(ledgers, pictures[0], title=title, hull=uniform_hull(ledgers))
+        plot_margins(rows, pictures[1], title=title)
+        return {
+            "command": "compare",
+            "seconds_total": round(time.perf_counter() - started, 1),
+            "text": described,
+            "pictures": [str(picture) for picture in pictures],
+            "rows": [row.to_dict() for row in rows],
+        }
