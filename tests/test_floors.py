@@ -35,7 +35,7 @@ FLOORS = (
     {"forward", "timing", "calibration", "mode", "descent"},
     {"guardrails", "exits"},
     {"evaluate", "gates", "adaptive", "lossless", "loop"},
-    {"search", "oracles", "benchmark", "report", "generate"},
+    {"search", "oracles", "benchmark", "report", "generate", "online"},
     {"calibrate"},
     {"generation_ledger", "text", "terminal"},
     {"generation_benchmark"},
