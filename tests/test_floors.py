@@ -36,7 +36,7 @@ FLOORS = (
     {"forward", "timing", "calibration", "mode", "descent"},
     {"guardrails", "exits"},
     {"evaluate", "gates", "adaptive", "lossless", "loop"},
-    {"search", "oracles", "benchmark", "generate"},
+    {"search", "oracles", "benchmark", "generate", "online"},
     {"goals", "comparison"},
     {"calibrate", "report"},
     {"generation_ledger", "text", "terminal"},

@@ -27,6 +27,7 @@ from utio_jax.layers import StaircaseResult, dense_states, oracle, staircase
 from utio_jax.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
+from utio_jax.online import adapt
 from utio_jax.plan import Boundary, BucketPlan, Policy, Signal
 from utio_jax.policies import GivenDepths, Random, Thresholded, Uniform
 from utio_jax.signals import (
@@ -74,6 +75,7 @@ __all__ = [
     "TokenSurrogate",
     "Uniform",
     "UtioSurrogate",
+    "adapt",
     "assign_buckets",
     "attention_heat",
     "bucket_tokens",

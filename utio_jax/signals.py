@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.decoder import Decoder, Params
 from utio_jax.importance import embedding_outlier, predictive_entropy
 from utio_jax.plan import Boundary
+from utio_jax.sampling import most_probable
 
 
 def static(**kwargs: Any) -> Any:
@@ -173,8 +174,12 @@ class SoftmaxGap(_Confidence):
     name: str = static(default="softmax_gap")
 
     def score(self, logits: Float[Array, "slot vocab"]) -> Float[Array, " slot"]:
-        top = jax.lax.top_k(jax.nn.log_softmax(logits), 2)[0]
-        return 1.0 - (jnp.exp(top[:, 0]) - jnp.exp(top[:, 1]))
+        # Two maxima: on CPU `top_k` sorts, on one core.
+        probability = jax.nn.softmax(logits)
+        best = most_probable(logits)[:, None]
+        index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        others = jnp.where(index == best, 0.0, probability)
+        return 1.0 - (jnp.max(probability, axis=-1) - jnp.max(others, axis=-1))
 
 
 @jax.tree_util.register_dataclass
@@ -266,7 +271,7 @@ class Patience(SignalBase):
 
 def _best_token(logits: Float[Array, "slot vocab"]) -> Int[Array, " slot"]:
     """Returns the most probable token; -1 where logits are not numbers, which agrees with none."""
-    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, jnp.argmax(logits, axis=-1))
+    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, most_probable(logits))
 
 
 def surrogate_table(
