@@ -15,6 +15,7 @@ import pytest
 from utio_jax.cli import main
 from utio_jax.ledger import Ledger
 
+TEXTS = ("ledger", "plan")
 SOURCE = Path(__file__).parents[1] / "utio_jax"
 
 
@@ -32,8 +33,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
     save(out, decoder, live_params(decoder))
     files = [str(SOURCE / name) for name in ("buckets.py", "layers.py")]
-    assert main(["calibrate", "--model", str(out), "--text", *files, "--budgets", "0.8"]) == 0
+    assert main(["calibrate", "--model", str(out), "--text", *files, "--budget", "0.8"]) == 0
     return out
+
+
+def test_a_calibration_of_its_own_is_made_compared_and_used(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.json"
+    model = ["--model", str(folder)]
+    train, read = ([str(SOURCE / f"{n}.py") for n in names] for names in (("plan",), TEXTS))
+    arguments = ["calibrate", "--text", *train, "--policy", "position", "--out", str(out)]
+    assert main([*arguments, *model, "--max-nll-increase-pct", "1"]) == 0
+    fitted = last_line(capsys)
+    assert fitted["out"] == str(out)
+    ((budget, entry),) = fitted["entries"]["position"].items()
+    assert entry["depths"][-1] <= 4
+    arguments = ["compare", "--text", *read, "--calibration", str(out), "--draws", "20"]
+    assert main([*arguments, *model, "--batches", "1", "--out", str(tmp_path)]) == 0
+    found = last_line(capsys)
+    policies = {row["policy"] for row in found["rows"]}
+    assert policies >= {"uniform", "full", "position"}
+    (row,) = [row for row in found["rows"] if row["policy"] == "position"]
+    assert row["budget"] == float(budget)
+    assert {"hull_margin_pct", "rank_correlation_kl", "oracle_recovered"} <= set(row)
+    assert all(Path(picture).stat().st_size > 1000 for picture in found["pictures"])
+    assert main(["score", *read, *model, "--policy", "position", "--calibration", str(out)]) == 0
+    assert last_line(capsys)["budget"] == float(budget), "the only one"
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -217,7 +243,19 @@ def test_a_model_without_exits_cannot_draft(
             "ids from 0 to 299, the model's vocabulary. Got 1 to 300",
         ),
         (["demo", "--text", "SHORT"], "text of at least 1024 tokens"),
-        (["calibrate", "--text", "SOURCE", "--budgets", "0.01"], "budgets that learned can reach"),
+        (["calibrate", "--text", "SOURCE", "--budget", "0.01"], "a goal that some policy reaches"),
+        (["calibrate", "--text", "SOURCE", "--policy", "magic"], "Wanted policies of learned"),
+        (
+            ["calibrate", "--budget", "0.5", "--max-nll-increase-pct", "1"],
+            "one of --budget, --max-nll-increase-pct and --max-disagreement",
+        ),
+        (
+            ["calibrate", "--text", "SOURCE", "--max-disagreement", "0.05"],
+            "at least 63 documents for max_disagreement=0.05 at confidence 0.95",
+        ),
+        (["compare", "--text", "SOURCE"], "at least two documents"),
+        (["compare", "--budgets", "0.123"], "some of the budgets [0.8]"),
+        (["score", "SOURCE", "--calibration", "nowhere.json"], "There is none"),
         (["train", "--preset", "huge"], "Wanted a preset of"),
         (["generate"], "Wanted at least one prompt"),
         (["generate", "x", ""], "Text 1 of 2 is empty"),

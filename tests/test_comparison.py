@@ -152,7 +152,9 @@ def test_rows_are_those_of_evaluate_with_margins_of_the_table(
         assert row.hull_margin_pct is not None
         at_hull = hull(wanted.flops_ratio or 0)
         assert at_hull is not None
-        assert row.hull_margin_pct[1] == pytest.approx(at_hull - wanted.nll_increase_pct, abs=1e-3)
+        assert row.hull_margin_pct[1] == pytest.approx(
+            at_hull - (wanted.nll_increase_pct or 0), abs=1e-3
+        )
         depth = fitted.entries["learned"][budget].depths[0]
         assert row.rank_correlation_kl == pytest.approx(
             fitted.info["rank_correlation_kl"]["learned"][str(depth)], abs=1e-3

@@ -8,15 +8,15 @@ import json
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import run_oracle, run_staircase
 from test_forward import plain_nll
-from test_policies import with_wide_gate
 from test_staircase import gated
 
-from utio_jax import GivenDepths, Ledger, MicroBatches, Uniform, full_depth
+from utio_jax import GivenDepths, Learned, Ledger, MicroBatches, Uniform, full_depth
 from utio_jax.cost import token_cost
 from utio_jax.documents import Batch, batches_of, windows_of
 from utio_jax.evaluate import Quality, evaluate, score_documents
@@ -106,13 +106,24 @@ def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any)
     assert found.query_layers == depths.sum()
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Dear(Learned):
+    """Gates whose second costs three times as much as the first."""
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return (1 + 2 * index) * super().flops(index, decoder, params)
+
+
 @pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
     """The policy ends at 3 of 4 layers: nobody pays for the last, nor for a decision there."""
     executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
     ids = np.random.default_rng(1).integers(0, 64, (2, 8)).astype(np.int32)
     batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))
-    policy = dataclasses.replace(with_wide_gate(gated(tiny)), depths=(1, 2, 3))
+    signal: Any = gated(tiny).signal
+    dear = _Dear(gates=signal.gates, exits=signal.exits)
+    policy = dataclasses.replace(gated(tiny), signal=dear, depths=(1, 2, 3))
     seen: list[np.ndarray] = []
     found = evaluate(
         tiny.decoder,
@@ -231,7 +242,7 @@ def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
     assert ask(full_depth(tiny.decoder)) is None, "full depth itself is no fallback"
     assert ask(gated(tiny), min_tokens=64 * 128) is None
     assert "the minimum of 8193" in str(ask(gated(tiny), min_tokens=64 * 128 + 1))
-    signal = gated(tiny).signal
+    signal: Any = gated(tiny).signal
     huge = dataclasses.replace(
         signal.gates,
         hidden=jnp.tile(signal.gates.hidden, (1, 1, 1000)),

@@ -48,12 +48,13 @@ from utio_jax.cost import count_matmul_flops, pass_flops, token_cost
 from utio_jax.documents import Batch
 from utio_jax.emission import stop_rules
 from utio_jax.evaluate import evaluate, gate_flops, run_score
-from utio_jax.exits import ExitStudy, collect, collect_scores
+from utio_jax.exits import ExitStudy, collect_scores
 from utio_jax.generate import generate
 from utio_jax.loop import begin
 from utio_jax.mode import Setting
 from utio_jax.plan import Boundary
 from utio_jax.sampling import Greedy
+from utio_jax.search import forget_programs
 
 SHAPE = cases.SHAPES[1]  # 3 x 17 tokens, depths 1, 2, 4.
 DEPTHS = SHAPE.depths
@@ -173,8 +174,7 @@ def policy(tiny: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     assert made.name == request.param
     yield made
     # The programs of all policies together need more memory maps than Linux allows a process.
-    for function in (collect, run_score):
-        function.clear_cache()
+    forget_programs()
 
 
 def tokens(model: Any, seed: int = 4) -> np.ndarray:

@@ -15,11 +15,10 @@ from utio_jax.calibration import Calibration
 from utio_jax.cost import depth_flops, token_cost
 from utio_jax.decoder import Decoder, Params
 from utio_jax.documents import Batch
-from utio_jax.evaluate import Quality, evaluate, run_score
+from utio_jax.evaluate import Quality, evaluate
 from utio_jax.executors import Executor
 from utio_jax.exits import (
     ExitStudy,
-    collect,
     collect_scores,
     predicted_tokens,
     rank_correlation,
@@ -31,6 +30,7 @@ from utio_jax.microbatches import MicroBatches
 from utio_jax.oracles import Harm, oracle_policies
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import GivenDepths
+from utio_jax.search import forget_programs
 
 Label = tuple[str, float]
 """A policy's name, and its budget or depth."""
@@ -161,8 +161,7 @@ def compare(
                     oracle_recovered=_recovered(bootstrap.ratio(sums), margin, strongest),
                 )
             )
-        run_score.clear_cache()  # Linux allows a process 65,530 memory maps; programs need many.
-        collect.clear_cache()
+        forget_programs()
     return rows
 
 

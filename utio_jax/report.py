@@ -135,7 +135,7 @@ def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str)
     for axes in list(grid.flat)[len(names) :]:
         axes.axis("off")
     # Bad policies would squeeze the good ones: they leave the picture at the bottom.
-    best = max(row.hull_margin_pct[2] for row in rows if row.hull_margin_pct)
+    best = max(0.1, *(row.hull_margin_pct[2] for row in rows if row.hull_margin_pct))
     grid[0, 0].set_ylim(-1.2 * best, 1.2 * best)
     figure.suptitle(title, fontsize=10)
     figure.supxlabel("executed FLOPs / FLOPs of the full pass", fontsize=9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -100,9 +101,8 @@ class ThresholdSearch:
         return Thresholded(signal=signal, thresholds=thresholds, depths=wide.depths)
 
     def forget(self) -> None:
-        """Drops the programs of the signals so far: Linux allows a process 65,530 memory maps."""
-        run_score.clear_cache()
-        collect.clear_cache()
+        """Drops the programs and scores of the signals so far."""
+        forget_programs()
         self._cache.clear()
 
     def fit(self, signal: Signal, budget: float) -> Thresholds | None:
@@ -183,7 +183,11 @@ class ThresholdSearch:
         gates = [signal.flops(index, self.decoder, self.params) for index in boundaries]
         costs = self._flops(depths)
         costs[:-1] -= looks
-        return costs / self._full, (looks + gates) / self._full
+        asking = looks + gates
+        if signal.remembers:  # Every boundary asks, whatever its threshold.
+            costs += np.cumsum([*asking, 0.0])
+            asking = np.zeros(len(asking))
+        return costs / self._full, asking / self._full
 
     def _flops(self, depths: tuple[int, ...]) -> np.ndarray:
         key_widths = self.executor.key_widths(self._width)
@@ -241,3 +245,10 @@ class ThresholdSearch:
                 for study in self.studies
             ]
         return self._cache[key]
+
+
+def forget_programs() -> None:
+    """Drops compiled passes: Linux allows a process 65,530 memory maps, and programs need many."""
+    programs: tuple[Any, ...] = (run_score, collect)
+    for program in programs:
+        program.clear_cache()

@@ -98,10 +98,9 @@ def fit_thresholds(
             f"{depths[0]}. Got budget={budget}. Use an earlier exit, or a larger budget."
         )
     order = np.argsort(scores, axis=1, kind="stable")
-    cuts = np.full(len(scores), -np.inf)
 
-    def at_price(price: float, start: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
-        cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate, start)
+    def at_price(price: float) -> tuple[np.ndarray, np.ndarray, float]:
+        cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate)
         left = leave_at(scores, cuts)
         asked = [
             float(g * (left >= b).mean())
@@ -111,7 +110,7 @@ def fit_thresholds(
         return cuts, left, float(cost_of_depth[left].mean()) + sum(asked)
 
     low, high = 0.0, 1e4
-    *best, mean = at_price(high, cuts)
+    *best, mean = at_price(high)
     if mean > budget:
         raise ValueError(
             f"Wanted a budget of at least {mean:.3f}, the least that these scores reach, as some "
@@ -119,7 +118,7 @@ def fit_thresholds(
         )
     for _ in range(40):
         price = np.sqrt(max(low, 1e-6) * high)
-        cuts, left, mean = at_price(price, cuts)
+        cuts, left, mean = at_price(price)
         if mean > budget:
             low = price
         else:
@@ -142,10 +141,11 @@ def _sweep(
     order: np.ndarray,
     depth_price: np.ndarray,
     gate_price: np.ndarray,
-    start: np.ndarray,
 ) -> np.ndarray:
     boundaries = len(scores)
-    cuts = start.copy()  # Those of a similar price: two sweeps then settle what takes four.
+    # From "nobody leaves", always: where everybody leaves at once, no later boundary has a token to
+    # learn from, and the sweeps would stay there.
+    cuts = np.full(boundaries, -np.inf)
     for _ in range(4):
         before = cuts.copy()
         left = leave_at(scores, cuts)

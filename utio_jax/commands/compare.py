@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utio_jax.commands.shared import read_documents
+from utio_jax.commands.shared import calibration_of, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Compare:
 
     Attributes:
       model: a model folder, or the shipped model's name.
-      calibration: policies.json of another calibration than the model's own.
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       text: text files; by default the test split of this Python's standard library.
       budgets: target flops_ratios; all that were calibrated by default.
       batches: of 16 windows, drawn over all documents; 0 takes the whole text.
@@ -40,7 +40,6 @@ class Compare:
         """Runs the command and returns its JSON."""
         from rich.console import Console
 
-        from utio_jax.calibration import load_calibration
         from utio_jax.comparison import compare
         from utio_jax.documents import sample_batches
         from utio_jax.ledger import uniform_hull
@@ -51,9 +50,7 @@ class Compare:
         started = time.perf_counter()
         model = load(self.model)
         config = model.decoder.config
-        fitted = model.calibration
-        if self.calibration is not None:
-            fitted = load_calibration(self.calibration, model_sha256=model.sha256)
+        fitted = calibration_of(model, self.calibration)
         documents, described = read_documents(self.text, "test")
         batches, document_of_window = sample_batches(
             model.encode([document.text for document in documents]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -23,8 +24,10 @@ class Generate:
       enable_utio: decode with a depth per token; without it the plain model decodes.
       lossless: the plain model's own tokens, drafted at shallow exits. Implies --enable-utio.
       kv: what later tokens see of a shallow one: propagate, drop or full. By default propagate.
-      policy: who stops early: learned, utio_surrogate, random or uniform. By default learned.
-      budget: target flops_ratio of a fitted policy. By default 0.6.
+      policy: who stops early: uniform, random, or one that the calibration holds. By default
+        learned.
+      budget: target flops_ratio of a fitted policy. By default 0.6, or the only one.
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
       max_new_tokens: new tokens per prompt at most.
       temperature: 0 takes the most probable token, always; above it tokens are drawn.
@@ -41,6 +44,7 @@ class Generate:
     kv: str | None = None
     policy: str | None = None
     budget: float | None = None
+    calibration: Path | None = None
     depth: int | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -108,7 +112,12 @@ class Generate:
         from utio_jax.lossless import Lossless
         from utio_jax.mode import Plain
 
-        routing = {"--policy": self.policy, "--budget": self.budget, "--depth": self.depth}
+        routing = {
+            "--policy": self.policy,
+            "--budget": self.budget,
+            "--depth": self.depth,
+            "--calibration": self.calibration,
+        }
         given = [name for name, value in routing.items() if value is not None]
         if self.lossless:
             if given:
@@ -131,8 +140,9 @@ class Generate:
         policy, budget, _ = policy_named(
             model,
             "learned" if self.policy is None else self.policy,
-            budget=0.6 if self.budget is None else self.budget,
+            budget=self.budget,
             depth=self.depth,
+            calibration=self.calibration,
         )
         return Adaptive(policy=policy, kv=kv), budget
 

@@ -22,8 +22,9 @@ class Score:
       files: text files.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       model: a model folder, or the shipped model's name.
-      policy: full, uniform, random, utio_surrogate or learned.
-      budget: target flops_ratio, for the fitted policies.
+      policy: full, uniform, random, or one that the calibration holds.
+      budget: target flops_ratio, for the fitted policies. By default 0.6, or the only one.
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
       batch: rows per pass.
       kv: what others see of a token beyond its depth: propagate or drop.
@@ -35,7 +36,8 @@ class Score:
     token_ids: Path | None = None
     model: str = "stdlib-16"
     policy: str = "learned"
-    budget: float = 0.6
+    budget: float | None = None
+    calibration: Path | None = None
     depth: int | None = None
     batch: int = 16
     kv: str = "propagate"
@@ -61,7 +63,11 @@ class Score:
             read = read_files(self.files)
             documents, names = model.encode([d.text for d in read]), [d.path for d in read]
         policy, budget, fractions = policy_named(
-            model, self.policy, budget=self.budget, depth=self.depth
+            model,
+            self.policy,
+            budget=self.budget,
+            depth=self.depth,
+            calibration=self.calibration,
         )
         with progress_bar(None, "scoring") as step:
             found = score_documents(

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from utio_jax.calibration import Calibration, load_calibration
 from utio_jax.forward import full_depth
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
@@ -22,16 +23,33 @@ def read_documents(files: tuple[Path, ...], split: Any) -> tuple[Any, dict[str, 
     return documents, describe(documents)
 
 
+def calibration_of(model: Any, file: Path | None) -> Calibration:
+    """Returns a calibration file's policies, or the model folder's own.
+
+    Raises:
+      ValueError: there is none, or it belongs to another model.
+    """
+    if file is None:
+        return model.calibration
+    return load_calibration(file, model_sha256=model.sha256)
+
+
 def policy_named(
-    model: Any, name: str, *, budget: float, depth: int | None
+    model: Any,
+    name: str,
+    *,
+    budget: float | None,
+    depth: int | None,
+    calibration: Path | None = None,
 ) -> tuple[Policy, float | None, tuple[float, ...] | None]:
     """Returns a policy; the budget and the shares of its depths if it was fitted, else None.
 
     Args:
       model: a `utio_jax.models.Model`.
       name: full, uniform, random, or one of the model's calibration.
-      budget: for fitted policies.
+      budget: for fitted policies; None means 0.6, or the only one that there is.
       depth: for uniform; None means all layers.
+      calibration: a calibration file instead of the model's own.
 
     Raises:
       ValueError: an unknown name or budget, or the model has no calibration.
@@ -41,8 +59,11 @@ def policy_named(
     if name == "uniform":
         layers = model.decoder.config.num_layers
         return Uniform(depth=layers if depth is None else depth), None, None
-    entry = model.calibration.entry(name, budget)
-    return model.calibration.policy(name, budget), budget, entry.fractions
+    fitted = calibration_of(model, calibration)
+    if budget is None:
+        known = [*fitted.entries.get("learned" if name == "random" else name, ())]
+        budget = known[0] if len(known) == 1 else 0.6
+    return fitted.policy(name, budget), budget, fitted.entry(name, budget).fractions
 
 
 @contextmanager
