@@ -225,12 +225,20 @@ class _Correlations:
     ):
         self.decoder, self.params = decoder, params
         self.signal, self.studies = signal, studies
+        self.known: dict[int, tuple[float | None, float | None]] = {}
         self.root = np.sqrt(predicted_tokens(studies, [study.kl for study in studies]))
         self.needed = needed_exit(predicted_tokens(studies, [study.differs for study in studies]))
 
     def at_first(self, depths: tuple[int, ...]) -> tuple[float | None, float | None]:
         """Returns those at the first of some depths, with sqrt(KL) there and the needed depth."""
+        if depths[0] not in self.known:
+            self.known[depths[0]] = self._find(depths)
+        return self.known[depths[0]]
+
+    def _find(self, depths: tuple[int, ...]) -> tuple[float | None, float | None]:
         exits = self.decoder.config.exits
+        if len(depths) == 1:  # Nothing is decided.
+            return None, None
         scores = predicted_tokens(
             self.studies,
             [
