@@ -13,6 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax import GivenDepths, MicroBatches, dense_states, oracle, staircase
+from utio_jax.calibrate import calibrate
+from utio_jax.calibration import Calibration
+from utio_jax.goals import Budgets
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +27,28 @@ class Shape:
     depths: tuple[int, ...]
     executor: MicroBatches
     kv: str
+
+
+EXECUTOR = MicroBatches(min_bucket=4, block=32, query_block=8, key_step=16)
+
+
+def calibrated(
+    model: Any,
+    text: Any,
+    policies: tuple[str, ...] = ("learned", "utio_surrogate"),
+    budgets: tuple[float, ...] = (0.3, 0.8),
+) -> Calibration:
+    """Returns a calibration of a small model, of SHA-256 aaa…."""
+    return calibrate(
+        model.decoder,
+        model.params,
+        text,
+        model_sha256="a" * 64,
+        text={"documents": 40},
+        policies=policies,
+        goal=Budgets(budgets=budgets),
+        executor=EXECUTOR,
+    )
 
 
 def _executor(min_bucket: int, block: int, query_block: int, key_step: int) -> MicroBatches:

@@ -160,3 +160,11 @@ def text(tiny: Model) -> list[Any]:
         ids[:, position + 1] = np.argmax(logits + rng.gumbel(size=logits.shape), axis=-1)
     windows = windows_of([*ids[:-1], ids[-1, :20]], width=32)
     return list(batches_of(windows, rows=8, widths=[32], vocab_size=64))
+
+
+@pytest.fixture(scope="session")
+def fitted(tiny: Model, text: list[Any]) -> Any:
+    """A calibration of two policies of the tiny model at budgets of 0.3 and 0.8."""
+    from cases import calibrated
+
+    return calibrated(tiny, text)

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_calibrate import EXECUTOR
-from test_calibrate import run as calibrated
+from cases import EXECUTOR
 from test_staircase import gated
 
 from utio_jax.bootstrap import DocumentSums, HullBootstrap
@@ -124,11 +123,13 @@ def test_windows_are_drawn_over_all_documents() -> None:
 
 
 @pytest.fixture(scope="module")
-def compared(tiny: Any, text: list[Batch]) -> Any:
-    fitted = calibrated(tiny, text, ("learned",), (0.85,))
+def compared(tiny: Any, text: list[Batch], fitted: Calibration) -> Any:
+    learned = Calibration(
+        entries={"learned": fitted.entries["learned"]}, signals=fitted.signals, info=fitted.info
+    )
     document_of = np.arange(40) // 4
-    return fitted, compare(
-        tiny.decoder, tiny.params, text, document_of, fitted, executor=EXECUTOR, draws=50
+    return learned, compare(
+        tiny.decoder, tiny.params, text, document_of, learned, executor=EXECUTOR, draws=50
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_calibrate import EXECUTOR
+from cases import EXECUTOR
 
 from utio_jax import Patience
 from utio_jax.calibrate import calibrate
