@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell $(BIN)/python -c '' 2>/dev/null && echo $(BIN)/python || echo python3)
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 TESTS ?=
+# Most of a test's time is compilation, on one core: files are spread over all cores.
+SPREAD := -n auto --dist loadfile
 
 .PHONY: help demo install test test-slow test-generation lint types clean FORCE
 
@@ -26,10 +28,10 @@ demo: $(VENV)/.installed-cli
 install: $(VENV)/.installed-all
 
 test: lint types
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(SPREAD) $(TESTS)
 
 test-slow: $(VENV)/.installed-all
-	$(BIN)/python -m pytest -m slow $(TESTS)
+	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)
 
 # 200 prompts x 128 tokens against full depth at batches 1, 4 and 16; memory over 1,000 batches.
 test-generation: $(VENV)/.installed-all

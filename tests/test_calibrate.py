@@ -28,10 +28,11 @@ from utio_jax.thresholds import Thresholds, fit_thresholds, leave_at
 
 
 @pytest.mark.parametrize(
-    ("gate", "tokens", "seed"),
+    ("gate", "tokens"),
     # Cheap gates; dear ones, which the budget must hold; and ones that are hardly worth their cost.
-    [((0.01, 0.01), 40, 0), ((0.05, 0.05), 40, 0), ((0.01, 0.15), 60, 1), ((0.01, 0.2), 60, 7)],
+    [((0.01, 0.01), 40), ((0.05, 0.05), 40), ((0.01, 0.15), 60), ((0.01, 0.2), 60)],
 )
+@pytest.mark.parametrize("seed", range(8))
 def test_thresholds_are_as_good_as_exhaustive_search(
     gate: tuple[float, float], tokens: int, seed: int
 ) -> None:
@@ -68,8 +69,9 @@ def test_thresholds_are_as_good_as_exhaustive_search(
         cuts = found.get(1, -np.inf), found.get(2, -np.inf)
         harm, mean = outcome(cuts)
         assert mean <= budget
-        # A price of computation reaches the convex hull of all outcomes, not every point between.
-        assert harm <= best + 0.05
+        # Exact at the corners of the convex hull of all outcomes; between them within a token's
+        # worth or two. Corners alone would be up to 0.28 off in these cases.
+        assert harm <= best + 0.03
         shares = np.bincount(stops(cuts), minlength=3) / tokens
         assert fit.fractions == pytest.approx([shares[depth - 1] for depth in fit.depths])
         assert sum(fit.fractions) == pytest.approx(1)

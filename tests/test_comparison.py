@@ -90,11 +90,12 @@ def test_the_needed_exit_is_the_first_after_the_last_that_differs() -> None:
 
 
 def test_what_is_recovered_is_the_oracles_margin_at_equal_cost() -> None:
-    oracle = [(0.4, 2.0), (0.8, 1.0)]
+    oracle = [(0.8, (0.5, 1.0, 2.0)), (0.4, (1.5, 2.0, 2.5))]
     assert _recovered(0.6, 0.75, oracle) == pytest.approx(0.5)
     assert _recovered(0.3, 0.75, oracle) is None
     assert _recovered(0.6, 0.75, []) is None
-    assert _recovered(0.6, 0.75, [(0.4, -1.0), (0.8, -1.0)]) is None
+    doubtful = [(0.4, (-1.0, 1.0, 2.0)), (0.8, (-1.0, 1.0, 2.0))]
+    assert _recovered(0.6, 0.75, doubtful) is None, "what the oracle may not have itself"
 
 
 def test_windows_are_drawn_over_all_documents() -> None:

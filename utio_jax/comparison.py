@@ -50,7 +50,9 @@ class ComparisonRow:
       rank_correlation_depth: the same with the needed depth, the earliest exit from which on the
         most probable token is full depth's.
       oracle_recovered: the share of `oracle_kl`'s advantage over the hull at equal FLOPs that the
-        policy has too; None outside the oracle's budgets.
+        policy has too; None outside the oracle's budgets, and where its own advantage is not
+        beyond doubt: `oracle_kl` knows every exit's KL, but not how tokens at different depths
+        change each other, so that at small budgets it can be beaten.
     """
 
     ledger: Ledger
@@ -130,13 +132,14 @@ def compare(
     ]
 
     say("oracles")
-    strongest: list[tuple[float, float]] = []
+    strongest: list[tuple[float, tuple[float, float, float]]] = []
     hindsight = reader.read(batches, _oracles(decoder, params, studies, chosen, executor))
     for (name, budget), (quality, sums) in hindsight.items():
-        if name == "oracle_kl":
-            strongest.append((bootstrap.ratio(sums), float(bootstrap.margins(sums)[0])))
+        margin = bootstrap.interval(sums)
+        if name == "oracle_kl" and margin is not None:
+            strongest.append((bootstrap.ratio(sums), margin))
         ledger = quality.ledger(name, budget=budget, num_layers=num_layers)
-        rows.append(ComparisonRow(ledger=ledger, hull_margin_pct=bootstrap.interval(sums)))
+        rows.append(ComparisonRow(ledger=ledger, hull_margin_pct=margin))
 
     for name in [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]:
         say(name)
@@ -267,14 +270,17 @@ def needed_exit(differs: np.ndarray) -> np.ndarray:
 
 
 def _recovered(
-    ratio: float, margin: float, strongest: Sequence[tuple[float, float]]
+    ratio: float, margin: float, strongest: Sequence[tuple[float, tuple[float, float, float]]]
 ) -> float | None:
     """Returns a margin as a share of the oracle's at the same `flops_ratio`."""
-    ratios, margins = np.asarray(sorted(strongest)).T if strongest else (np.zeros(0), np.zeros(0))
-    if not ratios.size or not ratios[0] <= ratio <= ratios[-1]:
+    ratios = [at for at, _ in sorted(strongest)]
+    if not ratios or not ratios[0] <= ratio <= ratios[-1]:
         return None
-    best = float(np.interp(ratio, ratios, margins))
-    return margin / best if best > 0 else None
+    low, best, _ = (
+        float(np.interp(ratio, ratios, margins))
+        for margins in zip(*(margins for _, margins in sorted(strongest)), strict=True)
+    )
+    return margin / best if low > 0 else None
 
 
 def _oracles(

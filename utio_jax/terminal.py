@@ -65,12 +65,13 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     """Returns a terminal table of `utio_jax.comparison.compare`'s rows."""
     table = Table(
         title=title,
+        padding=(0, 0),
         caption="below hull: loss that mixed exits would have more at the row's own FLOPs, and its "
         "95 % interval over documents; bold where that excludes zero",
     )
     names = ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree")
     for name in (*names, "corr. KL", "corr. depth", "of oracle"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for row in rows:
         ledger, margin = row.ledger, row.hull_margin_pct
         table.add_row(

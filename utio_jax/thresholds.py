@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ def fit_thresholds(
     For a price of computation, each boundary's best threshold is found exactly, by sorting: leaving
     is worth KL + price x cost of the exit, staying what the later thresholds make of the token. A
     few sweeps from the last boundary to the first settle all; the price is found by bisection.
+    Prices reach the convex hull of all outcomes. Where the budget lies in a gap between two of its
+    corners, the thresholds of the dearer one are also raised until they fit, and the better taken.
 
     Args:
       scores: `[boundary, token]`; a token leaves at the first boundary where its score is finite,
@@ -99,18 +101,21 @@ def fit_thresholds(
         )
     order = np.argsort(scores, axis=1, kind="stable")
 
-    def at_price(price: float) -> tuple[np.ndarray, np.ndarray, float]:
-        cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate)
+    def cost_at(cuts: np.ndarray) -> float:
         left = leave_at(scores, cuts)
         asked = [
             float(g * (left >= b).mean())
             for b, g in enumerate(cost_of_gate)
             if np.isfinite(cuts[b])
         ]
-        return cuts, left, float(cost_of_depth[left].mean()) + sum(asked)
+        return float(cost_of_depth[left].mean()) + sum(asked)
 
-    low, high = 0.0, 1e4
-    *best, mean = at_price(high)
+    def at_price(price: float) -> tuple[np.ndarray, float]:
+        cuts = _sweep(scores, kl, order, price * cost_of_depth, price * cost_of_gate)
+        return cuts, cost_at(cuts)
+
+    low, high, dearer = 0.0, 1e4, None
+    best, mean = at_price(high)
     if mean > budget:
         raise ValueError(
             f"Wanted a budget of at least {mean:.3f}, the least that these scores reach, as some "
@@ -118,14 +123,19 @@ def fit_thresholds(
         )
     for _ in range(40):
         price = np.sqrt(max(low, 1e-6) * high)
-        cuts, left, mean = at_price(price)
+        cuts, mean = at_price(price)
         if mean > budget:
-            low = price
+            low, dearer = price, cuts
         else:
-            high, best = price, [cuts, left]
+            high, best = price, cuts
         if high / max(low, 1e-6) < 1.001:
             break
-    cuts, left = best
+    choices = [best]
+    if dearer is not None:
+        choices += _raised(scores, dearer, lambda cuts: cost_at(cuts) <= budget)
+    token = np.arange(scores.shape[1])
+    cuts = min(choices, key=lambda cuts: kl[leave_at(scores, cuts), token].mean())
+    left = leave_at(scores, cuts)
     used = [b for b in range(len(cuts)) if np.isfinite(cuts[b])]
     kept = [*used, len(cuts)]
     return Thresholds(
@@ -166,6 +176,32 @@ def _sweep(
         if np.array_equal(cuts, before):
             break
     return cuts
+
+
+def _raised(
+    scores: np.ndarray, cuts: np.ndarray, fits: Callable[[np.ndarray], bool]
+) -> Iterator[np.ndarray]:
+    """Yields cuts raised as little as fits the budget: at each boundary alone, and at all."""
+    used = [b for b in range(len(cuts)) if np.isfinite(cuts[b])]
+    above = {}
+    for b in used:
+        ranked = np.sort(scores[b][np.isfinite(scores[b])])
+        above[b] = ranked[np.searchsorted(ranked, cuts[b]) :]
+
+    def raised(boundaries: Sequence[int], share: float) -> np.ndarray:
+        new = cuts.copy()
+        for b in boundaries:
+            new[b] = above[b][int(share * (len(above[b]) - 1))]
+        return new
+
+    for boundaries in [*([b] for b in used), used]:
+        low, high = 0.0, 1.0
+        if not fits(raised(boundaries, high)):
+            continue
+        for _ in range(16):
+            middle = (low + high) / 2
+            low, high = (low, middle) if fits(raised(boundaries, middle)) else (middle, high)
+        yield raised(boundaries, high)
 
 
 def leave_at(scores: np.ndarray, cuts: np.ndarray) -> np.ndarray:
