@@ -16,6 +16,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 TESTS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
 SPREAD := -n auto --dist loadfile
+# And two thirds of that LLVM's optimisation, which programs that run once for a moment do not need.
+QUICK := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 
 .PHONY: help demo install test test-slow test-generation lint types clean FORCE
 
@@ -28,7 +30,7 @@ demo: $(VENV)/.installed-cli
 install: $(VENV)/.installed-all
 
 test: lint types
-	$(BIN)/python -m pytest $(SPREAD) $(TESTS)
+	$(QUICK) $(BIN)/python -m pytest $(SPREAD) $(TESTS)
 
 test-slow: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)
