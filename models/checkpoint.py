@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders: `config.json`, `model.safetensors`, `tokenizer.json`, perhaps a calibration."""
+"""Model folders: `config.json`, safetensors, `tokenizer.json`, perhaps a calibration.
+
+Of this package's own layout, or Hugging Face's (`utio_jax.models.huggingface`); the config tells.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import re
+import shutil
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +23,9 @@ from tokenizers import Tokenizer
 from utio_jax.artifacts import check_shapes, flatten, hash_file, load_tensors, nest, save_tensors
 from utio_jax.calibration import Calibration, load_calibration
 from utio_jax.decoder import Params
+from utio_jax.models import huggingface
+from utio_jax.models.huggingface import Sharding, is_huggingface, read_json, weight_files
+from utio_jax.models.rope import RopeScaling
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
@@ -35,7 +44,8 @@ class Model:
     @cached_property
     def sha256(self) -> str:
         """Identifies the weights."""
-        return hash_file(self.folder / "model.safetensors")
+        each = [hash_file(file) for file in weight_files(self.folder)]
+        return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -48,37 +58,93 @@ class Model:
         return load_calibration(self.folder, model_sha256=self.sha256)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns each text's ids `[token]`, opened by the model's BOS token."""
+        """Returns each text's ids `[token]`, opened as the model's documents are."""
         return encode_documents(self.tokenizer, texts, bos_id=self.decoder.config.bos_id)
 
 
-def load(path_or_name: str | Path = SHIPPED, *, dtype: jax.typing.DTypeLike = jnp.float32) -> Model:
-    """Loads a model folder, or the shipped model by its name.
+def load(
+    path_or_name: str | Path = SHIPPED,
+    *,
+    exits: tuple[int, ...] = (),
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    sharding: Sharding | None = None,
+) -> Model:
+    """Loads a model folder, a model of the Hugging Face hub, or the shipped model by its name.
+
+    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, Gemma 2 or 3.
+    Tensors go one at a time to their place: memory peaks little above the parameters' own.
 
     Args:
-      path_or_name: a folder, or `SHIPPED`.
+      path_or_name: a folder, `SHIPPED`, or a hub name such as `"organisation/model"`, which is
+        taken from the hub's cache or downloaded there (extra `hub`).
+      exits: depths at which the model may be read, ending at its last layer. By default those that
+        its config names; for a stock model the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
+      sharding: where parameters go: one sharding, or a function of a parameter's dotted path and
+        shape. None means the default device.
 
     Raises:
       ValueError: the folder, its config or its weights are missing or broken, or do not fit each
-        other.
+        other: every missing, unexpected and mis-shaped tensor is named, and every option of the
+        config that is not supported.
     """
     if str(path_or_name) == SHIPPED:
         folder = Path(__file__).parent / SHIPPED.replace("-", "_")
     else:
         folder = Path(path_or_name)
-    if not folder.is_dir():
-        raise ValueError(
-            f"Wanted a model folder, or the shipped model {SHIPPED!r}. "
-            f"There is nothing at {folder}."
+        if not folder.is_dir():
+            folder = from_hub(str(path_or_name))
+    if is_huggingface(read_json(folder / "config.json", "a config")):
+        decoder, params = huggingface.load_folder(
+            folder, exits=exits, dtype=dtype, sharding=sharding
         )
-    decoder = Transformer(load_config(folder / "config.json"))
+        return Model(decoder=decoder, params=params, folder=folder)
+    config = load_config(folder / "config.json")
+    decoder = Transformer(dataclasses.replace(config, exits=exits) if exits else config)
     wanted = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     file = folder / "model.safetensors"
     found = load_tensors(file)
     check_shapes(found, wanted, source=str(file))
-    params = nest({name: jnp.asarray(found[name]).astype(dtype) for name in wanted})
+    place = sharding if callable(sharding) else lambda path, shape: sharding
+    params = nest(
+        {
+            name: jax.device_put(found[name].astype(dtype), place(name, leaf.shape))
+            for name, leaf in wanted.items()
+        }
+    )
     return Model(decoder=decoder, params=params, folder=folder)
+
+
+def from_hub(name: str) -> Path:
+    """Returns the folder of a hub model in the local cache, downloaded where it is not there yet.
+
+    Raises:
+      ValueError: it is no name of a model, or it is neither cached nor to be had.
+    """
+    wanted = (
+        f"Wanted a model folder, the shipped model {SHIPPED!r}, or organisation/model of the hub."
+    )
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise ValueError(f"{wanted} There is nothing at {name}.")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"{wanted} There is no folder {name}, and hub models need the extra `hub`: "
+            "pip install 'utio-jax[hub]'."
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"{wanted} There is no folder {name}; as a hub model it is neither cached nor to be "
+            f"had: {error}"
+        ) from error
 
 
 def load_config(file: str | Path) -> TransformerConfig:
@@ -88,15 +154,15 @@ def load_config(file: str | Path) -> TransformerConfig:
       ValueError: the file is missing or not JSON, or names unknown, missing or impossible settings.
     """
     path = Path(file)
-    if not path.is_file():
-        raise ValueError(f"Wanted a config at {path}. There is none.")
     try:
-        stored: dict[str, Any] = json.loads(path.read_text())
         settings: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in stored.items()
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in read_json(path, "a config").items()
         }
+        if settings.get("rope_scaling") is not None:
+            settings["rope_scaling"] = RopeScaling(**settings["rope_scaling"])
         return TransformerConfig(**settings)
-    except (json.JSONDecodeError, TypeError, AttributeError) as error:
+    except TypeError as error:
         raise ValueError(
             f"Wanted the fields of TransformerConfig in {path}. Got: {error}."
         ) from error
@@ -107,10 +173,27 @@ def save(
     decoder: Transformer,
     params: Params,
     *,
+    like: str | Path | None = None,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> None:
-    """Writes `config.json` and `model.safetensors`."""
+    """Writes `config.json` and `model.safetensors`.
+
+    Args:
+      folder: made where it is missing.
+      decoder: the model.
+      params: its parameters.
+      like: a Hugging Face folder that the model was loaded from: the new one has its layout, which
+        transformers loads, and its tokenizer.
+      dtype: of the weights.
+    """
     out = Path(folder)
+    if like is not None:
+        config = read_json(Path(like) / "config.json", "a config")
+        huggingface.save_folder(out, decoder, params, config=config, dtype=dtype)
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (Path(like) / file).is_file():
+                shutil.copyfile(Path(like) / file, out / file)
+        return
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(
         json.dumps(dataclasses.asdict(decoder.config), indent=1) + "\n"

@@ -57,12 +57,14 @@ def encode_documents(
 ) -> list[np.ndarray]:
     """Returns each text's token ids, `[token]` int32, opened by `bos_id` where there is one.
 
+    What the tokenizer itself puts around a text, as those of Hugging Face models do, is there too.
+
     Raises:
       ValueError: a text is empty.
     """
     for index, text in enumerate(texts):
         if not text:
             raise ValueError(f"Wanted non-empty texts. Text {index} of {len(texts)} is empty.")
-    encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    encoded = tokenizer.encode_batch(list(texts))
     opening = [] if bos_id is None else [bos_id]
     return [np.asarray(opening + item.ids, np.int32) for item in encoded]

@@ -28,6 +28,7 @@ import orbax.checkpoint as ocp
 from optax import contrib
 from tqdm.auto import tqdm
 
+from utio_jax.attention import visible_keys
 from utio_jax.decoder import Params
 from utio_jax.layers import apply_layer
 from utio_jax.models.corpus import Document
@@ -94,25 +95,25 @@ def exit_states(
     num_layers = decoder.config.num_layers
     positions = jnp.broadcast_to(jnp.arange(token), (batch, token))
     places = decoder.encode_positions(positions)
-    visible = jnp.tril(jnp.ones((1, token, token), bool))
     growth = jnp.exp2(jnp.arange(num_layers) / (num_layers - 1)) - 1.0  # LayerSkip, equation 2.
     kept = jax.random.uniform(key, (num_layers, batch)) >= max_layer_dropout * growth[:, None]
 
     # Activations are recomputed in the backward pass: on CPU their memory traffic costs more than
     # the arithmetic (4.1k tokens a second with remat, 2.8k without; 4 x 256 tokens).
     @jax.checkpoint
-    def one(x: jax.Array, layer_and_kept: tuple[Any, jax.Array]) -> jax.Array:
-        layer, kept_rows = layer_and_kept
-        return jnp.where(
-            kept_rows[:, None, None], apply_layer(decoder, layer, x, places, visible), x
-        )
+    def one(x: jax.Array, xs: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
+        layer, kept_rows, index = xs
+        visible = visible_keys(positions, positions, decoder.config.window_at(index))
+        new = apply_layer(decoder, layer, x, places, visible)
+        return jnp.where(kept_rows[:, None, None], new, x)
 
-    def body(x: jax.Array, xs: tuple[Any, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def body(x: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
         x = one(x, xs)
         return x, x
 
     x = decoder.embed(params, token_ids, positions)
-    return jax.lax.scan(body, x, (decoder.layers(params), kept))[1]
+    xs = decoder.layers(params), kept, jnp.arange(num_layers)
+    return jax.lax.scan(body, x, xs)[1]
 
 
 def anytime_loss(

@@ -58,19 +58,29 @@ def load_tensors(file: str | Path) -> dict[str, np.ndarray]:
     path = Path(file)
     if not path.is_file():
         raise ValueError(f"Wanted a safetensors file at {path}. There is none.")
-    if path.suffix in (".bin", ".pt", ".pth", ".pkl"):
-        raise ValueError(
-            f"Wanted safetensors. {path} is a pickle, which can run code when it is read. "
-            "Convert it where it came from: "
-            "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
-        )
+    refuse_pickle(path)
     try:
         return load_file(str(path))
     except SafetensorError as error:
+        raise broken_file(path, error) from error
+
+
+def refuse_pickle(file: Path) -> None:
+    """Raises ValueError, with the way to convert it, where a file's name is that of a pickle."""
+    if file.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(
-            f"Wanted a whole safetensors file. {path} ({path.stat().st_size} bytes) is truncated "
-            f"or corrupt: {error}. Fetch or write it again."
-        ) from error
+            f"Wanted safetensors. {file} is a pickle, which can run code when it is read. "
+            "Convert it where it came from: "
+            "safetensors.torch.save_file(torch.load(file, weights_only=True), 'model.safetensors')."
+        )
+
+
+def broken_file(file: Path, error: Exception) -> ValueError:
+    """Returns the error of a file that is not, or no longer, safetensors."""
+    return ValueError(
+        f"Wanted a whole safetensors file. {file} ({file.stat().st_size} bytes) is truncated "
+        f"or corrupt: {error}. Fetch or write it again."
+    )
 
 
 def check_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, source: str) -> None:
@@ -96,7 +106,8 @@ def check_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, source:
 
 def hash_file(file: str | Path) -> str:
     """Returns a file's SHA-256, by which artifacts recognise their model."""
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    with Path(file).open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def versions() -> dict[str, str]:

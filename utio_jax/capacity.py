@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention import attend
+from utio_jax.attention import attend, visible_keys
 from utio_jax.decoder import Decoder, Params, Places
 from utio_jax.executors import Work, flat, layer_at
 from utio_jax.plan import check_min_bucket
@@ -108,8 +108,7 @@ class CapacityPrefix:
         def run(size: int) -> Callable[[], jax.Array]:
             tokens = slots.token_of_slot[:, :size]
             keep = gather(slots.live, tokens)[..., None]
-            visible = jnp.arange(width)[None, None, :] <= tokens[:, :, None]
-            visible &= keys_shown[:, None, :]
+            config = decoder.config
 
             def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
                 layer = layer_at(decoder, params, index)
@@ -119,7 +118,10 @@ class CapacityPrefix:
                 block = gather(x, tokens)
                 block_places = jax.tree.map(lambda leaf: gather(leaf, tokens), places)
                 queries = rows(decoder.queries(layer, flat(block), flat(block_places)), size)
-                attended = attend(queries, keys, values, visible)
+                every = jnp.broadcast_to(jnp.arange(width), (batch, width))
+                visible = visible_keys(tokens, every, config.window_at(index))
+                visible &= keys_shown[:, None, :]
+                attended = attend(queries, keys, values, visible, softcap=config.attention_softcap)
                 new = rows(decoder.finish_layer(layer, flat(block), flat(attended)), size)
                 new = jnp.where(keep, new, block)
                 return jax.vmap(lambda row, order, new: row.at[order].set(new))(x, tokens, new)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention import attend
+from utio_jax.attention import attend, visible_keys
 from utio_jax.cache import KVCache, fill, read, write
 from utio_jax.decoder import Decoder, Params, Places
 from utio_jax.executors import flat, layer_at
@@ -78,9 +78,8 @@ def run_segment(
         included. None means all.
     """
     runs = block.valid if runs is None else runs & block.valid
-    slots = jnp.arange(width, dtype=jnp.int32)[None, None, :]
-    earlier = slots <= block.positions[:, :, None]
-    shape = x.shape[:2]
+    shape, config = x.shape[:2], decoder.config
+    slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (shape[0], width))
 
     def rows(y: jax.Array) -> jax.Array:
         return y.reshape(*shape, *y.shape[1:])
@@ -93,11 +92,12 @@ def run_segment(
         cache = write(
             cache, index, rows(keys), rows(values), positions=block.positions, valid=block.valid
         )
-        visible = earlier
+        visible = visible_keys(block.positions, slots, config.window_at(index))
         if shown is not None:
             visible &= (shown[:, :width] > index)[:, None, :]
         keys, values = read(cache, index, width=width)
-        attended = attend(rows(decoder.queries(layer, states, places)), keys, values, visible)
+        queries = rows(decoder.queries(layer, states, places))
+        attended = attend(queries, keys, values, visible, softcap=config.attention_softcap)
         new = rows(decoder.finish_layer(layer, states, flat(attended)))
         return jnp.where(runs[:, :, None], new, x), cache
 

@@ -15,6 +15,7 @@ import itertools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 Params = Any
@@ -43,6 +44,9 @@ class DecoderConfig:
         `num_layers`. A stock model has one: `(num_layers,)`.
       bos_id: token that opens a document, or None.
       eos_ids: tokens that end one.
+      windows: keys that a token may attend to in each layer, its own included; 0 means all before
+        it. Empty where every layer attends to all (no sliding window).
+      attention_softcap: attention scores become `cap * tanh(score / cap)`; None leaves them alone.
     """
 
     vocab_size: int
@@ -55,6 +59,8 @@ class DecoderConfig:
     exits: tuple[int, ...] = ()
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
+    attention_softcap: float | None = None
 
     def __post_init__(self) -> None:
         if not self.exits:
@@ -72,6 +78,23 @@ class DecoderConfig:
                 f"num_heads={self.num_heads}. Got num_kv_heads={self.num_kv_heads}."
             )
         object.__setattr__(self, "exits", check_depths(self.exits, num_layers=self.num_layers))
+        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+            raise ValueError(
+                f"{type(self).__name__} needs windows of at least 0 for its {self.num_layers} "
+                f"layers, or none. Got windows={self.windows}."
+            )
+        if self.attention_softcap is not None and self.attention_softcap <= 0:
+            raise ValueError(
+                f"{type(self).__name__} needs an attention_softcap above 0, or None. "
+                f"Got attention_softcap={self.attention_softcap}."
+            )
+
+    def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
+        """Returns how many keys a token may attend to in a layer; None where no layer is limited."""
+        if not any(self.windows):
+            return None
+        everything = jnp.iinfo(jnp.int32).max
+        return jnp.asarray([window or everything for window in self.windows], jnp.int32)[layer]
 
 
 def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention import attend
+from utio_jax.attention import attend, visible_keys
 from utio_jax.decoder import Decoder, LayerParams, Params, Places, check_depths
 from utio_jax.executors import Executor, Work, flat, layer_at, map_head, stack_work
 from utio_jax.microbatches import MicroBatches
@@ -64,15 +64,9 @@ def apply_layer(
     rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
     keys, values = decoder.keys_values(layer, packed, packed_places)
     queries = decoder.queries(layer, packed, packed_places)
-    attended = attend(rows(queries), rows(keys), rows(values), visible)
+    cap = decoder.config.attention_softcap
+    attended = attend(rows(queries), rows(keys), rows(values), visible, softcap=cap)
     return rows(decoder.finish_layer(layer, packed, flat(attended)))
-
-
-def visible_keys(
-    query_positions: Int[Array, "*lead query"], key_positions: Int[Array, "*lead key"]
-) -> Bool[Array, "*lead query key"]:
-    """Returns the causal mask: keys at or before each query's position."""
-    return key_positions[..., None, :] <= query_positions[..., :, None]
 
 
 def dense_states(
@@ -86,18 +80,16 @@ def dense_states(
     """Returns every token's state after each of `depths`, by the plain full-width program."""
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
-    visible = visible_keys(positions, jnp.where(valid, positions, _NOWHERE))
+    key_positions = jnp.where(valid, positions, _NOWHERE)
+
+    def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
+        visible = visible_keys(positions, key_positions, decoder.config.window_at(index))
+        return apply_layer(decoder, layer_at(decoder, params, index), x, places, visible)
+
     x = decoder.embed(params, token_ids, positions)
     states, done = [], 0
     for depth in depths:
-        x = jax.lax.fori_loop(
-            done,
-            depth,
-            lambda index, x: apply_layer(
-                decoder, layer_at(decoder, params, index), x, places, visible
-            ),
-            x,
-        )
+        x = jax.lax.fori_loop(done, depth, run_layer, x)
         states.append(x)
         done = depth
     return tuple(states)
@@ -142,9 +134,10 @@ def oracle(
         layer = layer_at(decoder, params, index)
         runs = valid & (index < depths)
         shown = runs if kv == "drop" else valid
-        visible = visible_keys(positions, jnp.where(shown, positions, _NOWHERE))
+        window, cap = decoder.config.window_at(index), decoder.config.attention_softcap
+        visible = visible_keys(positions, jnp.where(shown, positions, _NOWHERE), window)
         keys, values = decoder.keys_values(layer, source, places)
-        attended = attend(decoder.queries(layer, x, places), keys, values, visible)
+        attended = attend(decoder.queries(layer, x, places), keys, values, visible, softcap=cap)
         x = jnp.where(runs[..., None], decoder.finish_layer(layer, x, attended), x)
         source = apply_layer(decoder, layer, source, places, visible) if kv == "full" else x
     return x

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention import attend_counted, with_count
+from utio_jax.attention import attend_counted, visible_keys, with_count
 from utio_jax.decoder import Decoder, Params, Places
 from utio_jax.executors import Work, flat, layer_at
 from utio_jax.plan import check_min_bucket
@@ -209,7 +209,15 @@ class MicroBatches:
                 keys, values = decoder.keys_values(layer, states, places)
             queries = jnp.zeros((margin, config.num_heads, config.head_dim), x.dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
-            attended = self._attend(queries, rows(keys), rows(values), keys_shown, slots)
+            attended = self._attend(
+                queries,
+                rows(keys),
+                rows(values),
+                keys_shown,
+                slots,
+                window=config.window_at(index),
+                softcap=config.attention_softcap,
+            )
 
             def finish(start: jax.Array, size: int, carry: tuple[jax.Array, jax.Array]) -> Any:
                 states, packed = carry
@@ -235,6 +243,9 @@ class MicroBatches:
         values: Float[Array, "batch token kv_head head_dim"],
         keys_shown: Bool[Array, "batch token"],
         slots: PackedSlots,
+        *,
+        window: Int[Array, ""] | None,
+        softcap: float | None,
     ) -> Float[Array, "slot head head_dim"]:
         counted = with_count(values)
         attended = jnp.zeros_like(queries)
@@ -259,9 +270,11 @@ class MicroBatches:
                         )[0]
 
                     def on_first() -> jax.Array:
-                        visible = jnp.arange(stop)[None, :] <= positions[:, None]
+                        visible = visible_keys(positions, jnp.arange(stop), window)
                         visible &= first(keys_shown)[None, :]
-                        return attend_counted(mine, first(keys), first(counted), visible)
+                        return attend_counted(
+                            mine, first(keys), first(counted), visible, softcap=softcap
+                        )
 
                     return on_first
 

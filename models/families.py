@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open model families as data: what their configs mean, and where each of their tensors goes.
+
+A `Family` turns a Hugging Face `config.json` into a `TransformerConfig`, or says all that it cannot
+run; its rules say which tensor of the checkpoint is which parameter. `{layer}` stands for the layer
+index; a parameter path of `layers.` is one slice of a stacked array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from utio_jax.models.rope import RopeScaling
+from utio_jax.models.transformer import TransformerConfig
+
+Config = Mapping[str, Any]
+"""The contents of a `config.json`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One tensor of a checkpoint, and the parameters it holds.
+
+    Attributes:
+      source: its name, with `{layer}` in place of the layer's index.
+      targets: dotted paths of parameters; several share the last axis evenly, in this order.
+      transpose: whether it is stored `[out, in]`.
+    """
+
+    source: str
+    targets: tuple[str, ...]
+    transpose: bool = False
+
+
+def _linear(source: str, target: str) -> tuple[Rule, Rule]:
+    return (
+        Rule(f"{source}.weight", (f"{target}.kernel",), transpose=True),
+        Rule(f"{source}.bias", (f"{target}.bias",)),
+    )
+
+
+_BLOCK = "model.layers.{layer}."
+_EVERYWHERE = (
+    Rule("model.embed_tokens.weight", ("embedding.embedding",)),
+    Rule("model.norm.weight", ("norm.scale",)),
+    Rule("lm_head.weight", ("head.kernel",), transpose=True),
+    *(
+        rule
+        for block, names in {
+            "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
+            "mlp": ("gate_proj", "up_proj", "down_proj"),
+        }.items()
+        for name in names
+        for rule in _linear(f"{_BLOCK}{block}.{name}", f"layers.{name}")
+    ),
+    Rule(f"{_BLOCK}self_attn.q_norm.weight", ("layers.q_norm.scale",)),
+    Rule(f"{_BLOCK}self_attn.k_norm.weight", ("layers.k_norm.scale",)),
+    Rule(f"{_BLOCK}input_layernorm.weight", ("layers.attention_norm.scale",)),
+)
+
+LLAMA_RULES = (
+    *_EVERYWHERE,
+    Rule(f"{_BLOCK}post_attention_layernorm.weight", ("layers.mlp_norm.scale",)),
+)
+"""Llama, Mistral, Qwen 2 and 3."""
+
+GEMMA_RULES = (
+    *_EVERYWHERE,
+    Rule(f"{_BLOCK}post_attention_layernorm.weight", ("layers.post_attention_norm.scale",)),
+    Rule(f"{_BLOCK}pre_feedforward_layernorm.weight", ("layers.mlp_norm.scale",)),
+    Rule(f"{_BLOCK}post_feedforward_layernorm.weight", ("layers.post_mlp_norm.scale",)),
+)
+"""Gemma 2 and 3, which normalise before and after each block."""
+
+GPT2_RULES = (
+    Rule("transformer.wte.weight", ("embedding.embedding",)),
+    Rule("transformer.wpe.weight", ("positions.embedding",)),
+    Rule("transformer.ln_f.weight", ("norm.scale",)),
+    Rule("transformer.ln_f.bias", ("norm.bias",)),
+    Rule("lm_head.weight", ("head.kernel",), transpose=True),
+    *(
+        Rule(f"transformer.h.{{layer}}.{source}.{suffix}", tuple(f"layers.{t}.{leaf}" for t in to))
+        for source, to, leaves in (
+            ("ln_1", ("attention_norm",), ("scale", "bias")),
+            ("ln_2", ("mlp_norm",), ("scale", "bias")),
+            ("attn.c_attn", ("q_proj", "k_proj", "v_proj"), ("kernel", "bias")),
+            ("attn.c_proj", ("o_proj",), ("kernel", "bias")),
+            ("mlp.c_fc", ("up_proj",), ("kernel", "bias")),
+            ("mlp.c_proj", ("down_proj",), ("kernel", "bias")),
+        )
+        for suffix, leaf in zip(("weight", "bias"), leaves, strict=True)
+    ),
+)
+"""GPT-2, whose matrices are stored `[in, out]` and whose Q, K and V are one."""
+
+
+class Reader:
+    """Reads settings from a `config.json` and collects what is wrong with them.
+
+    `take` and `need` only note a problem, so that all of them can be told at once.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.problems: list[str] = []
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Returns a setting; one that is missing or null needs a default."""
+        value = self.config.get(name)
+        if value is None and default is None:
+            self.problems.append(f"{name} is missing")
+            return 1  # Goes on, to find what else is wrong.
+        return default if value is None else value
+
+    def need(self, name: str, *allowed: Any) -> None:
+        """Notes a setting that is present and not one of the allowed."""
+        value = self.config.get(name)
+        if value is not None and value not in allowed:
+            wanted = " or ".join(map(repr, allowed))
+            self.problems.append(f"{name}={value!r}, of which only {wanted} is supported")
+
+    def rope(self, kind: str = "full_attention") -> tuple[float, RopeScaling | None]:
+        """Returns the base of rotary frequencies and their scaling, in either of its spellings."""
+        stored = self.config.get("rope_parameters") or {}
+        stored = stored.get(kind, stored)
+        if not stored:
+            stored = dict(self.config.get("rope_scaling") or {})
+        theta = float(stored.get("rope_theta") or self.config.get("rope_theta") or 10_000.0)
+        if float(stored.get("partial_rotary_factor") or 1.0) != 1.0:
+            self.problems.append("partial_rotary_factor, of which only 1.0 is supported")
+        match stored.get("rope_type") or stored.get("type") or "default":
+            case "default":
+                return theta, None
+            case "linear":
+                return theta, RopeScaling(kind="linear", factor=float(stored["factor"]))
+            case "llama3":
+                return theta, RopeScaling(
+                    kind="llama3",
+                    factor=float(stored["factor"]),
+                    low_freq_factor=float(stored["low_freq_factor"]),
+                    high_freq_factor=float(stored["high_freq_factor"]),
+                    original_context_length=int(stored["original_max_position_embeddings"]),
+                )
+            case other:
+                self.problems.append(
+                    f"rope_type={other!r}, of which only default, linear and llama3 are supported"
+                )
+        return theta, None
+
+    def windows(self, layers: int, is_local: Callable[[int], bool]) -> tuple[int, ...]:
+        """Returns each layer's window: `layer_types` where it is given, else by `is_local`."""
+        window = self.config.get("sliding_window")
+        kinds = self.config.get("layer_types")
+        if kinds is None:
+            kinds = [
+                "sliding_attention" if is_local(i) else "full_attention" for i in range(layers)
+            ]
+        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if unknown:
+            self.problems.append(f"layer_types of {', '.join(unknown)}")
+        elif len(kinds) != layers:
+            self.problems.append(f"{len(kinds)} layer_types for {layers} layers")
+        found = tuple(window or 0 if kind == "sliding_attention" else 0 for kind in kinds)
+        return found if any(found) else ()
+
+
+def _llama_like(
+    read: Reader, *, is_local: Callable[[int], bool] = lambda _: False, **options: Any
+) -> dict[str, Any]:
+    """Returns what Llama's descendants share; `options` are theirs and win."""
+    read.need("partial_rotary_factor", 1.0)
+    heads, dim = read.take("num_attention_heads"), read.take("hidden_size")
+    layers = read.take("num_hidden_layers")
+    theta, scaling = read.rope()
+    if "activation" not in options:
+        read.need("hidden_act", "silu", "swish")
+    return {
+        "vocab_size": read.take("vocab_size"),
+        "num_layers": layers,
+        "embed_dim": dim,
+        "num_heads": heads,
+        "num_kv_heads": read.take("num_key_value_heads", heads),
+        "head_dim": read.take("head_dim", dim // heads),
+        "context_length": read.take("max_position_embeddings"),
+        "windows": read.windows(layers, is_local),
+        "mlp_dim": read.take("intermediate_size"),
+        "activation": "swiglu",
+        "norm_eps": read.take("rms_norm_eps", 1e-6),
+        "tie_embeddings": bool(read.config.get("tie_word_embeddings", False)),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        **options,
+    }
+
+
+def _llama(read: Reader) -> dict[str, Any]:
+    read.need("pretraining_tp", 1)
+    bias = bool(read.config.get("attention_bias"))
+    return _llama_like(
+        read, qkv_bias=bias, output_bias=bias, mlp_bias=bool(read.config.get("mlp_bias"))
+    )
+
+
+def _mistral(read: Reader) -> dict[str, Any]:
+    return _llama_like(read, is_local=lambda _: True)
+
+
+def _qwen(read: Reader) -> dict[str, Any]:
+    if not read.config.get("use_sliding_window"):
+        local = lambda _: False  # noqa: E731
+    else:
+        first = read.take("max_window_layers", 28)
+        local = lambda layer: layer >= first  # noqa: E731
+    if read.config["model_type"] == "qwen2":
+        return _llama_like(read, is_local=local, qkv_bias=True)
+    bias = bool(read.config.get("attention_bias"))
+    return _llama_like(read, is_local=local, qk_norm=True, qkv_bias=bias, output_bias=bias)
+
+
+def _gemma(read: Reader) -> dict[str, Any]:
+    """Gemma 2 and 3: scaled embeddings, norms around each block, local layers between global."""
+    read.need("hidden_activation", "gelu_pytorch_tanh")
+    read.need("attention_bias", False)
+    read.need("use_bidirectional_attention", False)
+    dim, scalar = read.take("hidden_size"), read.take("query_pre_attn_scalar", 256)
+    options: dict[str, Any] = {
+        "activation": "geglu",
+        "norm": "rms_plus_one",
+        "post_norms": True,
+        "embedding_scale": float(dim) ** 0.5,
+        "query_scale": float(scalar) ** -0.5,
+        "tie_embeddings": bool(read.config.get("tie_word_embeddings", True)),
+        "head_dim": read.take("head_dim", 256),
+    }
+    if read.config["model_type"] == "gemma2":
+        return _llama_like(
+            read,
+            is_local=lambda layer: layer % 2 == 0,
+            attention_softcap=read.config.get("attn_logit_softcapping", 50.0),
+            logit_softcap=read.config.get("final_logit_softcapping", 30.0),
+            **options,
+        )
+    local_theta = read.config.get("rope_local_base_freq")
+    if local_theta is None:
+        local_theta = read.rope("sliding_attention")[0]
+    every = read.take("sliding_window_pattern", read.config.get("_sliding_window_pattern", 6))
+    return _llama_like(
+        read,
+        is_local=lambda layer: (layer + 1) % every != 0,
+        qk_norm=True,
+        local_rope_theta=float(local_theta),
+        attention_softcap=read.config.get("attn_logit_softcapping"),
+        logit_softcap=read.config.get("final_logit_softcapping"),
+        **options,
+    )
+
+
+def _gpt2(read: Reader) -> dict[str, Any]:
+    read.need("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    read.need("scale_attn_weights", True)
+    read.need("scale_attn_by_inverse_layer_idx", False)
+    read.need("add_cross_attention", False)
+    heads, dim = read.take("n_head"), read.take("n_embd")
+    return {
+        "vocab_size": read.take("vocab_size"),
+        "num_layers": read.take("n_layer"),
+        "embed_dim": dim,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": dim // heads,
+        "context_length": read.take("n_positions"),
+        "mlp_dim": read.take("n_inner", 4 * dim),
+        "activation": "gelu",
+        "norm": "layer",
+        "norm_eps": read.take("layer_norm_epsilon", 1e-5),
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "positions": "learned",
+        "tie_embeddings": bool(read.config.get("tie_word_embeddings", True)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How one architecture's checkpoints are read and written.
+
+    Attributes:
+      architecture: its class name in transformers.
+      settings: turns a config into the fields of `TransformerConfig`.
+      rules: where its tensors go.
+    """
+
+    architecture: str
+    settings: Callable[[Reader], dict[str, Any]]
+    rules: tuple[Rule, ...]
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", _llama, LLAMA_RULES),
+    "qwen2": Family("Qwen2ForCausalLM", _qwen, LLAMA_RULES),
+    "qwen3": Family("Qwen3ForCausalLM", _qwen, LLAMA_RULES),
+    "gpt2": Family("GPT2LMHeadModel", _gpt2, GPT2_RULES),
+    "mistral": Family("MistralForCausalLM", _mistral, LLAMA_RULES),
+    "gemma2": Family("Gemma2ForCausalLM", _gemma, GEMMA_RULES),
+    "gemma3_text": Family("Gemma3ForCausalLM", _gemma, GEMMA_RULES),
+}
+"""By `model_type`."""
+
+
+def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> TransformerConfig:
+    """Returns the `TransformerConfig` that a Hugging Face config describes.
+
+    Args:
+      config: the contents of a `config.json`.
+      source: where it is from, for errors.
+      exits: depths at which the model may be read; empty means those that the config names under
+        `utio_jax`, or the last layer alone.
+
+    Raises:
+      ValueError: an architecture or options that are not supported, all of them named.
+    """
+    kind = config.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(
+            f"Wanted a model_type of {', '.join(FAMILIES)} in {source}. Got {kind!r}. Other "
+            "decoders take part through the `utio_jax.Decoder` protocol."
+        )
+    read = Reader(config)
+    if config.get("quantization_config"):
+        read.problems.append("quantization_config, of which only plain weights are supported")
+    try:
+        settings = FAMILIES[kind].settings(read)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"Wanted the settings of {FAMILIES[kind].architecture} in {source}. "
+            f"Got {type(error).__name__}: {error}."
+        ) from error
+    if read.problems:
+        raise ValueError(
+            f"Wanted a {FAMILIES[kind].architecture} that can be run, in {source}. "
+            f"Got {'; '.join(read.problems)}."
+        )
+    ends = config.get("eos_token_id")
+    stored = tuple(config.get("utio_jax", {}).get("exits", ()))
+    return TransformerConfig(
+        **settings,
+        exits=exits or stored,
+        eos_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
+    )
