@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes small random models of each family with transformers, and what transformers says of them.
+
+    python tests/huggingface/make.py FOLDER
+
+Needs torch and transformers, which neither the library nor its tests do: the result is committed
+beside this script. `make parity` runs it with a fresh transformers and tests against that.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+
+CASES = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama_biases": (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16, "rope_parameters": LLAMA_3},
+    ),
+    "llama_linear": ("Llama", {"rope_parameters": LINEAR, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16, "tie_word_embeddings": False}),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 6, "head_dim": 12, "tie_word_embeddings": False}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 5,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "layer_types": [
+                f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding")
+            ],
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
+        },
+    ),
+}
+
+
+def make(name: str, folder: Path) -> None:
+    """Writes a model's folder, split into shards for one family, with its reference values."""
+    family, options = CASES[name]
+    text = "Text" if family == "Gemma3" else ""
+    config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **options})
+    kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    torch.manual_seed(len(name))
+    model = getattr(transformers, kind)._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            # Far from initialisation: every layer, norm and bias must matter.
+            parameter.copy_(0.3 * noise if parameter.ndim > 1 else parameter + 0.3 * noise)
+    model.eval()
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(folder, max_shard_size="20KB" if name == "mistral" else "1GB")
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+    token_ids = torch.randint(0, 48, (2, 24))
+    prompt = token_ids[:1, :6]
+    with torch.no_grad():
+        logits = model(token_ids).logits
+        greedy = model.generate(prompt, max_new_tokens=24, do_sample=False)
+    save_file(
+        {
+            "token_ids": token_ids.to(torch.int32),
+            "logits": logits.float().contiguous(),
+            "prompt": prompt.to(torch.int32).contiguous(),
+            "greedy": greedy[:, 6:].to(torch.int32).contiguous(),
+        },
+        folder / "reference.safetensors",
+    )
+
+
+if __name__ == "__main__":
+    out = Path(sys.argv[1])
+    for name in CASES:
+        make(name, out / name)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    (out / "versions.json").write_text(json.dumps(versions) + "\n")

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of other libraries: the same logits and continuations, and every fault named."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.artifacts import load_tensors, save_tensors
+from utio_jax.generate import generate
+from utio_jax.layers import dense_states, oracle, staircase
+from utio_jax.microbatches import MicroBatches
+from utio_jax.models import Model, load, save
+from utio_jax.models.families import read_config
+from utio_jax.policies import GivenDepths
+
+FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
+CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
+SMALL = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)
+
+
+def logits_of(model: Model, token_ids: Any) -> jax.Array:
+    lengths = jnp.full(len(token_ids), token_ids.shape[1])
+    (x,) = dense_states(
+        model.decoder,
+        model.params,
+        jnp.asarray(token_ids),
+        lengths,
+        depths=(model.decoder.config.num_layers,),
+    )
+    return model.decoder.unembed(model.params, x)
+
+
+def test_every_family_has_a_case() -> None:
+    from utio_jax.models.families import FAMILIES
+
+    kinds = {json.loads((FOLDER / c / "config.json").read_text())["model_type"] for c in CASES}
+    assert kinds == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) -> None:
+    model = load(FOLDER / case)
+    wanted = load_tensors(FOLDER / case / "reference.safetensors")
+    np.testing.assert_allclose(logits_of(model, wanted["token_ids"]), wanted["logits"], atol=1e-4)
+    found = generate(model.decoder, model.params, list(wanted["prompt"]), max_new_tokens=24)
+    np.testing.assert_array_equal(found.token_ids[0], wanted["greedy"][0])
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -> None:
+    """Windows, caps, local rotations and learned positions, at depths of every token's own."""
+    layers = load(FOLDER / case).decoder.config.num_layers
+    model = load(FOLDER / case, exits=(1, layers))
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, 48, (3, 20)), jnp.int32)
+    lengths = jnp.asarray([20, 11, 1])
+    given = GivenDepths(
+        depth_of_token=jnp.asarray(rng.choice([1, layers], (3, 20))), depths=(1, layers)
+    )
+    found = staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=SMALL)
+    wanted = oracle(model.decoder, model.params, ids, lengths, found.depths, kv=kv)
+    real = np.arange(20) < np.asarray(lengths)[:, None]
+    np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=2e-4)
+
+
+@pytest.mark.parametrize("case", ["mistral", "gpt2", "gemma3", "llama_biases"])
+def test_what_is_saved_is_what_was_loaded(case: str, tmp_path: Path) -> None:
+    model = load(FOLDER / case)
+    layers = model.decoder.config.num_layers
+    with_exits = load(FOLDER / case, exits=(1, layers))
+    save(tmp_path, with_exits.decoder, model.params, like=model.folder, dtype=jnp.float32)
+    again = load(tmp_path)
+    assert again.decoder.config.exits == (1, layers), "kept in the config"
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    names = set(load_tensors(tmp_path / "model.safetensors"))
+    shards = [load_tensors(file) for file in model.folder.glob("model*.safetensors")]
+    assert names == {name for shard in shards for name in shard}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder to break."""
+    return Path(shutil.copytree(FOLDER / "llama", tmp_path / "llama"))
+
+
+def edit(file: Path, **settings: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def test_all_options_that_cannot_be_run_are_named_at_once(folder: Path) -> None:
+    edit(
+        folder / "config.json",
+        hidden_act="relu",
+        quantization_config={"bits": 4},
+        rope_parameters={"rope_type": "yarn", "factor": 2.0},
+        num_hidden_layers=None,
+    )
+    with pytest.raises(ValueError, match="Wanted a LlamaForCausalLM that can be run") as error:
+        load(folder)
+    for part in (
+        "hidden_act='relu', of which only 'silu' or 'swish' is supported",
+        "quantization_config",
+        "rope_type='yarn', of which only default, linear and llama3",
+        "num_hidden_layers is missing",
+    ):
+        assert part in str(error.value)
+
+
+def test_unknown_architectures_are_refused(folder: Path) -> None:
+    edit(folder / "config.json", model_type="mamba")
+    with pytest.raises(ValueError, match="model_type of llama, qwen2.*Got 'mamba'.*Decoder"):
+        load(folder)
+
+
+def test_the_old_spelling_of_rope_is_read() -> None:
+    config = json.loads((FOLDER / "llama_biases" / "config.json").read_text())
+    new = read_config(config, source="here")
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert read_config(config, source="here") == new
+    assert new.rope_scaling is not None
+
+
+def test_every_wrong_tensor_of_a_checkpoint_is_named_at_once(folder: Path) -> None:
+    stored = load_tensors(folder / "model.safetensors")
+    stored["extra"] = stored.pop("model.norm.weight")
+    stored["model.layers.2.mlp.up_proj.weight"] = np.zeros((40, 31), np.float32)
+    del stored["model.layers.1.self_attn.q_proj.weight"]
+    save_tensors(folder / "model.safetensors", stored)
+    with pytest.raises(ValueError, match="missing model.norm.weight") as error:
+        load(folder)
+    for part in (
+        "missing model.layers.1.self_attn.q_proj.weight (32, 32)",
+        "unexpected extra",
+        "model.layers.2.mlp.up_proj.weight has shape (40, 31), wanted (40, 32)",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_truncated_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated or corrupt.*Fetch or write it again"):
+        load(folder)
+
+
+def test_pickles_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="is a pickle.*save_file"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match="There is neither"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../llama/model.safetensors", "/etc/hosts", "..", ""])
+def test_an_index_cannot_point_outside_its_folder(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ValueError, match="names of files beside"):
+        load(folder)
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER / "mistral", tmp_path / "m"))
+    for number in (2, 5):
+        (folder / f"model-0000{number}-of-00007.safetensors").unlink()
+    with pytest.raises(ValueError, match="model-00002-of-00007.*model-00005-of-00007.*missing"):
+        load(folder)
+
+
+def test_text_of_a_folder_without_tokenizer_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="Pass token ids instead of text"):
+        load(folder).encode(["text"])
+
+
+def test_names_that_a_base_model_leaves_out_are_understood(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER / "gpt2", tmp_path / "gpt2"))
+    stored = load_tensors(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): leaf for name, leaf in stored.items()}
+    bare["h.0.attn.bias"] = np.zeros((1, 1, 64, 64), np.float32)  # A mask, of old checkpoints.
+    save_tensors(folder / "model.safetensors", bare)
+    jax.tree.map(np.testing.assert_array_equal, load(folder).params, load(FOLDER / "gpt2").params)
+
+
+def test_parameters_go_where_they_are_sent(folder: Path) -> None:
+    mesh = jax.make_mesh((1,), ("model",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    asked = []
+
+    def place(path: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        asked.append((path, shape))
+        return here
+
+    model = load(folder, sharding=place, dtype=jnp.bfloat16)
+    assert ("layers.q_proj.kernel", (3, 32, 32)) in asked
+    for leaf in jax.tree.leaves(model.params):
+        assert leaf.sharding == here
+        assert leaf.dtype == jnp.bfloat16
+
+
+def test_cached_hub_models_load_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    cache = tmp_path / "models--someone--small"
+    shutil.copytree(FOLDER / "qwen2", cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    assert load("someone/small").decoder == load(FOLDER / "qwen2").decoder
+    with pytest.raises(ValueError, match="no folder someone/other.*neither cached nor to be had"):
+        load("someone/other")
+    with pytest.raises(ValueError, match="There is nothing at not a name"):
+        load("not a name")
