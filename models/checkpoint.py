@@ -76,7 +76,7 @@ def load(
 
     Args:
       path_or_name: a folder, `SHIPPED`, or a hub name such as `"organisation/model"`, which is
-        taken from the hub's cache or downloaded there (extra `hub`).
+        taken from the hub's cache or downloaded there.
       exits: depths at which the model may be read, ending at its last layer. By default those that
         its config names; for a stock model the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
@@ -121,9 +121,7 @@ def from_hub(name: str) -> Path:
     Raises:
       ValueError: it is no name of a model, or it is neither cached nor to be had.
     """
-    wanted = (
-        f"Wanted a model folder, the shipped model {SHIPPED!r}, or organisation/model of the hub."
-    )
+    wanted = f"Wanted a model folder, {SHIPPED!r}, or the hub's name of a model."
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise ValueError(f"{wanted} There is nothing at {name}.")
     try:
@@ -135,8 +133,8 @@ def from_hub(name: str) -> Path:
         )
     except ImportError as error:
         raise ValueError(
-            f"{wanted} There is no folder {name}, and hub models need the extra `hub`: "
-            "pip install 'utio-jax[hub]'."
+            f"{wanted} There is no folder {name}, and hub models need huggingface-hub: "
+            "pip install 'utio-jax[cli]'."
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))

@@ -63,9 +63,8 @@ def weight_files(folder: Path) -> list[Path]:
         for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
             refuse_pickle(pickle)
         raise ValueError(f"Wanted {_WEIGHTS} or {_INDEX} in {folder}. There is neither.")
-    names = sorted(
-        set(read_json(folder / _INDEX, "an index of shards").get("weight_map", {}).values())
-    )
+    index = read_json(folder / _INDEX, "an index of shards")
+    names = sorted(set(index.get("weight_map", {}).values()))
     outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
     if outside or not names:
         raise ValueError(
@@ -123,7 +122,9 @@ def load_folder(
             file, stored, _ = home[name]
             for path, piece in zip(rule.targets, _pieces(rule, _read(file, stored)), strict=True):
                 if "{layer}" in rule.source:
-                    params[path] = _put(params[path], jnp.asarray(piece, dtype), index)
+                    stack = params[path]
+                    piece = jax.device_put(piece.astype(dtype), _of_slice(stack.sharding))
+                    params[path] = _put(stack, piece, index)
                 else:
                     params[path] = jax.device_put(piece.astype(dtype), place(path))
     return decoder, nest({path: params[path] for path in shapes})
@@ -214,6 +215,14 @@ def _read(file: Path, name: str) -> np.ndarray:
 def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:
     """Returns the parameters in a tensor."""
     return np.split(tensor.T if rule.transpose else tensor, len(rule.targets), axis=-1)
+
+
+def _of_slice(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Returns the sharding of one layer of a stack."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
+        return jax.sharding.NamedSharding(sharding.mesh, spec)
+    return sharding
 
 
 @partial(jax.jit, donate_argnums=0)

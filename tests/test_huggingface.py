@@ -206,20 +206,21 @@ def test_parameters_go_where_they_are_sent(folder: Path) -> None:
     model = load(folder, sharding=place, dtype=jnp.bfloat16)
     assert ("layers.q_proj.kernel", (3, 32, 32)) in asked
     for leaf in jax.tree.leaves(model.params):
-        assert leaf.sharding == here
+        assert leaf.sharding.is_equivalent_to(here, leaf.ndim)
         assert leaf.dtype == jnp.bfloat16
 
 
 def test_cached_hub_models_load_without_a_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub = pytest.importorskip("huggingface_hub")
     cache = tmp_path / "models--someone--small"
     shutil.copytree(FOLDER / "qwen2", cache / "snapshots" / "abc")
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("abc")
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert load("someone/small").decoder == load(FOLDER / "qwen2").decoder
     with pytest.raises(ValueError, match="no folder someone/other.*neither cached nor to be had"):
         load("someone/other")

@@ -90,7 +90,7 @@ class DecoderConfig:
             )
 
     def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
-        """Returns how many keys a token may attend to in a layer; None where no layer is limited."""
+        """Returns how many keys a token may attend to in a layer; None where none is limited."""
         if not any(self.windows):
             return None
         everything = jnp.iinfo(jnp.int32).max
