@@ -79,7 +79,9 @@ def test_broken_files_are_refused(folder: Path) -> None:
         ({"num_layers": None}, "fields of TransformerConfig|num_layers"),
         ({"num_kv_heads": 3}, "num_kv_heads that divides num_heads=4"),
         ({"exits": [2, 1]}, "strictly increasing depths"),
-        ({"activation": "gelu"}, "activation"),
+        ({"activation": "relu"}, "activation"),
+        ({"norm": "batch"}, "norm"),
+        ({"windows": [1, 2]}, "windows of at least 0 for its 4 layers"),
     ],
 )
 def test_impossible_configs_are_refused(folder: Path, change: dict[str, Any], match: str) -> None:
@@ -97,7 +99,7 @@ def test_missing_folders_configs_and_tokenizers_are_named(folder: Path, tmp_path
     with pytest.raises(ValueError, match="calibration at .*There is none"):
         _ = load(folder).calibration
     (folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="TransformerConfig"):
+    with pytest.raises(ValueError, match="config.json. It is not JSON"):
         load(folder)
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match="config at .*There is none"):

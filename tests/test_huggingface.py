@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from utio_jax.artifacts import load_tensors, save_tensors
+from utio_jax.cli import main
 from utio_jax.generate import generate
 from utio_jax.layers import dense_states, oracle, staircase
 from utio_jax.microbatches import MicroBatches
@@ -226,3 +228,43 @@ def test_cached_hub_models_load_without_a_network(
         load("someone/other")
     with pytest.raises(ValueError, match="There is nothing at not a name"):
         load("not a name")
+
+
+def test_evaluate_prints_loss_and_perplexity_of_token_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = load_tensors(FOLDER / "llama" / "reference.safetensors")
+    ids = wanted["token_ids"]
+    logp = np.asarray(jax.nn.log_softmax(wanted["logits"], axis=-1))
+    loss = -np.take_along_axis(logp[:, :-1], ids[:, 1:, None], axis=-1).mean()
+    (tmp_path / "ids.json").write_text(json.dumps(ids.tolist()))
+    model = ["--model", str(FOLDER / "llama"), "--token-ids", str(tmp_path / "ids.json")]
+    assert main(["evaluate", *model]) == 0
+    full = json.loads(capsys.readouterr().out)
+    assert full["command"] == "evaluate"
+    assert full["loss"] == pytest.approx(loss, abs=1e-4)
+    assert full["perplexity"] == pytest.approx(math.exp(loss), rel=1e-3)
+    assert full["bits_per_byte"] is None
+    assert full["flops_ratio"] == pytest.approx(1)
+    first = ["--exits", "1", "3", "--policy", "uniform", "--depth", "1"]
+    assert main(["evaluate", *model, *first]) == 0
+    shallow = json.loads(capsys.readouterr().out)
+    assert shallow["depth_executed_mean"] == pytest.approx(1)
+    assert shallow["loss"] != pytest.approx(loss, abs=1e-2)
+
+
+@pytest.mark.skipif("STORIES260K" not in os.environ, reason="needs that checkpoint's folder")
+def test_a_trained_checkpoint_has_its_published_loss_and_continuation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(os.environ["STORIES260K"])
+    reference = json.loads((folder / "reference.json").read_text())
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(reference["stories"]))
+    assert main(["evaluate", "--model", str(folder), "--token-ids", str(ids)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(reference["loss_per_token_nats"], abs=5e-4)
+    model, greedy = load(folder), reference["greedy"]
+    prompt, wanted = np.asarray(greedy["prompt"]), greedy["continuation"]
+    new = generate(model.decoder, model.params, [prompt], max_new_tokens=len(wanted))
+    assert new.token_ids[0].tolist() == wanted

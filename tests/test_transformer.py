@@ -259,7 +259,10 @@ def test_equal_configs_are_one_static_argument(count_compiles):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"activation": "gelu"}, 'activation "squared_relu" or "swiglu". Got activation=\'gelu\''),
+        (
+            {"activation": "relu"},
+            "activation to be one of squared_relu, gelu.*Got activation='relu'",
+        ),
         ({"head_dim": 7}, "even head_dim. Got head_dim=7"),
         ({"num_kv_heads": 3}, "TransformerConfig needs num_kv_heads that divides num_heads=4"),
         ({"exits": (1, 2)}, "end at num_layers=4"),

@@ -14,6 +14,7 @@ except ImportError:
 from utio_jax.commands.calibrate import Calibrate
 from utio_jax.commands.compare import Compare
 from utio_jax.commands.demo import Demo
+from utio_jax.commands.evaluate import Evaluate
 from utio_jax.commands.generate import Generate
 from utio_jax.commands.score import Score
 from utio_jax.commands.train import Train
@@ -22,6 +23,7 @@ _COMMANDS = {
     "demo": Demo,
     "generate": Generate,
     "score": Score,
+    "evaluate": Evaluate,
     "calibrate": Calibrate,
     "compare": Compare,
     "train": Train,

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.commands.shared import read_documents
+from utio_jax.commands.shared import OfModel, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibrate:
+class Calibrate(OfModel):
     """Fits policies to a model on a text: at budgets, within a loss, or with a promise.
 
     Attributes:
@@ -27,7 +27,6 @@ class Calibrate:
       max_disagreement: instead of budgets, least cost with at most this share of most probable
         tokens that differ from full depth's, promised by risk control on half of the documents.
       confidence: of that promise.
-      model: a model folder, or the shipped model's name.
       text: text files; by default the calibrate split of this Python's standard library.
       seed: of the gates, and of the halves.
       out: JSON file to write, its weights beside it; policies.json in the model's folder by
@@ -40,7 +39,6 @@ class Calibrate:
     max_nll_increase_pct: float | None = None
     max_disagreement: float | None = None
     confidence: float = 0.95
-    model: str = "stdlib-16"
     text: tuple[Path, ...] = ()
     seed: int = 0
     out: Path | None = None
@@ -53,7 +51,6 @@ class Calibrate:
         from utio_jax.documents import batches_of, windows_of
         from utio_jax.gates import SIGNALS
         from utio_jax.goals import Budgets, Goal, MaxDisagreement, MaxLoss
-        from utio_jax.models import load
 
         started = time.perf_counter()
         asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
@@ -63,7 +60,7 @@ class Calibrate:
                 f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
                 f"max_disagreement={self.max_disagreement}."
             )
-        model = load(self.model)
+        model = self.load()
         config = model.decoder.config
         texts, described = read_documents(self.text, "calibrate")
         documents = model.encode([document.text for document in texts])

@@ -9,15 +9,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utio_jax.commands.shared import calibration_of, read_documents
+from utio_jax.commands.shared import OfModel, calibration_of, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compare:
+class Compare(OfModel):
     """Holds every calibrated policy against truncation, chance and hindsight on unseen text.
 
     Attributes:
-      model: a model folder, or the shipped model's name.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       text: text files; by default the test split of this Python's standard library.
       budgets: target flops_ratios; all that were calibrated by default.
@@ -27,7 +26,6 @@ class Compare:
       out: folder for the pictures.
     """
 
-    model: str = "stdlib-16"
     calibration: Path | None = None
     text: tuple[Path, ...] = ()
     budgets: tuple[float, ...] = ()
@@ -43,12 +41,11 @@ class Compare:
         from utio_jax.comparison import compare
         from utio_jax.documents import sample_batches
         from utio_jax.ledger import uniform_hull
-        from utio_jax.models import load
         from utio_jax.report import plot_margins, plot_pareto
         from utio_jax.terminal import comparison_table
 
         started = time.perf_counter()
-        model = load(self.model)
+        model = self.load()
         config = model.decoder.config
         fitted = calibration_of(model, self.calibration)
         documents, described = read_documents(self.text, "test")

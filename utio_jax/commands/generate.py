@@ -10,13 +10,13 @@ from typing import Any
 
 import tyro
 
-from utio_jax.commands.shared import policy_named, progress_bar
+from utio_jax.commands.shared import OfModel, policy_named, progress_bar
 
 _DRAFTS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate:
+class Generate(OfModel):
     """Continues prompts; the text is coloured by depth, and timed against plain decoding.
 
     Attributes:
@@ -35,7 +35,6 @@ class Generate:
       seed: of the draws.
       stop: a string that ends the text before itself. May be given several times.
       rounds: timed turns.
-      model: a model folder, or the shipped model's name.
     """
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -52,18 +51,16 @@ class Generate:
     seed: int = 0
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     rounds: int = 3
-    model: str = "stdlib-16"
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.generation_benchmark import measure_modes
         from utio_jax.mode import Plain
-        from utio_jax.models import load
         from utio_jax.text import generate_until, read_text
 
         if not self.prompts:
             raise ValueError("Wanted at least one prompt. Got none.")
-        model, sampling = load(self.model), self._sampling()
+        model, sampling = self.load(), self._sampling()
         mode, budget = self._mode(model)
         mode.check(model.decoder)
         prompts = model.encode(list(self.prompts))

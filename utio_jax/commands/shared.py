@@ -3,16 +3,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from utio_jax.calibration import Calibration, load_calibration
 from utio_jax.forward import full_depth
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
+
+if TYPE_CHECKING:
+    from utio_jax.models import Model
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfModel:
+    """Which model a command is about.
+
+    Attributes:
+      model: a model folder of this package or of Hugging Face, a name of the hub, or the shipped
+        model's.
+      exits: depths at which a stock model may be read, ending at its last layer; by default those
+        that its config names.
+    """
+
+    model: str = "stdlib-16"
+    exits: tuple[int, ...] = ()
+
+    def load(self) -> Model:
+        """Loads it. Raises ValueError where it cannot be used."""
+        from utio_jax.models import load
+
+        return load(self.model, exits=self.exits)
 
 
 def read_documents(files: tuple[Path, ...], split: Any) -> tuple[Any, dict[str, Any]]:

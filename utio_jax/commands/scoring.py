@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `utio-jax score` and `utio-jax evaluate` share: documents in, each token predicted once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from utio_jax.commands.shared import OfModel, policy_named, progress_bar
+
+if TYPE_CHECKING:
+    from utio_jax.evaluate import TextScore
+    from utio_jax.ledger import Ledger
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What was read, and at what cost.
+
+    Attributes:
+      names: of the documents.
+      documents: `[token]` ids each.
+      bytes: of text; 0 for token ids.
+      row: the ledger.
+    """
+
+    names: list[str]
+    documents: list[np.ndarray]
+    bytes: int
+    row: Ledger
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring(OfModel):
+    """Options of scoring.
+
+    Attributes:
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+      policy: full, uniform, random, or one that the calibration holds.
+      budget: target flops_ratio, for the fitted policies. By default 0.6, or the only one.
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
+      depth: layers, for uniform.
+      batch: rows per pass.
+      kv: what others see of a token beyond its depth: propagate or drop.
+      min_tokens: passes of fewer tokens run at full depth.
+    """
+
+    token_ids: Path | None = None
+    policy: str = "full"
+    budget: float | None = None
+    calibration: Path | None = None
+    depth: int | None = None
+    batch: int = 16
+    kv: str = "propagate"
+    min_tokens: int = 0
+
+    def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
+        """Returns the scores of files, or of `token_ids`, and what was read."""
+        from utio_jax.evaluate import score_documents
+        from utio_jax.layers import check_kv
+        from utio_jax.models.corpus import read_files
+
+        check_kv(self.kv, ("propagate", "drop"))
+        if (self.token_ids is None) == (not files):
+            raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
+        model, size = self.load(), 0
+        if self.token_ids is not None:
+            documents = read_token_ids(self.token_ids)
+            names = [f"{self.token_ids.name}[{index}]" for index in range(len(documents))]
+        else:
+            read = read_files(files)
+            documents, names = model.encode([d.text for d in read]), [d.path for d in read]
+            size = sum(len(d.text.encode()) for d in read)
+        policy, budget, fractions = policy_named(
+            model, self.policy, budget=self.budget, depth=self.depth, calibration=self.calibration
+        )
+        with progress_bar(None, "scoring") as step:
+            found = score_documents(
+                model.decoder,
+                model.params,
+                documents,
+                policy,
+                rows=self.batch,
+                kv=self.kv,  # type: ignore[arg-type]
+                fractions=fractions,
+                min_tokens=self.min_tokens,
+                progress=step,
+            )
+        layers = model.decoder.config.num_layers
+        row = found.quality.ledger(self.policy, budget=budget, num_layers=layers)
+        return found, Scored(names=names, documents=documents, bytes=size, row=row)
+
+
+def read_token_ids(file: Path) -> list[np.ndarray]:
+    """Reads a JSON list of lists of ids. Raises ValueError where it is something else."""
+    wanted = "Wanted a JSON list of lists of token ids, one list per document"
+    try:
+        stored = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{wanted}, in {file}. {error.strerror}.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{wanted}, in {file}. It is not JSON: {error}.") from error
+    good = (
+        isinstance(stored, list)
+        and stored
+        and all(
+            isinstance(ids, list)
+            and ids
+            and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+            for ids in stored
+        )
+    )
+    if not good:
+        raise ValueError(f"{wanted}, none of them empty, in {file}. Got something else.")
+    return [np.asarray(ids, np.int64) for ids in stored]
