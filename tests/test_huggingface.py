@@ -249,7 +249,7 @@ def test_evaluate_prints_loss_and_perplexity_of_token_ids(
     first = ["--exits", "1", "3", "--policy", "uniform", "--depth", "1"]
     assert main(["evaluate", *model, *first]) == 0
     shallow = json.loads(capsys.readouterr().out)
-    assert shallow["depth_executed_mean"] == pytest.approx(1)
+    assert shallow["depth_decided_mean"] == pytest.approx(1)
     assert shallow["loss"] != pytest.approx(loss, abs=1e-2)
 
 
