@@ -14,12 +14,14 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell $(BIN)/python -c '' 2>/dev/null && echo $(BIN)/python || echo python3)
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 TESTS ?=
+PEERS := .venv-peers
+ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
 SPREAD := -n auto --dist loadfile
 # And two thirds of that LLVM's optimisation, which programs that run once for a moment do not need.
 QUICK := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 
-.PHONY: help demo install test test-slow test-generation lint types clean FORCE
+.PHONY: help demo install test test-slow test-generation parity benchmark-transformers lint types clean FORCE
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,10p'
@@ -38,6 +40,24 @@ test-slow: $(VENV)/.installed-all
 # 200 prompts x 128 tokens against full depth at batches 1, 4 and 16; memory over 1,000 batches.
 test-generation: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow tests/test_shipped_generation.py
+
+# Models of transformers against ours: made anew with its latest release, in an environment of its
+# own (torch is several GB where pip takes a CUDA build).
+parity: $(VENV)/.installed-all $(PEERS)/.installed
+	rm -rf $(PEERS)/made
+	$(PEERS)/bin/python tests/huggingface/make.py $(PEERS)/made
+	UTIO_PARITY=$(PEERS)/made $(BIN)/python -m pytest tests/test_huggingface.py
+
+# Full depth against transformers' on the same weights and cores: make benchmark-transformers
+# ARGS="--model FOLDER"
+benchmark-transformers: $(PEERS)/.installed
+	$(PEERS)/bin/python benchmarks/transformers_full_depth.py $(ARGS)
+
+$(PEERS)/.installed: benchmarks/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[cli]'
+	@touch $@
 
 lint: $(VENV)/.installed-all
 	$(BIN)/ruff check

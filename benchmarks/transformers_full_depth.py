@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full depth beside transformers: the same weights, CPU and threads, turn by turn in one process.
+
+    python benchmarks/transformers_full_depth.py [--model FOLDER] [--rounds 7]
+
+Without a folder it makes a random Llama of `--dim` and `--layers` with transformers. Needs torch
+and transformers; `make benchmark-transformers` sets them up. Every speed-up that this project
+reports is over its own full-depth program; this is how fast that one is.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+
+from utio_jax import models
+from utio_jax.artifacts import conditions
+from utio_jax.evaluate import run_score
+from utio_jax.forward import full_depth
+from utio_jax.generate import generate
+from utio_jax.microbatches import MicroBatches
+
+
+def random_llama(folder: str, dim: int, layers: int, vocab: int) -> str:
+    """Saves a random Llama, of the proportions of the released ones, and returns its folder."""
+    config = transformers.LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=dim,
+        intermediate_size=int(dim * 2.6875),
+        num_hidden_layers=layers,
+        num_attention_heads=dim // 64,
+        num_key_value_heads=max(1, dim // 256),
+        max_position_embeddings=1024,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def turns(programs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Returns seconds per program and round; each round runs all of them, in alternating order."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for run in programs.values():
+        run()
+    for turn in range(rounds):
+        order = list(programs) if turn % 2 == 0 else list(programs)[::-1]
+        for name in order:
+            start = time.perf_counter()
+            programs[name]()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def row(what: str, tokens: int, ours: Callable, theirs: Callable, rounds: int) -> dict[str, Any]:
+    """Returns tokens a second of both programs, and the quartiles of their ratio by round."""
+    times = turns({"utio_jax": ours, "transformers": theirs}, rounds)
+    ratios = [b / a for a, b in zip(times["utio_jax"], times["transformers"], strict=True)]
+    speeds = {
+        f"{name}_tokens_per_second": round(tokens / statistics.median(seconds), 1)
+        for name, seconds in times.items()
+    }
+    quartiles = [round(q, 3) for q in statistics.quantiles(ratios, n=4)]
+    return {"what": what, **speeds, "ratio": quartiles}
+
+
+def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int) -> dict[str, Any]:
+    """Returns the row of log-likelihoods of whole windows, and how far these lie apart."""
+    batch, width = ids.shape
+    lengths, policy = jnp.full(batch, width), full_depth(model.decoder)
+    words = torch.from_numpy(ids.astype(np.int64))
+
+    def ours() -> np.ndarray:
+        found = run_score(
+            model.decoder,
+            model.params,
+            jnp.asarray(ids),
+            lengths,
+            policy=policy,
+            kv="propagate",
+            executor=MicroBatches(),
+        )
+        return np.asarray(found.log_likelihood)
+
+    def theirs() -> np.ndarray:
+        with torch.inference_mode():
+            logits = peer(words).logits[:, :-1].flatten(0, 1)
+            losses = torch.nn.functional.cross_entropy(
+                logits, words[:, 1:].flatten(), reduction="none"
+            )
+        return -losses.reshape(batch, -1).numpy()
+
+    apart = float(np.abs(ours()[:, : width - 1] - theirs()).max())
+    found = row(f"score, batch {batch} x {width}", batch * width, ours, theirs, rounds)
+    return {**found, "max_log_likelihood_difference": apart}
+
+
+def decoding(
+    model: models.Model, peer: Any, prompts: np.ndarray, new: int, rounds: int
+) -> dict[str, Any]:
+    """Returns the row of greedy decoding with a KV cache, and the share of tokens that agree."""
+    batch, width = prompts.shape
+    words = torch.from_numpy(prompts.astype(np.int64))
+
+    def ours() -> np.ndarray:
+        found = generate(model.decoder, model.params, list(prompts), max_new_tokens=new, eos_ids=())
+        return np.stack(found.token_ids)
+
+    def theirs() -> np.ndarray:
+        with torch.inference_mode():
+            found = peer.generate(
+                words, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
+            )
+        return found[:, width:].numpy()
+
+    same = float((ours() == theirs()).mean())
+    found = row(f"decode, batch {batch}, {width} + {new}", batch * new, ours, theirs, rounds)
+    return {**found, "same_tokens": round(same, 4)}
+
+
+def main() -> None:
+    """Prints one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.model or random_llama(made, options.dim, options.layers, options.vocab)
+        model = models.load(Path(folder))
+        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    peer.eval()
+    config, rng, rows = model.decoder.config, np.random.default_rng(0), []
+    width = min(options.width, config.context_length)
+    for batch in (1, 8):
+        ids = rng.integers(3, config.vocab_size, (batch, width)).astype(np.int32)
+        rows.append(scoring(model, peer, ids, options.rounds))
+        new = min(options.new, config.context_length - 16)
+        rows.append(decoding(model, peer, ids[:, :16], new, options.rounds))
+    found = {
+        "model": "random Llama" if options.model is None else Path(options.model).name,
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+        "layers": config.num_layers,
+        "embed_dim": config.embed_dim,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **conditions(model.params),
+        "rows": rows,
+    }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
