@@ -22,7 +22,7 @@ def test_the_examples_run(file: str, number: int, monkeypatch: pytest.MonkeyPatc
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) == number
     for block in blocks:
-        exec(compile(block, file, "exec"), {"__name__": "readme"})
+        exec(compile(block, file, "exec"), {"__name__": "__main__"})
 
 
 def test_every_link_and_every_file_of_the_tree_exists() -> None:
