@@ -180,19 +180,20 @@ def save(
       folder: made where it is missing.
       decoder: the model.
       params: its parameters.
-      like: a Hugging Face folder that the model was loaded from: the new one has its layout, which
-        transformers loads, and its tokenizer.
+      like: a folder that the model was loaded from: the new one has its tokenizer, and its layout,
+        which transformers loads if it is Hugging Face's.
       dtype: of the weights.
     """
     out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
     if like is not None:
-        config = read_json(Path(like) / "config.json", "a config")
-        huggingface.save_folder(out, decoder, params, config=config, dtype=dtype)
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             if (Path(like) / file).is_file():
                 shutil.copyfile(Path(like) / file, out / file)
-        return
-    out.mkdir(parents=True, exist_ok=True)
+        config = read_json(Path(like) / "config.json", "a config")
+        if is_huggingface(config):
+            huggingface.save_folder(out, decoder, params, config=config, dtype=dtype)
+            return
     (out / "config.json").write_text(
         json.dumps(dataclasses.asdict(decoder.config), indent=1) + "\n"
     )

@@ -141,13 +141,13 @@ def save_folder(
     """Writes a folder that `load_folder` and transformers read.
 
     Args:
-      folder: made where it is missing.
+      folder: exists.
       decoder: the model; its exits are written into the config.
       params: its parameters.
       config: the `config.json` that it came with.
       dtype: of the weights.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    dtype = jnp.dtype(dtype)
     arrays = flatten(params)
     tensors: dict[str, np.ndarray] = {}
     for rule in _used(FAMILIES[config["model_type"]].rules, arrays):
@@ -158,8 +158,7 @@ def save_folder(
             joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
             tensors[name] = (joined.T if rule.transpose else joined).astype(dtype)
     save_tensors(folder / _WEIGHTS, tensors, metadata={"format": "pt"})
-    name = jnp.dtype(dtype).name
-    stored = {**config, "dtype": name, "utio_jax": {"exits": list(decoder.config.exits)}}
+    stored = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     stored.pop("torch_dtype", None)
     (folder / "config.json").write_text(json.dumps(stored, indent=1) + "\n")
 

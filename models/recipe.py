@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.decoder import Params
-from utio_jax.documents import batches_of, windows_of
-from utio_jax.forward import exit_nll
 from utio_jax.models.checkpoint import save
 from utio_jax.models.corpus import Document, describe, standard_library
+from utio_jax.models.exit_losses import exit_losses
 from utio_jax.models.presets import PLAIN_12, PLAIN_16, STDLIB_16, TINY
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from utio_jax.models.train import TrainConfig, bits_per_byte, train, training_stream
@@ -75,8 +74,8 @@ def run_recipe(
         recipe,
         out=folder,
         resume=resume,
-        validate=lambda params: _exit_nats(
-            decoder, params, encode([d.text for d in held_out[:12]])
+        validate=lambda params: exit_losses(
+            decoder, params, encode([d.text for d in held_out[:12]]), width=config.context_length
         )[0],
     )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
@@ -107,28 +106,12 @@ def _tokenise(folder: Path, documents: tuple[Document, ...], config: Transformer
     return encode, np.load(cached)
 
 
-def _exit_nats(
-    decoder: Transformer, params: Params, documents: list[np.ndarray]
-) -> tuple[list[float], int]:
-    """Returns nats per predicted token at each exit, and how many tokens were predicted."""
-    width = decoder.config.context_length
-    run = _exit_nll
-    sums, count = np.zeros(len(decoder.config.exits)), 0
-    windows = windows_of(documents, width=width)
-    for batch in batches_of(windows, rows=8, widths=[width], vocab_size=decoder.config.vocab_size):
-        nll = run(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
-        sums += np.asarray(nll, np.float64).sum(axis=(1, 2))
-        count += int(np.maximum(batch.lengths - 1, 0).sum())
-    return (sums / count).tolist(), count
-
-
-_exit_nll = jax.jit(exit_nll, static_argnums=0)
-
-
 def bits_of_test_split(decoder: Transformer, params: Params, encode: Any) -> dict[str, float]:
     """Returns bits per byte over all test documents, by exit depth."""
     documents = standard_library("test")
-    nats, tokens = _exit_nats(decoder, params, encode([d.text for d in documents]))
+    nats, tokens = exit_losses(
+        decoder, params, encode([d.text for d in documents]), width=decoder.config.context_length
+    )
     num_bytes = sum(d.num_bytes for d in documents)
     return {
         str(depth): round(bits_per_byte(value, tokens, num_bytes), 4)

@@ -182,6 +182,11 @@ def training_stream(
     return np.concatenate(encoded + encode(others) + encoded).astype(np.uint16)
 
 
+def copy_of(params: Params) -> Params:
+    """Returns parameters in buffers of their own."""
+    return jax.tree.map(jnp.copy, params)
+
+
 def batch_at(stream: np.ndarray, step: int, config: TrainConfig) -> np.ndarray:
     """Returns step `step`'s windows, `[batch, context + 1]` int32, by seed and step alone.
 
@@ -206,6 +211,8 @@ def train(
     *,
     out: str | Path,
     resume: bool = False,
+    start: Params | None = None,
+    optimizer: optax.GradientTransformation | None = None,
     validate: Callable[[Params], Sequence[float]] | None = None,
 ) -> Params:
     """Returns trained parameters.
@@ -216,6 +223,8 @@ def train(
       config: the recipe.
       out: folder of checkpoints and of `log.tsv` (step, rate factor, loss per exit in nats).
       resume: continue from the latest checkpoint in `out`; without it that folder must have none.
+      start: parameters to begin with; fresh ones by default.
+      optimizer: Muon and Adam (`make_optimizer`) by default.
       validate: called with the parameters at every checkpoint; returns loss per exit in nats.
 
     Raises:
@@ -245,8 +254,9 @@ def train(
                 f"{folder} holds checkpoints up to step {latest}. Resume them with resume=True "
                 "(--resume), or name another folder."
             )
-        optimizer = make_optimizer(config)
-        params = decoder.init(jax.random.key(config.seed))
+        optimizer = make_optimizer(config) if optimizer is None else optimizer
+        # A copy: the state is donated, and what was given stays the caller's.
+        params = decoder.init(jax.random.key(config.seed)) if start is None else copy_of(start)
         state = {"params": params, "optimizer": optimizer.init(params)}
         if latest is not None:
             state = manager.restore(latest, args=ocp.args.StandardRestore(state))

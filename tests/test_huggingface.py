@@ -268,3 +268,35 @@ def test_a_trained_checkpoint_has_its_published_loss_and_continuation(
     prompt, wanted = np.asarray(greedy["prompt"]), greedy["continuation"]
     new = generate(model.decoder, model.params, [prompt], max_new_tokens=len(wanted))
     assert new.token_ids[0].tolist() == wanted
+
+
+def test_a_stock_model_learns_to_predict_at_its_exits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    # Text with something to learn: each token is its predecessor plus one, mostly.
+    steps = np.where(rng.random((60, 40)) < 0.9, 1, rng.integers(0, 48, (60, 40)))
+    (tmp_path / "ids.json").write_text(json.dumps((np.cumsum(steps, axis=1) % 48).tolist()))
+    out = tmp_path / "out"
+    arguments = ["finetune", "--model", str(FOLDER / "gpt2"), "--exits", "1", "3"]
+    arguments += ["--token-ids", str(tmp_path / "ids.json"), "--out", str(out), "--rate", "0.01"]
+    arguments += ["--tokens-per-step", "256", "--context", "32"]
+    assert main([*arguments, "--steps", "20"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    before, after = found["loss_before"], found["loss_after"]
+    assert all(b > a + 0.3 for b, a in zip(before, after, strict=True)), "both exits learned"
+
+    tuned = load(out / "model")
+    assert tuned.decoder.config.exits == (1, 3)
+    stored = json.loads((out / "model" / "config.json").read_text())
+    assert stored["architectures"] == ["GPT2LMHeadModel"]
+    assert set(load_tensors(out / "model" / "model.safetensors")) == set(
+        load_tensors(FOLDER / "gpt2" / "model.safetensors")
+    )
+    assert main([*arguments, "--steps", "20"]) == 2, "another run is there"
+    assert "--resume" in capsys.readouterr().err
+    assert main([*arguments, "--steps", "20", "--resume"]) == 0, "nothing is left to do"
+    again = json.loads(capsys.readouterr().out)
+    assert again["loss_after"] == after
+    assert main(["finetune", "--model", str(FOLDER / "gpt2"), *arguments[6:]]) == 2
+    assert "Wanted exits before the last layer" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from utio_jax.commands.calibrate import Calibrate
 from utio_jax.commands.compare import Compare
 from utio_jax.commands.demo import Demo
 from utio_jax.commands.evaluate import Evaluate
+from utio_jax.commands.finetune import Finetune
 from utio_jax.commands.generate import Generate
 from utio_jax.commands.score import Score
 from utio_jax.commands.train import Train
@@ -27,6 +28,7 @@ _COMMANDS = {
     "calibrate": Calibrate,
     "compare": Compare,
     "train": Train,
+    "finetune": Finetune,
 }
 
 
