@@ -101,7 +101,8 @@ def finetune(
     if sum(map(len, rest)) < 4 * context or not held_out:
         raise ValueError(
             f"Wanted at least {4 * context} tokens in documents beside every {_HELD_OUT}th, which "
-            f"is held out. Got {sum(map(len, rest))} in {len(rest)}. Add files, or lower the context."
+            f"is held out. Got {sum(map(len, rest))} in {len(rest)}. Add text, or use a smaller "
+            "context."
         )
 
     def held_out_loss(params: Params) -> list[float]:
