@@ -41,12 +41,21 @@ test-slow: $(VENV)/.installed-all
 test-generation: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow tests/test_shipped_generation.py
 
-# Models of transformers against ours: made anew with its latest release, in an environment of its
-# own (torch is several GB where pip takes a CUDA build).
+# Models of transformers against ours, made anew with its latest release; then ours, fine-tuned and
+# saved, against what it reads. In an environment of its own (torch is several GB where pip takes a
+# CUDA build).
 parity: $(VENV)/.installed-all $(PEERS)/.installed
 	rm -rf $(PEERS)/made
 	$(PEERS)/bin/python tests/huggingface/make.py $(PEERS)/made
 	UTIO_PARITY=$(PEERS)/made $(BIN)/python -m pytest tests/test_huggingface.py
+	$(BIN)/python -c "import json, random; random.seed(0); print(json.dumps( \
+	    [[random.randrange(48) for _ in range(40)] for _ in range(60)]))" > $(PEERS)/made/ids.json
+	for case in llama_biases qwen3 gpt2 mistral gemma2 gemma3; do \
+	    $(BIN)/utio-jax finetune --model $(PEERS)/made/$$case --exits 1 $$([ $$case = gemma3 ] && echo 4 || echo 3) \
+	        --token-ids $(PEERS)/made/ids.json --steps 4 --tokens-per-step 128 --context 32 \
+	        --out $(PEERS)/made/tuned-$$case > /dev/null || exit 1; \
+	    $(PEERS)/bin/python tests/huggingface/check.py $(PEERS)/made/tuned-$$case/model || exit 1; \
+	done
 
 # Full depth against transformers' on the same weights and cores: make benchmark-transformers
 # ARGS="--model FOLDER"
