@@ -300,3 +300,48 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     assert again["loss_after"] == after
     assert main(["finetune", "--model", str(FOLDER / "gpt2"), *arguments[6:]]) == 2
     assert "Wanted exits before the last layer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
+    """In a process of its own: 0.5 GB of float32 in three files."""
+    import subprocess
+    import sys
+
+    program = f"""
+import json, re, numpy as np
+from pathlib import Path
+from safetensors.numpy import save_file
+config = json.loads(Path({str(FOLDER / "llama" / "config.json")!r}).read_text())
+config |= dict(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=10,
+               num_attention_heads=16, num_key_value_heads=4)
+folder = Path({str(tmp_path)!r})
+(folder / "config.json").write_text(json.dumps(config))
+from utio_jax.models.families import FAMILIES, read_config
+from utio_jax.models.huggingface import _names, _stored_shape, _used, flatten
+from utio_jax.models import Transformer, load
+import jax
+decoder = Transformer(read_config(config, source=""))
+shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
+names = [(name, _stored_shape(rule, shapes)) for rule in _used(FAMILIES["llama"].rules, shapes)
+         for name in _names(rule, 10)]
+size, where = 0, {{}}
+for part in range(3):
+    tensors = {{name: np.ones(shape, np.float32) for name, shape in names[part::3]}}
+    size += sum(tensor.nbytes for tensor in tensors.values())
+    save_file(tensors, str(folder / f"part{{part}}.safetensors"))
+    where |= dict.fromkeys(tensors, f"part{{part}}.safetensors")
+    del tensors
+(folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=where)))
+def read(field):
+    return 1024 * int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+jax.block_until_ready(jax.numpy.ones(3) + 1)
+Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
+before = read("VmRSS")
+jax.block_until_ready(load(folder).params)
+print((read("VmHWM") - before) / size)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert float(found.stdout) < 1.2
