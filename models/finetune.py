@@ -79,9 +79,10 @@ def finetune(
     """
     decoder, exits = model.decoder, model.decoder.config.exits
     if len(exits) < 2:
+        layers = decoder.config.num_layers
         raise ValueError(
             f"Wanted exits before the last layer, to train them. Got exits={exits}. For example: "
-            f"--exits {max(1, exits[-1] // 2)} {exits[-1]}."
+            f"--exits {max(1, layers // 2)} {layers}."
         )
     held_out = [ids for index, ids in enumerate(documents) if index % _HELD_OUT == 0]
     rest = [ids for index, ids in enumerate(documents) if index % _HELD_OUT]

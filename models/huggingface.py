@@ -124,7 +124,8 @@ def load_folder(
                 if "{layer}" in rule.source:
                     stack = params[path]
                     piece = jax.device_put(piece.astype(dtype), _of_slice(stack.sharding))
-                    params[path] = _put(stack, piece, index)
+                    # Else the host reads ahead, and what it has read piles up.
+                    params[path] = jax.block_until_ready(_put(stack, piece, index))
                 else:
                     params[path] = jax.device_put(piece.astype(dtype), place(path))
     return decoder, nest({path: params[path] for path in shapes})

@@ -304,7 +304,7 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
 
 @pytest.mark.slow
 def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
-    """In a process of its own: 0.5 GB of float32 in three files."""
+    """In a process of its own: 1.2 GB of float32 in three files."""
     import subprocess
     import sys
 
@@ -313,7 +313,7 @@ import json, re, numpy as np
 from pathlib import Path
 from safetensors.numpy import save_file
 config = json.loads(Path({str(FOLDER / "llama" / "config.json")!r}).read_text())
-config |= dict(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=10,
+config |= dict(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24,
                num_attention_heads=16, num_key_value_heads=4)
 folder = Path({str(tmp_path)!r})
 (folder / "config.json").write_text(json.dumps(config))
@@ -324,7 +324,7 @@ import jax
 decoder = Transformer(read_config(config, source=""))
 shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
 names = [(name, _stored_shape(rule, shapes)) for rule in _used(FAMILIES["llama"].rules, shapes)
-         for name in _names(rule, 10)]
+         for name in _names(rule, 24)]
 size, where = 0, {{}}
 for part in range(3):
     tensors = {{name: np.ones(shape, np.float32) for name, shape in names[part::3]}}

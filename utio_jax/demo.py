@@ -36,7 +36,7 @@ _PROMPT, _NEW = 64, 56
 
 def run_demo(
     model: Any,
-    texts: Sequence[str],
+    documents: Sequence[np.ndarray],
     *,
     batches: int,
     rounds: int,
@@ -48,10 +48,10 @@ def run_demo(
 
     Args:
       model: a `utio_jax.models.Model` with a calibration.
-      texts: what it reads.
-      batches: of 16 x 512 tokens, at most as many as the texts hold.
+      documents: token ids of what it reads.
+      batches: of 16 x 512 tokens, at most as many as the documents hold.
       rounds: timed turns of each program.
-      seed: which windows of the texts are read.
+      seed: which windows of them are read.
       out: folder for the pictures.
       bar: `bar(total, what)` is a context manager whose value advances a progress bar.
 
@@ -60,7 +60,6 @@ def run_demo(
     """
     console, calibration = Console(stderr=True, width=118), model.calibration
     config = model.decoder.config
-    documents = model.encode(list(texts))
     read = cut_batches(documents, batches=batches, seed=seed, config=config)
     budgets = sorted(calibration.entries["learned"])
     entries = control_entries(model.decoder) + [
@@ -71,7 +70,7 @@ def run_demo(
     ]
     tokens = sum(batch.token_ids.size for batch in read)
     console.print(
-        f"{tokens:,} tokens of {len(texts)} documents; {config.num_layers} layers, "
+        f"{tokens:,} tokens of {len(documents)} documents; {config.num_layers} layers, "
         f"exits {config.exits}"
     )
     with bar(count_steps(entries, read, rounds=rounds), "reading and timing") as step:

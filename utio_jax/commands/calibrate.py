@@ -28,6 +28,7 @@ class Calibrate(OfModel):
         tokens that differ from full depth's, promised by risk control on half of the documents.
       confidence: of that promise.
       text: text files; by default the calibrate split of this Python's standard library.
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       seed: of the gates, and of the halves.
       out: JSON file to write, its weights beside it; policies.json in the model's folder by
         default.
@@ -40,6 +41,7 @@ class Calibrate(OfModel):
     max_disagreement: float | None = None
     confidence: float = 0.95
     text: tuple[Path, ...] = ()
+    token_ids: Path | None = None
     seed: int = 0
     out: Path | None = None
     resume: bool = False
@@ -62,8 +64,7 @@ class Calibrate(OfModel):
             )
         model = self.load()
         config = model.decoder.config
-        texts, described = read_documents(self.text, "calibrate")
-        documents = model.encode([document.text for document in texts])
+        documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
         goal: Goal = Budgets(budgets=self.budget or BUDGETS)
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)

@@ -19,6 +19,7 @@ class Compare(OfModel):
     Attributes:
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       text: text files; by default the test split of this Python's standard library.
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       budgets: target flops_ratios; all that were calibrated by default.
       batches: of 16 windows, drawn over all documents; 0 takes the whole text.
       draws: of the documents, for intervals.
@@ -28,6 +29,7 @@ class Compare(OfModel):
 
     calibration: Path | None = None
     text: tuple[Path, ...] = ()
+    token_ids: Path | None = None
     budgets: tuple[float, ...] = ()
     batches: int = 6
     draws: int = 2000
@@ -48,9 +50,9 @@ class Compare(OfModel):
         model = self.load()
         config = model.decoder.config
         fitted = calibration_of(model, self.calibration)
-        documents, described = read_documents(self.text, "test")
+        documents, described = read_documents(model, self.text, self.token_ids, "test")
         batches, document_of_window = sample_batches(
-            model.encode([document.text for document in documents]),
+            documents,
             rows=16,
             width=config.context_length,
             batches=self.batches or None,

@@ -38,10 +38,10 @@ class Demo:
 
         started = time.perf_counter()
         model = load(self.model)
-        documents, described = read_documents(self.text, "test")
+        documents, described = read_documents(model, self.text, None, "test")
         found = run_demo(
             model,
-            [document.text for document in documents],
+            documents,
             batches=self.batches,
             rounds=self.rounds,
             seed=self.seed,

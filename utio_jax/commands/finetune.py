@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from utio_jax.commands.scoring import read_token_ids
-from utio_jax.commands.shared import OfModel
+from utio_jax.commands.shared import OfModel, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,20 +41,16 @@ class Finetune(OfModel):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.models.corpus import read_files
         from utio_jax.models.finetune import FinetuneConfig, finetune
 
-        if (self.token_ids is None) == (not self.text):
+        if self.token_ids is None and not self.text:
             raise ValueError("Wanted --text FILES or --token-ids FILE, one of the two.")
         if self.dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(
                 f"Wanted --dtype float32, bfloat16 or float16. Got --dtype {self.dtype}."
             )
         model = self.load()
-        if self.token_ids is not None:
-            documents = read_token_ids(self.token_ids)
-        else:
-            documents = model.encode([document.text for document in read_files(self.text)])
+        documents, _ = read_documents(model, self.text, self.token_ids, None)
         config = FinetuneConfig(
             steps=self.steps,
             tokens_per_step=self.tokens_per_step,

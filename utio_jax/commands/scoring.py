@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from utio_jax.commands.shared import OfModel, policy_named, progress_bar
+from utio_jax.commands.shared import OfModel, policy_named, progress_bar, read_token_ids
 
 if TYPE_CHECKING:
     from utio_jax.evaluate import TextScore
@@ -93,27 +92,3 @@ class Scoring(OfModel):
         layers = model.decoder.config.num_layers
         row = found.quality.ledger(self.policy, budget=budget, num_layers=layers)
         return found, Scored(names=names, documents=documents, bytes=size, row=row)
-
-
-def read_token_ids(file: Path) -> list[np.ndarray]:
-    """Reads a JSON list of lists of ids. Raises ValueError where it is something else."""
-    wanted = "Wanted a JSON list of lists of token ids, one list per document"
-    try:
-        stored = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"{wanted}, in {file}. {error.strerror}.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{wanted}, in {file}. It is not JSON: {error}.") from error
-    good = (
-        isinstance(stored, list)
-        and stored
-        and all(
-            isinstance(ids, list)
-            and ids
-            and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-            for ids in stored
-        )
-    )
-    if not good:
-        raise ValueError(f"{wanted}, none of them empty, in {file}. Got something else.")
-    return [np.asarray(ids, np.int64) for ids in stored]

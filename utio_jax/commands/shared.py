@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from utio_jax.artifacts import hash_file
 from utio_jax.calibration import Calibration, load_calibration
 from utio_jax.forward import full_depth
 from utio_jax.plan import Policy
@@ -40,12 +44,50 @@ class OfModel:
         return load(self.model, exits=self.exits)
 
 
-def read_documents(files: tuple[Path, ...], split: Any) -> tuple[Any, dict[str, Any]]:
-    """Returns the files' text, or a split of the standard library, and what identifies it."""
+def read_documents(
+    model: Model, files: tuple[Path, ...], token_ids: Path | None, split: Any
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Returns documents' token ids, and what identifies the text.
+
+    Args:
+      model: whose tokenizer reads text.
+      files: text files; none takes a split of the standard library, unless there are ids.
+      token_ids: a JSON file with a list of id lists instead.
+      split: of the standard library.
+    """
     from utio_jax.models.corpus import describe, read_files, standard_library
 
-    documents = read_files(files) if files else standard_library(split)
-    return documents, describe(documents)
+    if token_ids is not None:
+        if files:
+            raise ValueError("Wanted --text FILES or --token-ids FILE, one of the two.")
+        documents = read_token_ids(token_ids)
+        return documents, {"documents": len(documents), "sha256": hash_file(token_ids)}
+    texts = read_files(files) if files else standard_library(split)
+    return model.encode([document.text for document in texts]), describe(texts)
+
+
+def read_token_ids(file: Path) -> list[np.ndarray]:
+    """Reads a JSON list of lists of ids. Raises ValueError where it is something else."""
+    wanted = "Wanted a JSON list of lists of token ids, one list per document"
+    try:
+        stored = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{wanted}, in {file}. {error.strerror}.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{wanted}, in {file}. It is not JSON: {error}.") from error
+    good = (
+        isinstance(stored, list)
+        and stored
+        and all(
+            isinstance(ids, list)
+            and ids
+            and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+            for ids in stored
+        )
+    )
+    if not good:
+        raise ValueError(f"{wanted}, none of them empty, in {file}. Got something else.")
+    return [np.asarray(ids, np.int64) for ids in stored]
 
 
 def calibration_of(model: Any, file: Path | None) -> Calibration:
