@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from cases import EXECUTOR
 
-from utio_jax import Patience
+from utio_jax import Patience, Uniform
 from utio_jax.calibrate import calibrate
 from utio_jax.calibration import Calibration, load_calibration
+from utio_jax.commands.calibrate import advice_on
 from utio_jax.documents import Batch
 from utio_jax.evaluate import evaluate
 from utio_jax.exits import study_exits
@@ -42,6 +43,25 @@ def rows_of(text: list[Batch]) -> list[np.ndarray]:
         for ids, length in zip(batch.token_ids, batch.lengths, strict=True)
         if length
     ]
+
+
+def test_what_exits_lose_is_what_uniform_loses(tiny: Any, search: Any) -> None:
+    found = search[0].exit_nll_increase_pct()
+    assert list(found) == ["1", "2"]
+    tried = [search[0].studies[number].batch for number in search[0]._tried]
+    for depth, lost in found.items():
+        row = evaluate(
+            tiny.decoder, tiny.params, tried, {"": Uniform(depth=int(depth))}, executor=EXECUTOR
+        )[""].ledger("uniform", budget=None, num_layers=4)
+        assert lost == pytest.approx(row.nll_increase_pct, abs=0.05)
+
+
+def test_untrained_exits_are_told_from_trained_ones() -> None:
+    assert advice_on({"4": 21.6, "12": 0.8}, (4, 12, 16)) is None
+    advice = advice_on({"1": 800.0, "4": 55.5}, (1, 4, 5))
+    assert advice is not None
+    assert "depth 4 is 56 % above" in advice
+    assert "finetune --exits 1 4 5" in advice
 
 
 def test_the_loss_stays_within_its_bound(tiny: Any, search: Any) -> None:

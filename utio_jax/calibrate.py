@@ -9,6 +9,7 @@ what padding adds corrects the budget, a target `flops_ratio` with everything ex
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -95,6 +96,8 @@ def calibrate(
         fitted = done
     fitter = SignalFitter(decoder, params, studies, seed=seed)
     search = ThresholdSearch(decoder, params, studies, executor=executor)
+    of_exits = {"exit_nll_increase_pct": search.exit_nll_increase_pct()}
+    fitted = dataclasses.replace(fitted, info={**fitted.info, **of_exits})
     for name in policies:
         if name in fitted.info["goals"]:
             continue

@@ -90,6 +90,15 @@ class ThresholdSearch:
         """Returns by how much the loss exceeds full depth's, in %."""
         return 100 * (spent.loss / self.full.loss - 1)
 
+    def exit_nll_increase_pct(self) -> dict[str, float]:
+        """Returns by how much each exit's loss exceeds full depth's, in %, by depth."""
+        tried = [self.studies[number] for number in self._tried]
+        harm = predicted_tokens(tried, [study.harm for study in tried]).sum(axis=1)
+        return {
+            str(depth): round(100 * float(lost) / self.full.loss, 3)
+            for depth, lost in zip(self.exits[:-1], harm, strict=False)
+        }
+
     def policy(self, signal: Signal, fit: Thresholds) -> Thresholded:
         """Returns the policy of these thresholds over all exits.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,12 @@ class Calibrate(OfModel):
                 f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr
             ),
         )
+        advice = advice_on(fitted.info["exit_nll_increase_pct"], config.exits)
+        if advice is not None:
+            print(advice, file=sys.stderr)
         return {
             "command": "calibrate",
+            "advice": advice,
             "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
             "info": dict(fitted.info),
@@ -114,3 +119,19 @@ class Calibrate(OfModel):
                 for name, entries in fitted.entries.items()
             },
         }
+
+
+# Trained exits lose a few percent in the middle of a model; untrained ones lose everything.
+_UNTRAINED_PCT = 20.0
+
+
+def advice_on(exit_nll_increase_pct: Mapping[str, float], exits: tuple[int, ...]) -> str | None:
+    """Returns what to do with a model whose exits were never trained to predict, else None."""
+    deepest, lost = max(exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
+    if lost < _UNTRAINED_PCT:
+        return None
+    return (
+        f"The loss at depth {deepest} is {lost:.0f} % above full depth's: these exits were never "
+        "trained to predict, and adaptive depth will not pay. Use the model in full, or teach it "
+        f"first: utio-jax finetune --exits {' '.join(map(str, exits))}."
+    )
