@@ -49,8 +49,13 @@ class Model:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The folder's tokenizer. Raises ValueError where there is none."""
-        return load_tokenizer(self.folder / "tokenizer.json")
+        """The folder's tokenizer. Raises ValueError where there is none.
+
+        In text for a Hugging Face model, what spells a special piece is that piece, as there.
+        """
+        config = read_json(self.folder / "config.json", "a config")
+        file = self.folder / "tokenizer.json"
+        return load_tokenizer(file, special_in_text=is_huggingface(config))
 
     @cached_property
     def calibration(self) -> Calibration:
@@ -188,7 +193,7 @@ def save(
     out.mkdir(parents=True, exist_ok=True)
     if like is not None:
         for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            if (Path(like) / file).is_file():
+            if (Path(like) / file).is_file() and out.resolve() != Path(like).resolve():
                 shutil.copyfile(Path(like) / file, out / file)
         config = read_json(Path(like) / "config.json", "a config")
         if is_huggingface(config):

@@ -96,6 +96,9 @@ GPT2_RULES = (
 """GPT-2, whose matrices are stored `[in, out]` and whose Q, K and V are one."""
 
 
+_KINDS = ("full_attention", "sliding_attention")
+
+
 class Reader:
     """Reads settings from a `config.json` and collects what is wrong with them.
 
@@ -121,13 +124,26 @@ class Reader:
             wanted = " or ".join(map(repr, allowed))
             self.problems.append(f"{name}={value!r}, of which only {wanted} is supported")
 
-    def rope(self, kind: str = "full_attention") -> tuple[float, RopeScaling | None]:
-        """Returns the base of rotary frequencies and their scaling, in either of its spellings."""
-        stored = self.config.get("rope_parameters") or {}
-        stored = stored.get(kind, stored)
-        if not stored:
-            stored = dict(self.config.get("rope_scaling") or {})
-        theta = float(stored.get("rope_theta") or self.config.get("rope_theta") or 10_000.0)
+    def rope(
+        self, kind: str = "full_attention", *, base: float = 10_000.0
+    ) -> tuple[float, RopeScaling | None]:
+        """Returns the base of rotary frequencies and their scaling, in either of its spellings.
+
+        As transformers does, a `rope_scaling` wins over `rope_parameters`.
+
+        Args:
+          kind: of layers, where a config has parameters for several.
+          base: where none is given.
+        """
+        stored = dict(self.config.get("rope_scaling") or self.config.get("rope_parameters") or {})
+        of_kinds = {name: dict(stored[name]) for name in _KINDS if name in stored}
+        if of_kinds:
+            stored = of_kinds.get(kind, {})
+        elif kind != "full_attention":
+            stored = {}  # Flat settings are those of global layers.
+        if kind == "full_attention":
+            base = float(self.config.get("rope_theta") or base)
+        theta = float(stored.get("rope_theta") or base)
         if float(stored.get("partial_rotary_factor") or 1.0) != 1.0:
             self.problems.append("partial_rotary_factor, of which only 1.0 is supported")
         match stored.get("rope_type") or stored.get("type") or "default":
@@ -136,12 +152,13 @@ class Reader:
             case "linear":
                 return theta, RopeScaling(kind="linear", factor=float(stored["factor"]))
             case "llama3":
+                first = stored.get("original_max_position_embeddings")
                 return theta, RopeScaling(
                     kind="llama3",
                     factor=float(stored["factor"]),
                     low_freq_factor=float(stored["low_freq_factor"]),
                     high_freq_factor=float(stored["high_freq_factor"]),
-                    original_context_length=int(stored["original_max_position_embeddings"]),
+                    original_context_length=int(first or self.take("max_position_embeddings")),
                 )
             case other:
                 self.problems.append(
@@ -150,30 +167,38 @@ class Reader:
         return theta, None
 
     def windows(self, layers: int, is_local: Callable[[int], bool]) -> tuple[int, ...]:
-        """Returns each layer's window: `layer_types` where it is given, else by `is_local`."""
-        window = self.config.get("sliding_window")
+        """Returns each layer's window, of 4096 where none is given; null means no limit."""
+        window = self.config.get("sliding_window", 4096)
+        if window is None:
+            return ()
+        found = tuple(int(window) if is_local(layer) else 0 for layer in range(layers))
+        return found if any(found) else ()
+
+    def local_layers(self, layers: int, default: Callable[[int], bool]) -> Callable[[int], bool]:
+        """Returns which layers have a window: as `layer_types` say, or by default."""
         kinds = self.config.get("layer_types")
         if kinds is None:
-            kinds = [
-                "sliding_attention" if is_local(i) else "full_attention" for i in range(layers)
-            ]
-        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+            return default
+        unknown = sorted(set(kinds) - set(_KINDS))
         if unknown:
             self.problems.append(f"layer_types of {', '.join(unknown)}")
         elif len(kinds) != layers:
             self.problems.append(f"{len(kinds)} layer_types for {layers} layers")
-        found = tuple(window or 0 if kind == "sliding_attention" else 0 for kind in kinds)
-        return found if any(found) else ()
+        return lambda layer: layer < len(kinds) and kinds[layer] == "sliding_attention"
 
 
 def _llama_like(
-    read: Reader, *, is_local: Callable[[int], bool] = lambda _: False, **options: Any
+    read: Reader,
+    *,
+    is_local: Callable[[int], bool] = lambda _: False,
+    rope_base: float = 10_000.0,
+    **options: Any,
 ) -> dict[str, Any]:
     """Returns what Llama's descendants share; `options` are theirs and win."""
     read.need("partial_rotary_factor", 1.0)
     heads, dim = read.take("num_attention_heads"), read.take("hidden_size")
     layers = read.take("num_hidden_layers")
-    theta, scaling = read.rope()
+    theta, scaling = read.rope(base=rope_base)
     if "activation" not in options:
         read.need("hidden_act", "silu", "swish")
     return {
@@ -196,7 +221,6 @@ def _llama_like(
 
 
 def _llama(read: Reader) -> dict[str, Any]:
-    read.need("pretraining_tp", 1)
     bias = bool(read.config.get("attention_bias"))
     return _llama_like(
         read, qkv_bias=bias, output_bias=bias, mlp_bias=bool(read.config.get("mlp_bias"))
@@ -208,11 +232,11 @@ def _mistral(read: Reader) -> dict[str, Any]:
 
 
 def _qwen(read: Reader) -> dict[str, Any]:
-    if not read.config.get("use_sliding_window"):
-        local = lambda _: False  # noqa: E731
-    else:
+    local: Callable[[int], bool] = lambda _: False  # noqa: E731
+    if read.config.get("use_sliding_window"):
         first = read.take("max_window_layers", 28)
-        local = lambda layer: layer >= first  # noqa: E731
+        layers = read.take("num_hidden_layers")
+        local = read.local_layers(layers, lambda layer: layer >= first)
     if read.config["model_type"] == "qwen2":
         return _llama_like(read, is_local=local, qkv_bias=True)
     bias = bool(read.config.get("attention_bias"))
@@ -234,23 +258,28 @@ def _gemma(read: Reader) -> dict[str, Any]:
         "tie_embeddings": bool(read.config.get("tie_word_embeddings", True)),
         "head_dim": read.take("head_dim", 256),
     }
+    if "sliding_window" in read.config and read.config["sliding_window"] is None:
+        read.problems.append("sliding_window=None, of which only numbers are supported")
+    layers = read.take("num_hidden_layers")
     if read.config["model_type"] == "gemma2":
         return _llama_like(
             read,
-            is_local=lambda layer: layer % 2 == 0,
+            is_local=read.local_layers(layers, lambda layer: layer % 2 == 0),
             attention_softcap=read.config.get("attn_logit_softcapping", 50.0),
             logit_softcap=read.config.get("final_logit_softcapping", 30.0),
             **options,
         )
-    local_theta = read.config.get("rope_local_base_freq")
-    if local_theta is None:
-        local_theta = read.rope("sliding_attention")[0]
+    local_base = float(read.take("rope_local_base_freq", 10_000.0))
+    local_theta, local_scaling = read.rope("sliding_attention", base=local_base)
+    if local_scaling is not None:
+        read.problems.append("scaled rotations of local layers, of which only plain are supported")
     every = read.take("sliding_window_pattern", read.config.get("_sliding_window_pattern", 6))
     return _llama_like(
         read,
-        is_local=lambda layer: (layer + 1) % every != 0,
+        is_local=read.local_layers(layers, lambda layer: (layer + 1) % every != 0),
+        rope_base=1_000_000.0,
         qk_norm=True,
-        local_rope_theta=float(local_theta),
+        local_rope_theta=local_theta,
         attention_softcap=read.config.get("attn_logit_softcapping"),
         logit_softcap=read.config.get("final_logit_softcapping"),
         **options,
@@ -323,7 +352,7 @@ def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> 
       ValueError: an architecture or options that are not supported, all of them named.
     """
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(
             f"Wanted a model_type of {', '.join(FAMILIES)} in {source}. Got {kind!r}. Other "
             "decoders take part through the `utio_jax.Decoder` protocol."
@@ -333,20 +362,19 @@ def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> 
         read.problems.append("quantization_config, of which only plain weights are supported")
     try:
         settings = FAMILIES[kind].settings(read)
-    except (KeyError, TypeError, AttributeError) as error:
+        if read.problems:
+            raise ValueError(
+                f"Wanted a {FAMILIES[kind].architecture} that can be run, in {source}. "
+                f"Got {'; '.join(read.problems)}."
+            )
+        ends = config.get("eos_token_id")
+        ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+        stored = (config.get("utio_jax") or {}).get("exits", ())
+        return TransformerConfig(
+            **settings, exits=exits or tuple(stored), eos_ids=tuple(int(end) for end in ends)
+        )
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(
             f"Wanted the settings of {FAMILIES[kind].architecture} in {source}. "
             f"Got {type(error).__name__}: {error}."
         ) from error
-    if read.problems:
-        raise ValueError(
-            f"Wanted a {FAMILIES[kind].architecture} that can be run, in {source}. "
-            f"Got {'; '.join(read.problems)}."
-        )
-    ends = config.get("eos_token_id")
-    stored = tuple(config.get("utio_jax", {}).get("exits", ()))
-    return TransformerConfig(
-        **settings,
-        exits=exits or stored,
-        eos_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
-    )

@@ -84,6 +84,7 @@ def finetune(
             f"Wanted exits before the last layer, to train them. Got exits={exits}. For example: "
             f"--exits {max(1, layers // 2)} {layers}."
         )
+    documents = [ids for ids in documents if len(ids) > 1]
     held_out = [ids for index, ids in enumerate(documents) if index % _HELD_OUT == 0]
     rest = [ids for index, ids in enumerate(documents) if index % _HELD_OUT]
     context = min(config.context, decoder.config.context_length)

@@ -7,6 +7,7 @@ parameters. `utio_jax.models.families` says what goes where.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -63,8 +64,10 @@ def weight_files(folder: Path) -> list[Path]:
         for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
             refuse_pickle(pickle)
         raise ValueError(f"Wanted {_WEIGHTS} or {_INDEX} in {folder}. There is neither.")
-    index = read_json(folder / _INDEX, "an index of shards")
-    names = sorted(set(index.get("weight_map", {}).values()))
+    where = read_json(folder / _INDEX, "an index of shards").get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise ValueError(f"Wanted a weight_map from tensors to files in {folder / _INDEX}.")
+    names = sorted(set(where.values()))
     outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
     if outside or not names:
         raise ValueError(
@@ -91,9 +94,14 @@ def load_folder(
       ValueError: see `utio_jax.models.load`.
     """
     config = read_json(folder / "config.json", "a config")
-    decoder = Transformer(read_config(config, source=str(folder / "config.json"), exits=exits))
-    files = weight_files(folder)
-    home = _where_tensors_are(files, prefix=_prefix(config["model_type"]))
+    if (folder / "generation_config.json").is_file():  # What ends a text is said there, if at all.
+        ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
+        config = config if ends is None else {**config, "eos_token_id": ends}
+    settings = read_config(config, source=str(folder / "config.json"), exits=exits)
+    home = _where_tensors_are(weight_files(folder), prefix=_prefix(config["model_type"]))
+    if settings.tie_embeddings and _head_differs(home, FAMILIES[config["model_type"]].rules[0]):
+        settings = dataclasses.replace(settings, tie_embeddings=False)
+    decoder = Transformer(settings)
     shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     rules = list(_used(FAMILIES[config["model_type"]].rules, shapes))
     layers = decoder.config.num_layers
@@ -102,8 +110,6 @@ def load_folder(
         for rule in rules
         for name in _names(rule, layers)
     }
-    if decoder.config.tie_embeddings:
-        home.pop("lm_head.weight", None)  # Named in some checkpoints, and the embedding again.
     found = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (*_, shape) in home.items()}
     check_shapes(found, wanted, source=str(folder))
 
@@ -185,6 +191,23 @@ def _where_tensors_are(
     if any(name.startswith(prefix) for name in home):
         return home
     return {prefix + name: entry for name, entry in home.items()}
+
+
+def _head_differs(home: dict[str, tuple[Path, str, tuple[int, ...]]], embedding: Rule) -> bool:
+    """Whether a head is stored that is not the embedding, whatever the config says of the two.
+
+    One that is the embedding again is taken from `home`, or put where the embedding is missing.
+    """
+    head = home.pop("lm_head.weight", None)
+    if head is None:
+        return False
+    if embedding.source not in home:
+        home[embedding.source] = head
+        return False
+    if np.array_equal(_read(*home[embedding.source][:2]), _read(*head[:2])):
+        return False
+    home["lm_head.weight"] = head
+    return True
 
 
 def _used(rules: tuple[Rule, ...], shapes: Mapping[str, Any]) -> Iterator[Rule]:

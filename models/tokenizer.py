@@ -28,10 +28,13 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(file: str | Path) -> Tokenizer:
-    """Reads a `tokenizer.json`.
+def load_tokenizer(file: str | Path, *, special_in_text: bool = False) -> Tokenizer:
+    """Reads a `tokenizer.json`. Truncation and padding that it may have stored are turned off.
 
-    Text that spells a special piece encodes as any other text: no text can open a document.
+    Args:
+      file: where it is.
+      special_in_text: whether text that spells a special piece becomes that piece, as chat
+        templates want; else it encodes as any other text, and no text can open a document.
 
     Raises:
       ValueError: the file is missing or is not a tokenizer.
@@ -48,7 +51,9 @@ def load_tokenizer(file: str | Path) -> Tokenizer:
         raise ValueError(
             f"Wanted a tokenizer.json of the `tokenizers` library at {path}. {error}"
         ) from error
-    tokenizer.encode_special_tokens = True
+    tokenizer.encode_special_tokens = not special_in_text
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     return tokenizer
 
 

@@ -240,9 +240,11 @@ def train(
         raise ValueError(
             f"Wanted a stream of at least {4 * config.long_context} tokens. Got {len(stream)}."
         )
-    if int(stream.max()) >= decoder.config.vocab_size:
+    low, high = int(stream.min()), int(stream.max())
+    if low < 0 or high >= decoder.config.vocab_size:
         raise ValueError(
-            f"Wanted ids below vocab_size={decoder.config.vocab_size}. Got {int(stream.max())}."
+            f"Wanted ids from 0 to below vocab_size={decoder.config.vocab_size}. "
+            f"Got {low} to {high}."
         )
     folder = Path(out).resolve()
     folder.mkdir(parents=True, exist_ok=True)

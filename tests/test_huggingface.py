@@ -22,6 +22,7 @@ from utio_jax.layers import dense_states, oracle, staircase
 from utio_jax.microbatches import MicroBatches
 from utio_jax.models import Model, load, save
 from utio_jax.models.families import read_config
+from utio_jax.models.rope import RopeScaling
 from utio_jax.policies import GivenDepths
 
 FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
@@ -133,6 +134,85 @@ def test_the_old_spelling_of_rope_is_read() -> None:
     assert new.rope_scaling is not None
 
 
+def settings(case: str, **changes: Any) -> Any:
+    config = {**json.loads((FOLDER / case / "config.json").read_text()), **changes}
+    return read_config({k: v for k, v in config.items() if v != "absent"}, source="here")
+
+
+def test_defaults_and_precedence_are_those_of_transformers() -> None:
+    assert settings("mistral", sliding_window="absent").windows == (4096,) * 3
+    assert settings("mistral", sliding_window=None).windows == ()
+    assert settings("mistral", layer_types=["full_attention"] * 3).windows == (6, 6, 6)
+    assert settings("qwen2", use_sliding_window=False, layer_types="absent").windows == ()
+    stretched = {"rope_type": "linear", "factor": 4.0}
+    both = settings("llama", rope_scaling=stretched, rope_parameters={"rope_theta": 5e5})
+    assert both.rope_scaling == RopeScaling(kind="linear", factor=4.0)
+    assert both.rope_theta == 1e4
+    old = {"rope_parameters": "absent", "layer_types": "absent"}
+    gemma = settings("gemma3", **old)
+    assert (gemma.rope_theta, gemma.local_rope_theta) == (1e6, 1e4)
+    assert gemma.windows == (5, 5, 5, 5), "of six, the last attends to all"
+    gemma = settings("gemma3", **old, rope_theta=1e5, rope_local_base_freq=1e3)
+    assert (gemma.rope_theta, gemma.local_rope_theta) == (1e5, 1e3)
+    local = {"sliding_attention": stretched, "full_attention": {"rope_theta": 1e6}}
+    with pytest.raises(ValueError, match="scaled rotations of local layers"):
+        settings("gemma3", rope_parameters=local)
+    with pytest.raises(ValueError, match="sliding_window=None"):
+        settings("gemma2", sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": ["llama"]},
+        {"num_attention_heads": 0},
+        {"vocab_size": "48"},
+        {"utio_jax": {"exits": 3}},
+        {"rope_scaling": {"rope_type": "linear"}},
+    ],
+)
+def test_configs_that_mean_nothing_are_refused(
+    change: dict[str, Any], unchecked_shapes: None
+) -> None:
+    with pytest.raises(ValueError, match="Wanted"):
+        settings("llama", **change)
+
+
+def test_what_ends_a_text_is_taken_from_the_generation_config(folder: Path) -> None:
+    edit(folder / "config.json", eos_token_id=3)
+    assert load(folder).decoder.config.eos_ids == (3,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load(folder).decoder.config.eos_ids == (5, 6)
+
+
+def test_a_head_of_its_own_wins_over_a_config_that_ties_it(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER / "qwen2", tmp_path / "m"))
+    stored = load_tensors(folder / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": embedding})
+    assert load(folder).decoder.config.tie_embeddings, "the embedding again"
+    save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": 2 * embedding})
+    model = load(folder)
+    assert not model.decoder.config.tie_embeddings
+    np.testing.assert_array_equal(model.params["head"]["kernel"], 2 * embedding.T)
+    del stored["model.embed_tokens.weight"]
+    save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": embedding})
+    np.testing.assert_array_equal(load(folder).params["embedding"]["embedding"], embedding)
+
+
+def test_text_is_encoded_whole_and_special_pieces_are_known(folder: Path) -> None:
+    from utio_jax.models.tokenizer import BOS, train_tokenizer
+
+    tokenizer = train_tokenizer(["some text to learn pieces of"], vocab_size=270)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (ids,) = load(folder).encode(["a text of more than four pieces"])
+    assert len(ids) > 8
+    assert load(folder).encode(["ab"])[0].size == 2
+    assert load(folder).encode([f"a{BOS}"])[0].tolist()[-1] == 0
+
+
 def test_every_wrong_tensor_of_a_checkpoint_is_named_at_once(folder: Path) -> None:
     stored = load_tensors(folder / "model.safetensors")
     stored["extra"] = stored.pop("model.norm.weight")
@@ -171,6 +251,13 @@ def test_an_index_cannot_point_outside_its_folder(folder: Path, name: str) -> No
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
     with pytest.raises(ValueError, match="names of files beside"):
+        load(folder)
+
+
+def test_an_index_without_names_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+    with pytest.raises(ValueError, match="Wanted a weight_map from tensors to files"):
         load(folder)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.commands.shared import OfModel, read_documents
+from utio_jax.commands.shared import OfWindows, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibrate(OfModel):
+class Calibrate(OfWindows):
     """Fits policies to a model on a text: at budgets, within a loss, or with a promise.
 
     Attributes:

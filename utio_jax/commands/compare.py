@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utio_jax.commands.shared import OfModel, calibration_of, read_documents
+from utio_jax.commands.shared import OfWindows, calibration_of, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compare(OfModel):
+class Compare(OfWindows):
     """Holds every calibrated policy against truncation, chance and hindsight on unseen text.
 
     Attributes:

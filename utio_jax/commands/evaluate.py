@@ -29,15 +29,16 @@ class Evaluate(Scoring):
         tokens = sum(each.log_likelihood.size for each in found.documents)
         loss = math.fsum(losses) / tokens
         bits = math.fsum(losses) / math.log(2) / read.bytes if read.bytes else None
+        perplexity = round(math.exp(loss), 4) if loss < 700 else None  # Else beyond a float.
         print(
             f"{loss:.4f} nats per token over {tokens:,} tokens of {len(losses)} documents, "
-            f"perplexity {math.exp(loss):.3f}",
+            f"perplexity {perplexity}",
             file=sys.stderr,
         )
         return {
             "command": "evaluate",
             "loss": round(loss, 6),
-            "perplexity": round(math.exp(loss), 4),
+            "perplexity": perplexity,
             "bits_per_byte": None if bits is None else round(bits, 5),
             "documents": len(losses),
             **read.row.to_dict(),

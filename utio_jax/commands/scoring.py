@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from utio_jax.commands.shared import OfModel, policy_named, progress_bar, read_token_ids
+from utio_jax.commands.shared import OfWindows, policy_named, progress_bar, read_token_ids
 
 if TYPE_CHECKING:
     from utio_jax.evaluate import TextScore
@@ -34,7 +34,7 @@ class Scored:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scoring(OfModel):
+class Scoring(OfWindows):
     """Options of scoring.
 
     Attributes:

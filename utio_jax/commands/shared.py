@@ -44,6 +44,26 @@ class OfModel:
         return load(self.model, exits=self.exits)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfWindows(OfModel):
+    """Which model reads a text, and in windows of what length.
+
+    Attributes:
+      context: tokens of the windows that documents are cut into; at most the model's own.
+    """
+
+    context: int = 2048
+
+    def load(self) -> Model:
+        """Loads it, with that context. Raises ValueError where it cannot be used."""
+        model = super().load()
+        if self.context < 2:
+            raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
+        config = model.decoder.config
+        short = dataclasses.replace(config, context_length=min(self.context, config.context_length))
+        return dataclasses.replace(model, decoder=type(model.decoder)(short))
+
+
 def read_documents(
     model: Model, files: tuple[Path, ...], token_ids: Path | None, split: Any
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
