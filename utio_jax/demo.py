@@ -15,6 +15,7 @@ from rich.console import Console
 from utio_jax import executors
 from utio_jax.adaptive import Adaptive
 from utio_jax.benchmark import Entry, control_entries, count_steps, measure
+from utio_jax.calibrate import BUDGETS
 from utio_jax.controller import Controller
 from utio_jax.documents import Batch
 from utio_jax.forward import score
@@ -44,7 +45,7 @@ def run_demo(
     out: Path,
     bar: Callable[[int, str], Any],
 ) -> dict[str, Any]:
-    """Measures every policy at every calibrated budget, then generation; returns rows and pictures.
+    """Measures policies at the default budgets, then generation; returns rows and pictures.
 
     Args:
       model: a `utio_jax.models.Model` with a calibration.
@@ -61,7 +62,8 @@ def run_demo(
     console, calibration = Console(stderr=True, width=118), model.calibration
     config = model.decoder.config
     read = cut_batches(documents, batches=batches, seed=seed, config=config)
-    budgets = sorted(calibration.entries["learned"])
+    known = calibration.entries["learned"]
+    budgets = [budget for budget in BUDGETS if budget in known] or sorted(known)
     entries = control_entries(model.decoder) + [
         Entry(policy=calibration.policy(name, budget), budget=budget)
         for name in ("random", "utio_surrogate", "learned")
