@@ -27,6 +27,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("utio", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("utio")
 
+# Programs for another environment, with torch.
+collect_ignore = ["huggingface"]
+
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 

@@ -43,10 +43,13 @@ FLOORS = (
     {"generation_benchmark"},
     {"demo"},
     {"commands.shared"},
+    {"commands.scoring"},
     {
         "commands.demo",
         "commands.generate",
         "commands.score",
+        "commands.evaluate",
+        "commands.finetune",
         "commands.calibrate",
         "commands.compare",
     },
@@ -57,9 +60,12 @@ FLOORS = (
 FLOOR_OF_MODULE = {module: floor for floor, names in enumerate(FLOORS) for module in names}
 # The models use the core up to its studies, and have floors of their own.
 MODELS = (
-    {"corpus", "tokenizer", "transformer"},
-    {"presets", "train", "checkpoint"},
-    {"recipe"},
+    {"corpus", "tokenizer", "rope", "exit_losses"},
+    {"transformer", "config_reader"},
+    {"presets", "train", "families"},
+    {"huggingface"},
+    {"checkpoint"},
+    {"recipe", "finetune"},
     {"__init__"},
 )
 FLOOR_OF_MODEL = {module: floor for floor, names in enumerate(MODELS) for module in names}

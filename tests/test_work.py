@@ -77,10 +77,10 @@ def counted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((microbatches, "attend_counted"), (capacity, "attend")):
 
         def attend(
-            queries: Any, keys: Any, values: Any, visible: Any, plain: Any = getattr(module, name)
+            queries: Any, keys: Any, *rest: Any, plain: Any = getattr(module, name), **options: Any
         ) -> jax.Array:
             count("key_slots", math.prod(queries.shape[:-2]) * keys.shape[-3])
-            return plain(queries, keys, values, visible)
+            return plain(queries, keys, *rest, **options)
 
         monkeypatch.setattr(module, name, attend)
 

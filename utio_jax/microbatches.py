@@ -209,15 +209,8 @@ class MicroBatches:
                 keys, values = decoder.keys_values(layer, states, places)
             queries = jnp.zeros((margin, config.num_heads, config.head_dim), x.dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
-            attended = self._attend(
-                queries,
-                rows(keys),
-                rows(values),
-                keys_shown,
-                slots,
-                window=config.window_at(index),
-                softcap=config.attention_softcap,
-            )
+            seen = keys_shown, config.window_at(index), config.attention_softcap
+            attended = self._attend(queries, rows(keys), rows(values), slots, *seen)
 
             def finish(start: jax.Array, size: int, carry: tuple[jax.Array, jax.Array]) -> Any:
                 states, packed = carry
@@ -241,9 +234,8 @@ class MicroBatches:
         queries: Float[Array, "slot head head_dim"],
         keys: Float[Array, "batch token kv_head head_dim"],
         values: Float[Array, "batch token kv_head head_dim"],
-        keys_shown: Bool[Array, "batch token"],
         slots: PackedSlots,
-        *,
+        keys_shown: Bool[Array, "batch token"],
         window: Int[Array, ""] | None,
         softcap: float | None,
     ) -> Float[Array, "slot head head_dim"]:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,6 @@ from utio_jax.calibration import Calibration, load_calibration
 from utio_jax.forward import full_depth
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
-
-if TYPE_CHECKING:
-    from utio_jax.models import Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +34,8 @@ class OfModel:
     model: str = "stdlib-16"
     exits: tuple[int, ...] = ()
 
-    def load(self) -> Model:
-        """Loads it. Raises ValueError where it cannot be used."""
+    def load(self) -> Any:
+        """Returns the `utio_jax.models.Model`. Raises ValueError where it cannot be used."""
         from utio_jax.models import load
 
         return load(self.model, exits=self.exits)
@@ -54,8 +51,8 @@ class OfWindows(OfModel):
 
     context: int = 2048
 
-    def load(self) -> Model:
-        """Loads it, with that context. Raises ValueError where it cannot be used."""
+    def load(self) -> Any:
+        """Returns it, with that context. Raises ValueError where it cannot be used."""
         model = super().load()
         if self.context < 2:
             raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
@@ -65,7 +62,7 @@ class OfWindows(OfModel):
 
 
 def read_documents(
-    model: Model, files: tuple[Path, ...], token_ids: Path | None, split: Any
+    model: Any, files: tuple[Path, ...], token_ids: Path | None, split: Any
 ) -> tuple[list[np.ndarray], dict[str, Any]]:
     """Returns documents' token ids, and what identifies the text.
 

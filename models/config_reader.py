@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a Hugging Face `config.json`, with the defaults and precedence of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from utio_jax.models.rope import RopeScaling
+
+Config = Mapping[str, Any]
+"""The contents of a `config.json`."""
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+class Reader:
+    """Reads settings from a `config.json` and collects what is wrong with them.
+
+    `take` and `need` only note a problem, so that all of them can be told at once.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.problems: list[str] = []
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """Returns a setting; one that is missing or null needs a default."""
+        value = self.config.get(name)
+        if value is None and default is None:
+            self.problems.append(f"{name} is missing")
+            return 1  # Goes on, to find what else is wrong.
+        return default if value is None else value
+
+    def need(self, name: str, *allowed: Any) -> None:
+        """Notes a setting that is present and not one of the allowed."""
+        value = self.config.get(name)
+        if value is not None and value not in allowed:
+            wanted = " or ".join(map(repr, allowed))
+            self.problems.append(f"{name}={value!r}, of which only {wanted} is supported")
+
+    def rope(
+        self, kind: str = "full_attention", *, base: float = 10_000.0
+    ) -> tuple[float, RopeScaling | None]:
+        """Returns the base of rotary frequencies and their scaling, in either of its spellings.
+
+        As transformers does, a `rope_scaling` wins over `rope_parameters`.
+
+        Args:
+          kind: of layers, where a config has parameters for several.
+          base: where none is given.
+        """
+        stored = dict(self.config.get("rope_scaling") or self.config.get("rope_parameters") or {})
+        of_kinds = {name: dict(stored[name]) for name in _KINDS if name in stored}
+        if of_kinds:
+            stored = of_kinds.get(kind, {})
+        elif kind != "full_attention":
+            stored = {}  # Flat settings are those of global layers.
+        if kind == "full_attention":
+            base = float(self.config.get("rope_theta") or base)
+        theta = float(stored.get("rope_theta") or base)
+        if float(stored.get("partial_rotary_factor") or 1.0) != 1.0:
+            self.problems.append("partial_rotary_factor, of which only 1.0 is supported")
+        match stored.get("rope_type") or stored.get("type") or "default":
+            case "default":
+                return theta, None
+            case "linear":
+                return theta, RopeScaling(kind="linear", factor=float(stored["factor"]))
+            case "llama3":
+                first = stored.get("original_max_position_embeddings")
+                return theta, RopeScaling(
+                    kind="llama3",
+                    factor=float(stored["factor"]),
+                    low_freq_factor=float(stored["low_freq_factor"]),
+                    high_freq_factor=float(stored["high_freq_factor"]),
+                    original_context_length=int(first or self.take("max_position_embeddings")),
+                )
+            case other:
+                self.problems.append(
+                    f"rope_type={other!r}, of which only default, linear and llama3 are supported"
+                )
+        return theta, None
+
+    def windows(self, layers: int, is_local: Callable[[int], bool]) -> tuple[int, ...]:
+        """Returns each layer's window, of 4096 where none is given; null means no limit."""
+        window = self.config.get("sliding_window", 4096)
+        if window is None:
+            return ()
+        found = tuple(int(window) if is_local(layer) else 0 for layer in range(layers))
+        return found if any(found) else ()
+
+    def local_layers(self, layers: int, default: Callable[[int], bool]) -> Callable[[int], bool]:
+        """Returns which layers have a window: as `layer_types` say, or by default."""
+        kinds = self.config.get("layer_types")
+        if kinds is None:
+            return default
+        unknown = sorted(set(kinds) - set(_KINDS))
+        if unknown:
+            self.problems.append(f"layer_types of {', '.join(unknown)}")
+        elif len(kinds) != layers:
+            self.problems.append(f"{len(kinds)} layer_types for {layers} layers")
+        return lambda layer: layer < len(kinds) and kinds[layer] == "sliding_attention"
