@@ -31,6 +31,7 @@ FLOORS = (
         "cache",
         "sampling",
     },
+    {"history"},
     {"microbatches", "capacity", "emission", "controller", "decode", "signals"},
     {"layers", "policies", "learned", "wrappers"},
     {"forward", "timing", "calibration", "mode", "descent"},
