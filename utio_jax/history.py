@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from utio_jax.attention import visible_keys
