@@ -217,7 +217,7 @@ def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, policy: Any
     ids = tokens(tiny)
     lengths = np.asarray([17, 6, 11], np.int32)
     together = run(tiny, policy, ids, lengths)
-    order = np.asarray([2, 0, 1])
+    order = np.asarray([2, 0, 1], np.int64)
     turned = run(tiny, policy, ids[order], lengths[order])
     for row, length in enumerate(lengths):
         alone = run(tiny, policy, ids, np.where(np.arange(3) == row, lengths, 0).astype(np.int32))

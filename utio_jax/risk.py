@@ -174,7 +174,7 @@ def group_near_duplicates(
     if not count:
         return groups
     sets = [_shingles(document) for document in documents]
-    sizes = np.asarray([len(shingles) for shingles in sets])
+    sizes = np.asarray([len(shingles) for shingles in sets], np.int64)
     shingles = np.concatenate(sets)
     order = np.argsort(shingles, kind="stable")
     shingles, owners = shingles[order], np.repeat(groups, sizes)[order]

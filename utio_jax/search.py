@@ -205,7 +205,7 @@ class ThresholdSearch:
     def _mean_harm(self, signal: Signal, depths: tuple[int, ...], fit: Thresholds) -> float:
         cuts = np.asarray(fit.over(depths).thresholds, np.float32)
         left = leave_at(self.scores(signal, depths), cuts)
-        rows = np.asarray([self.exits.index(depth) for depth in depths])
+        rows = np.asarray([self.exits.index(depth) for depth in depths], np.int64)
         return float(self._harm[rows[left], np.arange(left.size)].mean())
 
     def _margin(self, spent: Spent) -> float:
