@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from utio_jax.artifacts import check_shapes, flatten, hash_file, load_tensors, nest, save_tensors
 from utio_jax.calibration import Calibration, load_calibration
 from utio_jax.decoder import Params
+from utio_jax.lens import Lensed, lens_file, lensed, load_lens
 from utio_jax.models import huggingface
 from utio_jax.models.huggingface import Sharding, is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
@@ -35,17 +36,55 @@ SHIPPED = "stdlib-16"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder with its parameters and the folder that they came from."""
+    """A decoder with its parameters and the folder that they came from.
 
-    decoder: Transformer
+    Attributes:
+      decoder: the model; `Lensed` if its exits are read through a lens.
+      params: its parameters.
+      folder: where config, weights and tokenizer are.
+      lens: the lens' file, if there is one.
+    """
+
+    decoder: Transformer | Lensed
     params: Params
     folder: Path
+    lens: Path | None = None
 
     @cached_property
     def sha256(self) -> str:
-        """Identifies the weights."""
-        each = [hash_file(file) for file in weight_files(self.folder)]
+        """Identifies the weights, those of the lens included."""
+        files = [*weight_files(self.folder)]
+        if self.lens is not None:
+            files.append(self.lens.with_suffix(".safetensors"))
+        each = [hash_file(file) for file in files]
         return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
+
+    def with_context(self, context_length: int) -> Model:
+        """Returns the model for windows of at most so many tokens."""
+        through = isinstance(self.decoder, Lensed)
+        inner: Any = self.decoder
+        plain: Transformer = inner.decoder if through else inner
+        short = Transformer(
+            dataclasses.replace(
+                plain.config, context_length=min(context_length, plain.config.context_length)
+            )
+        )
+        return dataclasses.replace(self, decoder=Lensed(short) if through else short)
+
+    def with_lens(self, path: str | Path) -> Model:
+        """Returns the model with its exits read through a lens.
+
+        Raises:
+          ValueError: there is no such lens, it is another model's, or has no map for an exit.
+        """
+        found = load_lens(path, model_sha256=self.sha256)
+        decoder, exits = self.decoder, self.decoder.config.exits
+        # The lens says where a stock model can be read.
+        if len(exits) == 1 and isinstance(decoder, Transformer):
+            exits = (*found.exits, *exits)
+            decoder = Transformer(dataclasses.replace(decoder.config, exits=exits))
+        decoder, params = lensed(decoder, self.params, found)
+        return Model(decoder=decoder, params=params, folder=self.folder, lens=lens_file(path))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -73,6 +112,7 @@ def load(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Sharding | None = None,
+    lens: str | Path | bool = True,
 ) -> Model:
     """Loads a model folder, a model of the Hugging Face hub, or the shipped model by its name.
 
@@ -83,10 +123,12 @@ def load(
       path_or_name: a folder, `SHIPPED`, or a hub name such as `"organisation/model"`, which is
         taken from the hub's cache or downloaded there.
       exits: depths at which the model may be read, ending at its last layer. By default those that
-        its config names; for a stock model the last layer alone.
+        its config names; for a stock model those of its lens, or the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
       sharding: where parameters go: one sharding, or a function of a parameter's dotted path and
         shape. None means the default device.
+      lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
+        folder's own where there is one, False none.
 
     Raises:
       ValueError: the folder, its config or its weights are missing or broken, or do not fit each
@@ -103,7 +145,7 @@ def load(
         decoder, params = huggingface.load_folder(
             folder, exits=exits, dtype=dtype, sharding=sharding
         )
-        return Model(decoder=decoder, params=params, folder=folder)
+        return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
     config = load_config(folder / "config.json")
     decoder = Transformer(dataclasses.replace(config, exits=exits) if exits else config)
     wanted = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
@@ -117,7 +159,14 @@ def load(
             for name, leaf in wanted.items()
         }
     )
-    return Model(decoder=decoder, params=params, folder=folder)
+    return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
+
+
+def _through_lens(model: Model, lens: str | Path | bool) -> Model:
+    if isinstance(lens, bool):
+        own = lens and lens_file(model.folder).is_file()
+        return model.with_lens(model.folder) if own else model
+    return model.with_lens(lens)
 
 
 def from_hub(name: str) -> Path:

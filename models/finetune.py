@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from utio_jax.decoder import Params
+from utio_jax.lens import Lensed
 from utio_jax.models.checkpoint import Model, save
 from utio_jax.models.exit_losses import exit_losses
 from utio_jax.models.train import TrainConfig, train
@@ -78,6 +79,11 @@ def finetune(
       ValueError: the model has one exit, there is too little text, or `out` holds another run.
     """
     decoder, exits = model.decoder, model.decoder.config.exits
+    if isinstance(decoder, Lensed):
+        raise ValueError(
+            "Wanted a model whose head reads its exits as they are, to train them. Got one with "
+            f"the lens {model.lens}. Load it with lens=False, or --lens none."
+        )
     if len(exits) < 2:
         layers = decoder.config.num_layers
         raise ValueError(

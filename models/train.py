@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 
 from utio_jax.attention import visible_keys
 from utio_jax.decoder import Params
-from utio_jax.layers import apply_layer
+from utio_jax.dense import apply_layer
 from utio_jax.models.corpus import Document
 from utio_jax.models.transformer import Transformer
 

@@ -14,8 +14,8 @@ import numpy as np
 from conftest import Model, live_params
 from jaxtyping import Array, Int
 
+from utio_jax.dense import oracle
 from utio_jax.generate import Generated, generate
-from utio_jax.layers import oracle
 from utio_jax.loop import Lengths
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer

@@ -13,7 +13,7 @@ import pytest
 
 from utio_jax.cache import bytes_per_slot, fill, init_cache, key_widths, read, write
 from utio_jax.decode import block_at, decode_step, prefill, project_frozen, run_segment
-from utio_jax.layers import dense_states
+from utio_jax.dense import dense_states
 
 LENGTHS = np.array([3, 7, 1], np.int32)
 

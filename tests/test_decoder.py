@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from utio_jax.decoder import Decoder, DecoderConfig, check_depths
-from utio_jax.layers import dense_states, oracle, staircase
+from utio_jax.dense import dense_states, oracle
+from utio_jax.layers import staircase
 from utio_jax.policies import GivenDepths
 
 SIZES: dict[str, Any] = {

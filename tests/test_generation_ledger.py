@@ -193,7 +193,7 @@ def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
     padding, ideal = plain.ledger.padding_ratio, plain.ledger.speedup_ideal
     assert padding is not None
     assert ideal is not None
-    assert 1 < ideal < padding
+    assert 1 <= ideal <= padding, "whatever share of the time prefill took"
     assert plain.ledger.efficiency == pytest.approx(1 / ideal, abs=1e-6)
     assert plain.acceptance is None
     assert drafts.acceptance == drafts.results[0].acceptance

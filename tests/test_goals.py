@@ -15,7 +15,6 @@ from cases import EXECUTOR
 from utio_jax import Patience, Uniform
 from utio_jax.calibrate import calibrate
 from utio_jax.calibration import Calibration, load_calibration
-from utio_jax.commands.calibrate import advice_on
 from utio_jax.documents import Batch
 from utio_jax.evaluate import evaluate
 from utio_jax.exits import study_exits
@@ -54,14 +53,6 @@ def test_what_exits_lose_is_what_uniform_loses(tiny: Any, search: Any) -> None:
             tiny.decoder, tiny.params, tried, {"": Uniform(depth=int(depth))}, executor=EXECUTOR
         )[""].ledger("uniform", budget=None, num_layers=4)
         assert lost == pytest.approx(row.nll_increase_pct, abs=0.05)
-
-
-def test_untrained_exits_are_told_from_trained_ones() -> None:
-    assert advice_on({"4": 21.6, "12": 0.8}, (4, 12, 16)) is None
-    advice = advice_on({"1": 800.0, "4": 55.5}, (1, 4, 5))
-    assert advice is not None
-    assert "depth 4 is 56 % above" in advice
-    assert "finetune --exits 1 4 5" in advice
 
 
 def test_the_loss_stays_within_its_bound(tiny: Any, search: Any) -> None:

@@ -278,8 +278,19 @@ class Watched:
 
     signal: Any
 
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(self.signal, attribute)
+    # By name: from Python 3.12 on, protocols do not see what `__getattr__` forwards.
+    name = property(lambda self: self.signal.name)
+    causal = property(lambda self: self.signal.causal)
+    remembers = property(lambda self: self.signal.remembers)
+
+    def start(self, token_ids: jax.Array, positions: jax.Array) -> Any:
+        return self.signal.start(token_ids, positions)
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return self.signal.flops(index, decoder, params)
+
+    def reads_logits(self, index: int) -> bool:
+        return self.signal.reads_logits(index)
 
     def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
         def map_live(function: Any, *arrays: jax.Array) -> jax.Array:

@@ -13,7 +13,8 @@ import pytest
 
 from utio_jax.attention import visible_keys
 from utio_jax.decoder import Decoder
-from utio_jax.layers import apply_layer, dense_states, layer_at
+from utio_jax.dense import apply_layer, dense_states
+from utio_jax.executors import layer_at
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.transformer import RMSNorm, Transformer, rotate
 

@@ -15,6 +15,7 @@ Depths count layers; scores and thresholds are in nats unless they say otherwise
 from utio_jax.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
 from utio_jax.capacity import CapacityPrefix, fit_capacities
 from utio_jax.decoder import Decoder, DecoderConfig
+from utio_jax.dense import dense_states, oracle
 from utio_jax.documents import check_tokens
 from utio_jax.forward import Scores, exit_nll, full_depth, score
 from utio_jax.importance import (
@@ -23,7 +24,7 @@ from utio_jax.importance import (
     predictive_entropy,
     surrogate_importance,
 )
-from utio_jax.layers import StaircaseResult, dense_states, oracle, staircase
+from utio_jax.layers import StaircaseResult, staircase
 from utio_jax.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches

@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Int
 
 from utio_jax.cache import fill
 from utio_jax.decode import Block, block_at, project_frozen, run_segment
-from utio_jax.decoder import Decoder, Params
-from utio_jax.descent import Descent, boundary_of, logits_of, store
+from utio_jax.decoder import Decoder, Params, reads_exits
+from utio_jax.dense import FrozenKV, check_kv
+from utio_jax.descent import Descent, boundary_of, logits_of, read_exits, store
 from utio_jax.emission import DecodeState
-from utio_jax.layers import FrozenKV, check_kv, check_policy
+from utio_jax.layers import check_policy
 from utio_jax.mode import Setting, emit_drawn
 from utio_jax.plan import Policy
 
@@ -85,7 +86,8 @@ class Adaptive:
         block = block_at(decoder, positions, active[:, None])
         live = unread = active[:, None]
         decided = jnp.where(live, depths[-1], 0)
-        memory, logits, heads = self.policy.start(ids, positions), None, jnp.int32(0)
+        memory, logits = self.policy.start(ids, positions), None
+        heads = maps = jnp.int32(0)
         now = Descent(
             x=decoder.embed(params, ids, positions),
             cache=state.cache,
@@ -111,6 +113,7 @@ class Adaptive:
                 if looks:  # What a policy saw of rows that stop is what they emit from.
                     logits = looks[-1] if logits is None else jnp.where(stops, looks[-1], logits)
                     heads += len(looks) * jnp.any(live)
+                    maps += len(looks) * jnp.any(live) * reads_exits(decoder, depth)
                     unread &= ~stops
                 live &= goes
         cache = now.cache
@@ -125,15 +128,19 @@ class Adaptive:
         if self.kv != "full":
             cache = fill(cache, jnp.where(active, state.lengths, cache.lengths))
         with jax.named_scope("head"):
+            stopped = jnp.where(unread, decided, 0)
+            x, mapped = read_exits(decoder, params, now.x, stopped, depths=depths)
+            maps += mapped
             if logits is None:
-                logits, heads = logits_of(decoder, params, now.x), jnp.int32(1)
+                logits, heads = logits_of(decoder, params, x), jnp.int32(1)
             else:
-                logits = jnp.where(unread, logits_of(decoder, params, now.x, where=unread), logits)
+                logits = jnp.where(unread, logits_of(decoder, params, x, where=unread), logits)
                 heads += jnp.any(unread)
         tally = state.tally.add(
             active,
             steps=1,
             heads=heads,
+            exit_maps=maps,
             token_layers=now.token_layers,
             frozen_layers=frozen,
             key_slots=now.key_slots,

@@ -13,11 +13,11 @@ import numpy as np
 
 from utio_jax.artifacts import conditions
 from utio_jax.decoder import Decoder, Params
+from utio_jax.dense import FrozenKV
 from utio_jax.documents import Batch
 from utio_jax.evaluate import Quality, evaluate, run_score
 from utio_jax.executors import Executor
 from utio_jax.forward import Comparison, full_depth, score_dense
-from utio_jax.layers import FrozenKV
 from utio_jax.ledger import Ledger, uniform_hull
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy

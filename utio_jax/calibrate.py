@@ -96,7 +96,10 @@ def calibrate(
         fitted = done
     fitter = SignalFitter(decoder, params, studies, seed=seed)
     search = ThresholdSearch(decoder, params, studies, executor=executor)
-    of_exits = {"exit_nll_increase_pct": search.exit_nll_increase_pct()}
+    of_exits = {
+        "exit_nll_increase_pct": search.exit_nll_increase_pct(),
+        "exit_agreement": search.exit_agreement(),
+    }
     fitted = dataclasses.replace(fitted, info={**fitted.info, **of_exits})
     for name in policies:
         if name in fitted.info["goals"]:

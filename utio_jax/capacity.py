@@ -172,15 +172,22 @@ class CapacityPrefix:
         *,
         deciding: PrefixSlots | None = None,
         heads: int = 0,
+        mapped: Sequence[PrefixSlots] = (),
     ) -> Work:
         batch, width = slots.live.shape
-        used = jnp.where(self._overflows(slots), width, slots.capacity).astype(jnp.int32) * batch
+
+        def used_by(slots: PrefixSlots) -> jax.Array:
+            used = jnp.where(self._overflows(slots), width, slots.capacity)
+            return used.astype(jnp.int32) * batch
+
+        used = used_by(slots)
         return Work(
             queries=used * layers,
             keys_values=jnp.int32(batch * width * layers),
             key_slots=used.astype(jnp.float32) * width * layers,
             decisions=used,
             heads=used * heads,
+            exit_maps=sum(map(used_by, mapped), start=jnp.int32(0)),
         )
 
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.cost import token_cost
+from utio_jax.cost import TokenCost, token_cost
 from utio_jax.decoder import Decoder, Params
 from utio_jax.importance import predictive_entropy
 
@@ -125,13 +126,35 @@ class Controller:
         max_draft: int,
     ) -> tuple[Int[Array, ""], Int[Array, ""]]:
         """Returns the number of the exit, and the drafts to make there, from 0 to `max_draft`."""
-        cost = token_cost(decoder, params)
-        head = cost.head / (cost.query + cost.keys_values)  # In layers.
         accept = self.acceptance(memory)[:, None]
         drafts = jnp.arange(max_draft + 1, dtype=jnp.float32)[None, :]
-        depth = jnp.asarray(exits, jnp.float32)[:, None]
-        tokens = (1.0 - accept ** (drafts + 1.0)) / (1.0 - accept)
-        deep = (decoder.config.num_layers - depth + head) * (1.0 + self.marginal * drafts)
-        layers = (drafts + 1.0) * depth + drafts * head + deep
-        best = jnp.argmax(tokens / layers).astype(jnp.int32)
+        rate = tokens_per_layer(
+            token_cost(decoder, params),
+            accept,
+            jnp.asarray(exits, jnp.float32)[:, None],
+            drafts,
+            num_layers=decoder.config.num_layers,
+            marginal=self.marginal,
+        )
+        best = jnp.argmax(rate).astype(jnp.int32)
         return best // (max_draft + 1), best % (max_draft + 1)
+
+
+def tokens_per_layer(
+    cost: TokenCost, accept: Any, exits: Any, drafts: Any, *, num_layers: int, marginal: Any
+) -> Any:
+    """Returns the tokens that a round of drafting lets out per layer's cost: DEL's objective.
+
+    Args:
+      cost: of one token.
+      accept: probability that a draft is right, below 1; all of these broadcast.
+      exits: layers that draft.
+      drafts: per round, from 0.
+      num_layers: of the model.
+      marginal: see `Controller`.
+    """
+    layer = cost.query + cost.keys_values
+    head, guess = (float(cost.read(depth)) / layer for depth in (num_layers, 0))
+    tokens = (1.0 - accept ** (drafts + 1.0)) / (1.0 - accept)
+    deep = (num_layers - exits + head) * (1.0 + marginal * drafts)
+    return tokens / ((drafts + 1.0) * exits + drafts * guess + deep)

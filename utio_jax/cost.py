@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.decoder import Decoder, Params
+from utio_jax.decoder import Decoder, Params, read_exit
 
 
 def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
@@ -73,12 +73,20 @@ class TokenCost:
       keys_values: keys and values of one layer; also what a frozen token pays there.
       attention_per_key: scores and mixing with one key, all heads, one layer.
       head: final norm and vocabulary head, once.
+      exit_map: what maps a state for the head, at depths below `full_depth`.
+      full_depth: the model's layers; of use only where there is an `exit_map`.
     """
 
     query: float
     keys_values: float
     attention_per_key: float
     head: float
+    exit_map: float = 0.0
+    full_depth: int = 0
+
+    def read(self, depth: int | np.ndarray) -> np.ndarray | float:
+        """Returns the FLOPs of one prediction from states at a depth: exit map and head."""
+        return self.head + self.exit_map * (np.asarray(depth) < self.full_depth)
 
     def layer(self, width: int) -> float:
         """Returns one layer's FLOPs for one token that attends over `width` key slots."""
@@ -111,6 +119,11 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
         keys_values=count_matmul_flops(decoder.keys_values, layer, x, places),
         attention_per_key=4.0 * config.num_heads * config.head_dim,
         head=count_matmul_flops(decoder.unembed, params, x),
+        exit_map=sum(
+            count_matmul_flops(partial(read_exit, decoder, depth=depth), params, x)
+            for depth in config.exits[:1]
+        ),
+        full_depth=config.num_layers,
     )
 
 
@@ -128,6 +141,7 @@ def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:
         + cost.keys_values * total(work.keys_values)
         + cost.attention_per_key * total(work.key_slots)
         + cost.head * total(work.heads)
+        + cost.exit_map * total(work.exit_maps)
         + gates
     )
 
@@ -180,10 +194,11 @@ def expected_flops(
       depths: the policy's depths.
       fractions: share of tokens that stop at each depth.
       gates: FLOPs per live token of each decision.
-      reads: whether each decision looks at logits, which costs a head for tokens that go on.
+      reads: whether each decision looks at logits, which costs a head for tokens that go on; one
+        head, wherever a token stops, is counted anyway.
     """
     tokens = batch * width
-    total, alive, done = tokens * (depths[-1] * cost.keys_values + cost.head), 1.0, 0
+    total, alive, done = tokens * depths[-1] * cost.keys_values, 1.0, 0
     for index, (depth, share) in enumerate(zip(depths, fractions, strict=True)):
         live = tokens * alive
         slots = live + min_bucket / 2 if live else 0.0
@@ -194,7 +209,8 @@ def expected_flops(
         total += (depth - done) * (slots * cost.query + rows * cost.attention_per_key * width / 2)
         total += slots * (gates[index] if index < len(gates) else 0.0)
         alive, done = max(0.0, alive - share), depth
-        total += tokens * alive * cost.head if index < len(reads) and reads[index] else 0.0
+        looks = alive if index < len(reads) and reads[index] else 0.0
+        total += tokens * (share + looks) * float(cost.read(depth))
     return total
 
 
@@ -211,5 +227,5 @@ def depth_flops(
     """
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(width), side="right")].mean()
-    frozen = depths[-1] * cost.keys_values + cost.head
-    return np.asarray(depths) * (cost.query + cost.attention_per_key * keys) + frozen
+    layers = np.asarray(depths) * (cost.query + cost.attention_per_key * keys)
+    return layers + depths[-1] * cost.keys_values + cost.read(np.asarray(depths))

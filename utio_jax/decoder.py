@@ -179,3 +179,33 @@ class Decoder(Protocol):
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         """Returns logits `[*lead, vocab]` of states from any depth: final norm, then head."""
         ...
+
+
+@runtime_checkable
+class ReadsExits(Decoder, Protocol):
+    """A decoder whose head does not read the states of its exits as they are, but a map of them.
+
+    `utio_jax.lens.Lensed` makes one of any decoder. Where a model was trained at its exits, there
+    is nothing to map, and a plain `Decoder` is enough.
+    """
+
+    def translate(
+        self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
+    ) -> jax.Array:
+        """Returns what `unembed` shall read of states at an early exit, `[*lead, dim]`."""
+        ...
+
+
+def reads_exits(decoder: Decoder, depth: int) -> bool:
+    """Returns whether states at `depth` are mapped before the head reads them."""
+    return depth < decoder.config.num_layers and isinstance(decoder, ReadsExits)
+
+
+def read_exit(
+    decoder: Decoder, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
+) -> jax.Array:
+    """Returns what the head reads of states at `depth`, which if traced is an early exit."""
+    last = isinstance(depth, int) and depth >= decoder.config.num_layers
+    if last or not isinstance(decoder, ReadsExits):
+        return x
+    return decoder.translate(params, x, depth)

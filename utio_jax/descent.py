@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.cache import KVCache
 from utio_jax.decode import Block
-from utio_jax.decoder import Decoder, Params
+from utio_jax.decoder import Decoder, Params, read_exit, reads_exits
 from utio_jax.plan import Boundary
 
 
@@ -68,16 +69,45 @@ def logits_of(
     x: Float[Array, "batch 1 dim"],
     *,
     where: Bool[Array, "batch 1"] | None = None,
+    depth: int | None = None,
 ) -> Float[Array, "batch vocab"]:
-    """Returns the rows' logits; those of no row, and at no cost, if none is asked for."""
+    """Returns the rows' logits; those of no row, and at no cost, if none is asked for.
+
+    With a `depth`, states are an exit's and are mapped for the head where the decoder does that;
+    without, they are as the head reads them.
+    """
 
     def head() -> jax.Array:
-        return decoder.unembed(params, x[:, 0]).astype(jnp.float32)
+        seen = x[:, 0] if depth is None else read_exit(decoder, params, x[:, 0], depth)
+        return decoder.unembed(params, seen).astype(jnp.float32)
 
     if where is None:
         return head()
     nothing = jax.eval_shape(head)
     return jax.lax.cond(jnp.any(where), head, lambda: jnp.zeros(nothing.shape, nothing.dtype))
+
+
+def read_exits(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "batch 1 dim"],
+    depth_of_row: Int[Array, "batch 1"],
+    *,
+    depths: tuple[int, ...],
+) -> tuple[Float[Array, "batch 1 dim"], Int[Array, ""]]:
+    """Returns what the head reads of rows that stopped at different depths, and the maps run."""
+    seen, maps = x, jnp.int32(0)
+    for depth in depths:
+        if reads_exits(decoder, depth):
+            here = depth_of_row == depth
+            mapped = jax.lax.cond(
+                jnp.any(here),
+                partial(read_exit, decoder, params, x, depth),
+                lambda: x,
+            )
+            seen = jnp.where(here[:, :, None], mapped, seen)
+            maps += jnp.any(here)
+    return seen, maps
 
 
 def boundary_of(
@@ -97,7 +127,7 @@ def boundary_of(
         return jnp.where(live.reshape(shape), new, jnp.zeros((), new.dtype))
 
     def map_logits(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        looks.append(logits_of(decoder, params, x, where=live))
+        looks.append(logits_of(decoder, params, x, where=live, depth=depth))
         return map_live(lambda *blocks: function(looks[-1], *blocks), *arrays)
 
     return Boundary(

@@ -73,6 +73,7 @@ class Tally:
       attended: key slots attended over, summed over queries and layers: what attention computes. At
         least `key_slots`, which the queries of one pass share.
       heads: token slots that went through the vocabulary head.
+      exit_maps: states of an exit that were mapped for it, see `utio_jax.decoder.ReadsExits`.
     """
 
     decided: Int[Array, "batch slot"]
@@ -86,6 +87,7 @@ class Tally:
     key_slots: Float[Array, " batch"]
     attended: Float[Array, " batch"]
     heads: Int[Array, " batch"]
+    exit_maps: Int[Array, " batch"]
 
     def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
         """Returns the tally with the amounts, scalar or per row, added for the active rows."""

@@ -14,11 +14,12 @@ import numpy as np
 
 from utio_jax.cost import ideal_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
+from utio_jax.dense import FrozenKV
 from utio_jax.documents import Batch, batches_of, windows_of
 from utio_jax.executors import Executor, Work
 from utio_jax.forward import Comparison, compare_states, full_depth, score
 from utio_jax.guardrails import check_worthwhile
-from utio_jax.layers import FrozenKV, check_policy
+from utio_jax.layers import check_policy
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
@@ -141,6 +142,7 @@ def evaluate(
             comparison = jax.tree.map(np.asarray, comparison)
             depths, work = np.asarray(found.depths), found.work
             gates = gate_flops(decoder, params, policy, work)
+            # Gates, heads beyond one per token, and what maps an exit's states for the head.
             extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
             values, counts = np.unique(depths[depths > 0], return_counts=True)
             totals[name] += Quality(
@@ -161,7 +163,9 @@ def evaluate(
                     deepest=int(depths.max(initial=0)),
                     keep_frozen=kv == "propagate",
                 ),
-                flops_gates=gates + cost.head * extra_heads,
+                flops_gates=gates
+                + cost.head * extra_heads
+                + cost.exit_map * float(np.sum(work.exit_maps)),
             )
             if observe is not None:
                 observe(name, batch, comparison, depths)

@@ -32,6 +32,7 @@ class Work:
       decisions: slots that a decision at the segment's end evaluates.
       heads: slots that went through the vocabulary head at the segment's end, for the decision or
         for the pass' result.
+      exit_maps: slots whose states were mapped for the head, see `utio_jax.decoder.ReadsExits`.
     """
 
     queries: Int[Array, "*segment"]
@@ -39,6 +40,7 @@ class Work:
     key_slots: Float[Array, "*segment"]
     decisions: Int[Array, "*segment"]
     heads: Int[Array, "*segment"]
+    exit_maps: Int[Array, "*segment"]
 
 
 def stack_work(segments: Sequence[Work]) -> Work:
@@ -104,11 +106,19 @@ class Executor(Protocol):
         ...
 
     def work(
-        self, slots: Any, layers: int, only_live_keys: bool, *, deciding: Any = None, heads: int = 0
+        self,
+        slots: Any,
+        layers: int,
+        only_live_keys: bool,
+        *,
+        deciding: Any = None,
+        heads: int = 0,
+        mapped: Sequence[Any] = (),
     ) -> Work:
         """Returns what running `layers` layers on the slots executes.
 
-        With the decision of the slots `deciding`, and `heads` heads on each of these.
+        With the decision of the slots `deciding`, `heads` heads on each of these, and the exit's
+        map of the slots of each of `mapped`.
         """
         ...
 

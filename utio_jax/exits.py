@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.decoder import Decoder, Params
+from utio_jax.decoder import Decoder, Params, read_exit
+from utio_jax.dense import dense_states, positions_of
 from utio_jax.documents import Batch
 from utio_jax.executors import flat, map_head
 from utio_jax.forward import compare_logits, labels_of
-from utio_jax.layers import dense_states, positions_of
 from utio_jax.plan import Boundary, Signal
 
 
@@ -48,7 +48,9 @@ def _study(decoder, params, ids, lengths):
     labels, _ = labels_of(ids, lengths)
 
     def compare(logits: jax.Array, label: jax.Array, *exits: jax.Array) -> Any:
-        here = [decoder.unembed(params, x).astype(jnp.float32) for x in exits]
+        pairs = zip(exits, decoder.config.exits, strict=False)
+        seen = [read_exit(decoder, params, *pair) for pair in pairs]
+        here = [decoder.unembed(params, x).astype(jnp.float32) for x in seen]
         found = [compare_logits(each, logits, label) for each in (*here, logits)]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-1), *found)
 
@@ -147,9 +149,13 @@ def collect(
         x = states[index].astype(jnp.float32)
 
         def map_logits(
-            function: Callable[..., Any], *arrays: jax.Array, x: jax.Array = x
+            function: Callable[..., Any],
+            *arrays: jax.Array,
+            x: jax.Array = x,
+            depth: int = depth,
         ) -> jax.Array:
-            return rows(map_head(decoder, params, function, *flat((x, *arrays))))
+            seen = read_exit(decoder, params, x, depth)
+            return rows(map_head(decoder, params, function, *flat((seen, *arrays))))
 
         boundary = Boundary(
             x=x,

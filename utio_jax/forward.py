@@ -13,15 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.decoder import Decoder, Params
+from utio_jax.decoder import Decoder, Params, read_exit
+from utio_jax.dense import FrozenKV, dense_states, positions_of
 from utio_jax.executors import Executor, Work, flat, map_head
-from utio_jax.layers import (
-    FrozenKV,
-    Readout,
-    dense_states,
-    positions_of,
-    staircase,
-)
+from utio_jax.layers import Readout, staircase
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
@@ -38,7 +33,8 @@ class Scores:
       predicted: where there is one.
       depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
-      x: each token's state at its decided depth; padding holds undefined states.
+      x: what the head reads of each token: its state at its decided depth, mapped if the decoder
+        does that; padding holds undefined states.
     """
 
     log_likelihood: Float[Array, "batch token"]
@@ -108,6 +104,7 @@ def score_dense(
         key_slots=slots * float(depth * token_ids.shape[1]),
         decisions=slots * 0,
         heads=slots,
+        exit_maps=slots * 0,
     )
     with jax.named_scope("head"):
         labels, predicted = labels_of(token_ids, lengths)
@@ -217,7 +214,9 @@ def exit_nll(
 
     The losses of truncating the model at each of its exits, from one pass.
     """
-    states = dense_states(decoder, params, token_ids, lengths, depths=decoder.config.exits)
+    exits = decoder.config.exits
+    states = dense_states(decoder, params, token_ids, lengths, depths=exits)
+    states = [read_exit(decoder, params, *pair) for pair in zip(states, exits, strict=True)]
     labels, predicted = labels_of(token_ids, lengths)
     nll = jnp.stack([_read_all(decoder, params, next_token_nll, x, labels) for x in states])
     return jnp.where(predicted, nll, 0.0)

@@ -44,6 +44,7 @@ class Generated:
       frozen_layers: K/V-only projections of frozen states.
       attended: key slots attended over after prefill, summed over queries and layers.
       heads: token slots that went through the vocabulary head after prefill.
+      exit_maps: states of an exit that were mapped for it.
       kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
       kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end.
       key_widths: numbers of key slots that attention could read, ascending.
@@ -62,6 +63,7 @@ class Generated:
     frozen_layers: np.ndarray
     attended: np.ndarray
     heads: np.ndarray
+    exit_maps: np.ndarray
     kv_bytes_read: np.ndarray
     kv_bytes_held: np.ndarray
     key_widths: tuple[int, ...]
@@ -224,6 +226,7 @@ def _collect(state: DecodeState, mode: Mode, lengths: Lengths) -> Generated:
         frozen_layers=tally["frozen_layers"],
         attended=tally["attended"],
         heads=tally["heads"],
+        exit_maps=tally["exit_maps"],
         kv_bytes_read=tally["key_slots"].astype(np.float64) * per_slot,
         kv_bytes_held=(ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0],
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),

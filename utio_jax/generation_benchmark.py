@@ -136,7 +136,7 @@ def measure_modes(
         speedup = times[name].speedup_over(times["plain"]) * share
         ideal = row.speedup_ideal
         if ideal is not None:
-            prefill = times[""].median / times["plain"].median
+            prefill = min(1.0, times[""].median / times["plain"].median)
             ideal = 1.0 / (prefill + (1.0 - prefill) / ideal)
         row = dataclasses.replace(
             row,

@@ -22,8 +22,8 @@ from utio_jax.adaptive import Adaptive
 from utio_jax.artifacts import conditions
 from utio_jax.cost import token_cost
 from utio_jax.decoder import Decoder, Params
+from utio_jax.dense import dense_states
 from utio_jax.generate import Generated
-from utio_jax.layers import dense_states
 from utio_jax.ledger import Ledger
 from utio_jax.loop import Prompts
 from utio_jax.mode import Mode
@@ -142,19 +142,20 @@ def spent_on(
     """Returns what one batch cost, beside what plain decoding of the same tokens costs."""
     cost, layers, rows = token_cost(decoder, params), decoder.config.num_layers, len(prompts)
     # All rows of a batch run until the last one ends, and that one was charged in every round.
-    steps, token_layers, frozen, heads, attended = (
+    steps, token_layers, frozen, heads, exit_maps, attended = (
         rows * float(np.max(amounts))
         for amounts in (
             generated.steps,
             generated.token_layers,
             generated.frozen_layers,
             generated.heads,
+            generated.exit_maps,
             generated.attended,
         )
     )
     plain_steps, plain_attended = _plain_steps(prompts, generated)
     plain_steps, plain_attended = rows * plain_steps, rows * layers * plain_attended
-    extra = cost.head * (heads - plain_steps)
+    extra = cost.head * (heads - plain_steps) + cost.exit_map * exit_maps
     emitted = np.concatenate(generated.decided)
     deepest = emitted
     if isinstance(mode, Adaptive):

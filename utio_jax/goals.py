@@ -54,13 +54,17 @@ class Budgets:
         self, search: ThresholdSearch, signal: Signal, say: Say
     ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
         found: dict[float, Thresholds] = {}
+        increases: dict[str, float] = {}
         for budget in self.budgets:
             say(f"{signal.name} at {budget:g}")
             entry = search.fit(signal, budget)
             if entry is not None:
                 found[budget] = entry
+                increase = search.nll_increase_pct(search.run(signal, entry))
+                increases[f"{budget:g}"] = round(increase, 4)
         unreachable = [budget for budget in self.budgets if budget not in found]
-        return found, {"unreachable": unreachable} if unreachable else {}
+        record = {"unreachable": unreachable} if unreachable else {}
+        return found, {"nll_increase_pct": increases, **record}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

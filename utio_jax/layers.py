@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staircase, and the oracle that defines what it must compute.
+"""The staircase: equals `utio_jax.dense.oracle`, which defines what it must compute.
 
 The depths cut the stack into nested segments [0, d1) [d1, d2) ... Each segment packs the tokens
 that still run into dense slots and works on these alone; at its end the policy decides who goes on,
@@ -20,127 +20,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention import attend, visible_keys
-from utio_jax.decoder import Decoder, LayerParams, Params, Places, check_depths
-from utio_jax.executors import Executor, Work, flat, layer_at, map_head, stack_work
+from utio_jax.decoder import Decoder, Params, check_depths, read_exit, reads_exits
+from utio_jax.dense import FrozenKV, check_kv, positions_of
+from utio_jax.executors import Executor, Work, map_head, stack_work
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Boundary, Policy
-
-FrozenKV = Literal["propagate", "drop", "full"]
-"""What others see of a token at layers beyond its depth: K/V projected from its frozen state,
-nothing, or the K/V of its own full-depth states."""
-
-# Above every position: a key there is visible to no query.
-_NOWHERE = jnp.iinfo(jnp.int32).max
-
-
-def check_kv(kv: str, allowed: tuple[str, ...] = get_args(FrozenKV)) -> str:
-    """Returns `kv`, once it is known to be one of `allowed`.
-
-    Raises:
-      ValueError: it is not.
-    """
-    if kv not in allowed:
-        raise ValueError(f"Wanted kv to be one of {', '.join(map(repr, allowed))}. Got kv={kv!r}.")
-    return kv
-
-
-def apply_layer(
-    decoder: Decoder,
-    layer: LayerParams,
-    x: Float[Array, "batch token dim"],
-    places: Places,
-    visible: Bool[Array, "#batch token token"],
-) -> Float[Array, "batch token dim"]:
-    """Returns one dense layer's output for every token."""
-    # One 2D product [batch * token, dim] beats a batched 3D one 1.4 times on CPU.
-    packed, packed_places = flat(x), flat(places)
-    rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
-    keys, values = decoder.keys_values(layer, packed, packed_places)
-    queries = decoder.queries(layer, packed, packed_places)
-    cap = decoder.config.attention_softcap
-    attended = attend(rows(queries), rows(keys), rows(values), visible, softcap=cap)
-    return rows(decoder.finish_layer(layer, packed, flat(attended)))
-
-
-def dense_states(
-    decoder: Decoder,
-    params: Params,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    *,
-    depths: tuple[int, ...],
-) -> tuple[Float[Array, "batch token dim"], ...]:
-    """Returns every token's state after each of `depths`, by the plain full-width program."""
-    positions, valid = positions_of(token_ids, lengths)
-    places = decoder.encode_positions(positions)
-    key_positions = jnp.where(valid, positions, _NOWHERE)
-
-    def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
-        visible = visible_keys(positions, key_positions, decoder.config.window_at(index))
-        return apply_layer(decoder, layer_at(decoder, params, index), x, places, visible)
-
-    x = decoder.embed(params, token_ids, positions)
-    states, done = [], 0
-    for depth in depths:
-        x = jax.lax.fori_loop(done, depth, run_layer, x)
-        states.append(x)
-        done = depth
-    return tuple(states)
-
-
-def positions_of(
-    token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
-) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
-    """Returns positions 0, 1, ... of right-padded rows, and which tokens are real."""
-    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32), token_ids.shape)
-    return positions, positions < lengths[:, None]
-
-
-def oracle(
-    decoder: Decoder,
-    params: Params,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    depths: Int[Array, "batch token"],
-    *,
-    kv: FrozenKV = "propagate",
-) -> Float[Array, "batch token dim"]:
-    """Returns each token's state at its own depth. Slow and obvious: this defines the semantics.
-
-    All layers run on all tokens under masks. Token `i` changes only while `layer < depths[i]`; at
-    the layers beyond, the others see of it what `kv` says. Differentiable.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: right-padded rows.
-      lengths: real tokens per row; the rest is padding, seen by nobody.
-      depths: each token's decided depth, in layers; 0 is the embedding.
-      kv: `"propagate"`, `"drop"` or `"full"`.
-    """
-    check_kv(kv)
-    positions, valid = positions_of(token_ids, lengths)
-    places = decoder.encode_positions(positions)
-    x = decoder.embed(params, token_ids, positions)
-    source = x  # What K/V are projected from; differs from x only under "full".
-    for index in range(decoder.config.num_layers):
-        layer = layer_at(decoder, params, index)
-        runs = valid & (index < depths)
-        shown = runs if kv == "drop" else valid
-        window, cap = decoder.config.window_at(index), decoder.config.attention_softcap
-        visible = visible_keys(positions, jnp.where(shown, positions, _NOWHERE), window)
-        keys, values = decoder.keys_values(layer, source, places)
-        attended = attend(decoder.queries(layer, x, places), keys, values, visible, softcap=cap)
-        x = jnp.where(runs[..., None], decoder.finish_layer(layer, x, attended), x)
-        source = apply_layer(decoder, layer, source, places, visible) if kv == "full" else x
-    return x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -163,7 +53,8 @@ class StaircaseResult:
     """What a pass computed and what it cost.
 
     Attributes:
-      x: each token's state at its decided depth; padding holds undefined states.
+      x: what the head reads of each token: its state at its decided depth, mapped if the decoder
+        `ReadsExits`; padding holds undefined states.
       depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
       read: what the readout found, `[batch, token, ...]`, 0 for padding; None without one.
@@ -213,6 +104,8 @@ def staircase(
     depth_of_token = jnp.where(live, depths[-1], 0).astype(jnp.int32)
     keys_shown = unread = live
     work, read, done = [], None, 0
+    # What the head will read: a second array only where exits are mapped for it.
+    out = x if any(reads_exits(decoder, depth) for depth in depths) else None
     for segment, depth in enumerate(depths):
         with jax.named_scope(f"segment_{done}_{depth}"):
             slots = executor.pack(segment, live)
@@ -221,11 +114,17 @@ def staircase(
             x = executor.run_layers(
                 decoder, params, x, places, keys_shown, slots, (done, depth), kv == "drop"
             )
-        looks, deciding = list[Any](), slots
+        looks, deciding, asked, stops = list[Any](), slots, False, live
+        # What the head reads of tokens here: their states, or the exit's map of them.
+        seen, mapped, is_mapped = x, list[Any](), reads_exits(decoder, depth)
+        map_exit = partial(read_exit, decoder, params, depth=depth)
         if segment + 1 < len(depths):
             with jax.named_scope("dispatch"):
                 asked = policy.asks(segment)
                 deciding = executor.only_if(slots, asked)
+                if is_mapped and policy.reads_logits(segment):
+                    mapped.append(deciding)
+                    seen = executor.map_slots(deciding, map_exit, x)
                 boundary = Boundary(
                     x=jax.lax.stop_gradient(x),  # Decisions are thresholds: nothing flows through.
                     positions=positions,
@@ -235,7 +134,14 @@ def staircase(
                     decoder=decoder,
                     map_live=partial(executor.map_slots, deciding),
                     map_logits=partial(
-                        _map_logits, decoder, params, executor, deciding, x, readout, looks
+                        _map_logits,
+                        decoder,
+                        params,
+                        executor,
+                        deciding,
+                        seen,
+                        readout,
+                        looks,
                     ),
                 )
                 goes, memory = policy.go_deeper(segment, boundary, memory)
@@ -243,23 +149,38 @@ def staircase(
                 stops = live & ~goes
                 depth_of_token = jnp.where(stops, depth, depth_of_token)
                 if looks and readout is not None:
-                    seen = stops & asked
-                    read = _where(seen, looks[-1], looks[-1] if read is None else read)
-                    unread &= ~seen
+                    known = stops & asked
+                    read = _where(known, looks[-1], looks[-1] if read is None else read)
+                    unread &= ~known
                 live = goes
+        if is_mapped:  # Who stops without having been looked at.
+            with jax.named_scope("exit_map"):
+                rest = stops & ~jnp.asarray(asked) if mapped else stops
+                mapped.append(executor.pack(0, rest))
+                seen = _where(rest, executor.map_slots(mapped[-1], map_exit, x), seen)
+        if out is not None:
+            out = _where(stops, seen, out)
         work.append(
-            executor.work(slots, depth - done, kv == "drop", deciding=deciding, heads=len(looks))
+            executor.work(
+                slots,
+                depth - done,
+                kv == "drop",
+                deciding=deciding,
+                heads=len(looks),
+                mapped=mapped,
+            )
         )
         done = depth
+    out = x if out is None else out
     if readout is not None:
         with jax.named_scope("head"):
             slots = executor.pack(0, unread)
             rest = executor.map_slots(
-                slots, partial(map_head, decoder, params, readout.function), x, *readout.arrays
+                slots, partial(map_head, decoder, params, readout.function), out, *readout.arrays
             )
             read = rest if read is None else _where(unread, rest, read)
         work.append(executor.work(slots, 0, False, heads=1))
-    return StaircaseResult(x=x, depths=depth_of_token, work=stack_work(work), read=read)
+    return StaircaseResult(x=out, depths=depth_of_token, work=stack_work(work), read=read)
 
 
 def _map_logits(

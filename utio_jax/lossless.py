@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.cache import KVCache, fill
 from utio_jax.controller import Controller, EntropyAbove, GapBelow
 from utio_jax.decode import Block, block_at, run_segment
-from utio_jax.decoder import Decoder, Params
+from utio_jax.decoder import Decoder, Params, read_exit, reads_exits
 from utio_jax.emission import DecodeState, emit
 from utio_jax.executors import flat
 from utio_jax.mode import Setting
@@ -157,6 +157,7 @@ class Lossless:
             key_slots=(runs * depth + num_layers - depth) * float(width),
             attended=layers * float(width),
             heads=jnp.minimum(runs, length) + tokens,
+            exit_maps=jnp.minimum(runs, length) * any(reads_exits(decoder, e) for e in exits),
         )
         memory = state.memory
         if self.controller is not None:
@@ -255,7 +256,8 @@ class Lossless:
             stored = jax.lax.dynamic_update_slice(now.x, stored, (0, at, 0))
 
             def guess() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-                logits = decoder.unembed(params, x[:, 0]).astype(jnp.float32)
+                seen = read_exit(decoder, params, x[:, 0], depth)
+                logits = decoder.unembed(params, seen).astype(jnp.float32)
                 hard = jnp.zeros((batch,), jnp.bool_) if self.stop is None else self.stop(logits)
                 if greedy:
                     return most_probable(logits), hard, None

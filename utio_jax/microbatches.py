@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -313,10 +313,11 @@ class MicroBatches:
         *,
         deciding: PackedSlots | None = None,
         heads: int = 0,
+        mapped: Sequence[PackedSlots] = (),
     ) -> Work:
-        padded, decided = (
+        padded, decided, *maps = (
             -(-each.total // self.min_bucket) * self.min_bucket
-            for each in (slots, deciding or slots)
+            for each in (slots, deciding or slots, *mapped)
         )
         widths = jnp.asarray(self.key_widths(slots.width), jnp.float32)
         key_slots = jnp.zeros((), jnp.float32)
@@ -330,4 +331,5 @@ class MicroBatches:
             key_slots=key_slots * layers,
             decisions=decided,
             heads=decided * heads,
+            exit_maps=sum(maps, start=jnp.int32(0)),
         )

@@ -30,13 +30,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.decoder import Decoder, Params
+from utio_jax.decoder import Decoder, Params, read_exit, reads_exits
+from utio_jax.dense import FrozenKV, dense_states, positions_of
 from utio_jax.documents import Batch
 from utio_jax.evaluate import run_score
 from utio_jax.executors import Executor, Work, flat, map_head
 from utio_jax.exits import collect
 from utio_jax.forward import Scores, labels_of, next_token_nll
-from utio_jax.layers import FrozenKV, check_policy, dense_states, positions_of
+from utio_jax.layers import check_policy
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import Thresholded
@@ -208,7 +209,8 @@ def observed(
     labels, predicted = labels_of(token_ids, lengths)
 
     def read(logits: jax.Array, label: jax.Array, *exits: jax.Array) -> dict[str, jax.Array]:
-        here = [jnp.argmax(decoder.unembed(params, x), axis=-1) for x in exits]
+        seen = [read_exit(decoder, params, *pair) for pair in zip(exits, depths, strict=False)]
+        here = [jnp.argmax(decoder.unembed(params, x), axis=-1) for x in seen]
         agrees = jnp.stack(here, axis=-1) == jnp.argmax(logits, axis=-1)[:, None]
         return {"nll": next_token_nll(logits, label), "agrees": agrees}
 
@@ -218,6 +220,8 @@ def observed(
     scores = collect(decoder, params, signal, token_ids, lengths, jnp.stack(exits), depths)
     layers = jnp.diff(jnp.asarray((0, *depths))) * token_ids.size
     reads = jnp.asarray([1 + signal.reads_logits(index) for index in range(len(exits))] + [1])
+    mapped = [reads_exits(decoder, depth) for depth in depths]
+    maps = jnp.asarray(mapped, jnp.int32) * reads
     _, valid = positions_of(token_ids, lengths)
     result = Scores(
         log_likelihood=jnp.where(predicted, -nll, 0.0),
@@ -229,6 +233,7 @@ def observed(
             key_slots=layers * float(token_ids.shape[1]),
             decisions=jnp.full(len(depths), token_ids.size).at[-1].set(0),
             heads=reads * token_ids.size,
+            exit_maps=maps * token_ids.size,
         ),
         x=full,
     )

@@ -99,6 +99,14 @@ class ThresholdSearch:
             for depth, lost in zip(self.exits[:-1], harm, strict=False)
         }
 
+    def exit_agreement(self) -> dict[str, float]:
+        """Returns how often each exit's most probable token is full depth's, by depth."""
+        differs = predicted_tokens(self.studies, [study.differs for study in self.studies])
+        return {
+            str(depth): round(1 - float(share), 4)
+            for depth, share in zip(self.exits[:-1], differs.mean(axis=1), strict=False)
+        }
+
     def policy(self, signal: Signal, fit: Thresholds) -> Thresholded:
         """Returns the policy of these thresholds over all exits.
 
@@ -188,7 +196,8 @@ class ThresholdSearch:
         A look at logits is a head, which tokens that stop there have need of anyway.
         """
         boundaries = range(len(depths) - 1)
-        looks = self._cost.head * np.asarray([signal.reads_logits(index) for index in boundaries])
+        reads = np.asarray([signal.reads_logits(index) for index in boundaries], np.float64)
+        looks = self._cost.read(np.asarray(depths[:-1])) * reads
         gates = [signal.flops(index, self.decoder, self.params) for index in boundaries]
         costs = self._flops(depths)
         costs[:-1] -= looks

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import transformers
 
-from utio_jax.layers import dense_states
+from utio_jax.dense import dense_states
 from utio_jax.models import load
 
 model = load(sys.argv[1])

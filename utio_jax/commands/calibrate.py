@@ -6,13 +6,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from utio_jax.commands.shared import OfWindows, read_documents
+from utio_jax.decoder import DecoderConfig
+from utio_jax.documents import Batch, batches_of, windows_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,8 @@ class Calibrate(OfWindows):
       confidence: of that promise.
       text: text files; by default the calibrate split of this Python's standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+      fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
+        half of the documents; the policies get the other half. Written beside --out.
       seed: of the gates, and of the halves.
       out: JSON file to write, its weights beside it; policies.json in the model's folder by
         default.
@@ -43,19 +48,24 @@ class Calibrate(OfWindows):
     confidence: float = 0.95
     text: tuple[Path, ...] = ()
     token_ids: Path | None = None
+    fit_lens: bool = False
     seed: int = 0
     out: Path | None = None
     resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
+        from utio_jax.advice import advise
         from utio_jax.calibrate import BUDGETS, calibrate
         from utio_jax.calibration import calibration_file, load_calibration
-        from utio_jax.documents import batches_of, windows_of
         from utio_jax.gates import SIGNALS
         from utio_jax.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 
         started = time.perf_counter()
+
+        def say(what: str) -> None:
+            print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr)
+
         asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
         if sum(value is not None for value in asked) > 1:
             raise ValueError(
@@ -63,37 +73,37 @@ class Calibrate(OfWindows):
                 f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
                 f"max_disagreement={self.max_disagreement}."
             )
-        model = self.load()
-        config = model.decoder.config
+        if self.fit_lens and self.lens != "auto":
+            raise ValueError(
+                f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."
+            )
+        model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
+        out = calibration_file(self.out if self.out is not None else model.folder)
         documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
+        before = None
+        if self.fit_lens:
+            first, documents = _halves(documents, self.seed)
+            model, before = self._read_through_lens(model, first, documents, described, out, say)
+        config = model.decoder.config
         goal: Goal = Budgets(budgets=self.budget or BUDGETS)
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
         elif self.max_disagreement is not None:
             # Thresholds come from one half, the promise from the other.
-            order = np.random.default_rng(self.seed).permutation(len(documents))
-            half = len(documents) // 2
+            documents, rest = _halves(documents, self.seed)
             goal = MaxDisagreement(
                 max_disagreement=self.max_disagreement,
                 confidence=self.confidence,
-                documents=[documents[index] for index in order[half:]],
+                documents=rest,
                 seed=self.seed,
             )
-            documents = [documents[index] for index in order[:half]]
-        batches = batches_of(
-            windows_of(documents, width=config.context_length),
-            rows=16,
-            widths=[config.context_length],
-            vocab_size=config.vocab_size,
-        )
-        out = calibration_file(self.out if self.out is not None else model.folder)
         done = None
         if self.resume and out.is_file():
             done = load_calibration(out, model_sha256=model.sha256)
         fitted = calibrate(
             model.decoder,
             model.params,
-            list(batches),
+            _windows(documents, config),
             model_sha256=model.sha256,
             text=described,
             policies=tuple(SIGNALS) if self.policy == ("all",) else self.policy,
@@ -101,11 +111,10 @@ class Calibrate(OfWindows):
             seed=self.seed,
             done=done,
             keep=lambda so_far: so_far.save(out),
-            progress=lambda what: print(
-                f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr
-            ),
+            progress=say,
         )
-        advice = advice_on(fitted.info["exit_nll_increase_pct"], config.exits)
+        lens = model.lens is not None
+        advice = advise(model.decoder, model.params, fitted.info, lens=lens)
         if advice is not None:
             print(advice, file=sys.stderr)
         return {
@@ -113,6 +122,8 @@ class Calibrate(OfWindows):
             "advice": advice,
             "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
+            "lens": str(model.lens) if lens else None,
+            "exit_nll_increase_pct_without_lens": before,
             "info": dict(fitted.info),
             "entries": {
                 name: {str(budget): entry.to_json() for budget, entry in entries.items()}
@@ -120,18 +131,65 @@ class Calibrate(OfWindows):
             },
         }
 
+    def _read_through_lens(
+        self,
+        model: Any,
+        documents: list[np.ndarray],
+        others: list[np.ndarray],
+        described: dict[str, Any],
+        out: Path,
+        say: Callable[[str], None],
+    ) -> tuple[Any, dict[str, float]]:
+        """Returns the model with a lens, and what its exits lose on `others` without, in %."""
+        from utio_jax.forward import exit_nll
+        from utio_jax.lens import lens_file, save_lens
+        from utio_jax.lens_fitting import LensConfig, fit_lens
 
-# Trained exits lose a few percent in the middle of a model; untrained ones lose everything.
-_UNTRAINED_PCT = 20.0
+        file, config = lens_file(out.parent), model.decoder.config
+        if not (self.resume and file.is_file()):
+            lens = fit_lens(
+                model.decoder,
+                model.params,
+                _windows(documents, config),
+                LensConfig(seed=self.seed),
+                progress=say,
+            )
+            info = {"model_sha256": model.sha256, "text": described, "seed": self.seed}
+            save_lens(file, lens, info=info)
+        say("exits without lens")
+        run = jax.jit(exit_nll, static_argnums=0)
+        total = sum(
+            np.asarray(run(model.decoder, model.params, batch.token_ids, batch.lengths)).sum(
+                axis=(1, 2), dtype=np.float64
+            )
+            for batch in _windows(others, config)[:_UNTOUCHED]
+        )
+        *early, full = np.asarray(total).tolist()
+        before = {
+            str(depth): round(100 * (lost / full - 1), 3)
+            for depth, lost in zip(config.exits, early, strict=False)
+        }
+        return model.with_lens(file), before
 
 
-def advice_on(exit_nll_increase_pct: Mapping[str, float], exits: tuple[int, ...]) -> str | None:
-    """Returns what to do with a model whose exits were never trained to predict, else None."""
-    deepest, lost = max(exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
-    if lost < _UNTRAINED_PCT:
-        return None
-    return (
-        f"The loss at depth {deepest} is {lost:.0f} % above full depth's: these exits were never "
-        "trained to predict, and adaptive depth will not pay. Use the model in full, or teach it "
-        f"first: utio-jax finetune --exits {' '.join(map(str, exits))}."
+_UNTOUCHED = 4  # Batches on which exits are read without the lens, for comparison.
+
+
+def _halves(documents: list[np.ndarray], seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns one half of the documents, drawn at random, and the other."""
+    order = np.random.default_rng(seed).permutation(len(documents))
+    half = len(documents) // 2
+    first, rest = ([documents[index] for index in part] for part in (order[:half], order[half:]))
+    return first, rest
+
+
+def _windows(documents: list[np.ndarray], config: DecoderConfig) -> list[Batch]:
+    """Returns documents in windows of the model's context, 16 to a batch."""
+    return list(
+        batches_of(
+            windows_of(documents, width=config.context_length),
+            rows=16,
+            widths=[config.context_length],
+            vocab_size=config.vocab_size,
+        )
     )

@@ -49,7 +49,9 @@ class Finetune(OfModel):
             raise ValueError(
                 f"Wanted --dtype float32, bfloat16 or float16. Got --dtype {self.dtype}."
             )
-        model = self.load()
+        # A lens would no longer fit what comes out.
+        plain = dataclasses.replace(self, lens="none") if self.lens == "auto" else self
+        model = plain.load()
         documents, _ = read_documents(model, self.text, self.token_ids, None)
         config = FinetuneConfig(
             steps=self.steps,

@@ -59,8 +59,8 @@ class Scoring(OfWindows):
 
     def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
         """Returns the scores of files, or of `token_ids`, and what was read."""
+        from utio_jax.dense import check_kv
         from utio_jax.evaluate import score_documents
-        from utio_jax.layers import check_kv
         from utio_jax.models.corpus import read_files
 
         check_kv(self.kv, ("propagate", "drop"))

@@ -28,17 +28,21 @@ class OfModel:
       model: a model folder of this package or of Hugging Face, a name of the hub, or the shipped
         model's.
       exits: depths at which a stock model may be read, ending at its last layer; by default those
-        that its config names.
+        that its config names, or its lens.
+      lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
+        one, none is none.
     """
 
     model: str = "stdlib-16"
     exits: tuple[int, ...] = ()
+    lens: str = "auto"
 
     def load(self) -> Any:
         """Returns the `utio_jax.models.Model`. Raises ValueError where it cannot be used."""
         from utio_jax.models import load
 
-        return load(self.model, exits=self.exits)
+        lens = {"auto": True, "none": False}.get(self.lens, self.lens)
+        return load(self.model, exits=self.exits, lens=lens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,9 +60,7 @@ class OfWindows(OfModel):
         model = super().load()
         if self.context < 2:
             raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
-        config = model.decoder.config
-        short = dataclasses.replace(config, context_length=min(self.context, config.context_length))
-        return dataclasses.replace(model, decoder=type(model.decoder)(short))
+        return model.with_context(self.context)
 
 
 def read_documents(
