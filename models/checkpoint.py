@@ -237,7 +237,15 @@ def save(
       like: a folder that the model was loaded from: the new one has its tokenizer, and its layout,
         which transformers loads if it is Hugging Face's.
       dtype: of the weights.
+
+    Raises:
+      ValueError: the decoder is read through a lens, which has a file of its own.
     """
+    if isinstance(decoder, Lensed):
+        raise ValueError(
+            "Wanted a model without a lens. Got a Lensed decoder. Load it with lens=False; "
+            "utio_jax.lens.save_lens writes the lens."
+        )
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     if like is not None:

@@ -348,7 +348,8 @@ def test_advice_names_what_else_there_is(model: Model) -> None:
     good = {**INFO, "exit_agreement": {"1": 0.95, "2": 0.97}}
     advice = advise(model.decoder, model.params, good, lens=True)
     assert advice is not None
-    assert "generate --mode lossless --exit 1" in advice
+    assert "tokens at depth 1 promises" in advice
+    assert "generate --lossless" in advice
     assert "--fit-lens" not in advice
 
 
@@ -362,3 +363,33 @@ def test_drafting_gains_what_the_geometric_series_says(bare: Model) -> None:
     assert found.max_draft == int(np.argmax(rates))
     assert found.gain == pytest.approx(max(rates) / rates[0], rel=1e-5)
     assert best_drafting(bare.decoder, bare.params, {"1": 0.0}).gain == 1.0
+
+
+def test_a_folder_with_a_lens_is_read_through_it(bare: Model, lens: Lens, tmp_path: Path) -> None:
+    from utio_jax.models import load, save
+
+    stock = type(bare.decoder)(dataclasses.replace(bare.decoder.config, exits=(4,)))
+    save(tmp_path, stock, bare.params, dtype=jnp.float32)
+    plain = load(tmp_path)
+    assert plain.decoder.config.exits == (4,)
+    save_lens(tmp_path, lens, info={"model_sha256": plain.sha256})
+    through = load(tmp_path)
+    assert isinstance(through.decoder, Lensed)
+    assert through.decoder.config.exits == EXITS, "the lens says where it can be read"
+    assert through.sha256 != plain.sha256, "policies of one are not the other's"
+    assert load(tmp_path, exits=(2, 4)).decoder.config.exits == (2, 4)
+    np.testing.assert_array_equal(
+        load(tmp_path, exits=(2, 4)).params["lens"]["matrix"], lens.matrix[1:]
+    )
+    assert not isinstance(load(tmp_path, lens=False).decoder, Lensed)
+    short = through.with_context(8)
+    assert isinstance(short.decoder, Lensed)
+    assert short.decoder.config.context_length == 8
+    with pytest.raises(ValueError, match=r"not for \[3\]"):
+        load(tmp_path, exits=(3, 4))
+    with pytest.raises(ValueError, match="without a lens"):
+        save(tmp_path / "again", through.decoder, through.params)  # pyright: ignore
+    from utio_jax.models.finetune import finetune
+
+    with pytest.raises(ValueError, match="--lens none"):
+        finetune(through, [np.arange(9)], out=tmp_path / "tuned")
