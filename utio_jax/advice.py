@@ -73,9 +73,10 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
     """
     of_exits: Mapping[str, float] = info["exit_nll_increase_pct"]
     deepest, lost = max(of_exits.items(), key=lambda item: int(item[0]))
-    measured = [
-        pct for goal in info["goals"].values() for pct in goal.get("nll_increase_pct", {}).values()
-    ]
+    measured = list[float]()
+    for goal in info["goals"].values():
+        measured += goal.get("nll_increase_pct_by_budget", {}).values()
+        measured += [goal["nll_increase_pct"]] if "nll_increase_pct" in goal else []
     if min([lost, *measured]) <= _ACCEPTABLE_PCT:
         return None
     said = [

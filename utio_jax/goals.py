@@ -64,7 +64,7 @@ class Budgets:
                 increases[f"{budget:g}"] = round(increase, 4)
         unreachable = [budget for budget in self.budgets if budget not in found]
         record = {"unreachable": unreachable} if unreachable else {}
-        return found, {"nll_increase_pct": increases, **record}
+        return found, {"nll_increase_pct_by_budget": increases, **record}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
