@@ -15,17 +15,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, Params
 from utio_jax.executors import Executor, Work, flat, map_head
-from utio_jax.layers import (
-    FrozenKV,
-    Readout,
-    dense_states,
-    positions_of,
-    staircase,
-)
+from utio_jax.layers import FrozenKV, dense_states, positions_of, staircase
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
+from utio_jax.readout import Readout
 from utio_jax.sampling import most_probable
+from utio_jax.sparse import SparseAttention
+from utio_jax.vertical_slash import SparseQueries
 
 
 @jax.tree_util.register_dataclass
@@ -39,6 +36,7 @@ class Scores:
       depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
       x: each token's state at its decided depth; padding holds undefined states.
+      sparse: who attended sparsely to what; leaves lead with `[segment]`. None without `attention`.
     """
 
     log_likelihood: Float[Array, "batch token"]
@@ -46,6 +44,7 @@ class Scores:
     depths: Int[Array, "batch token"]
     work: Work
     x: Float[Array, "batch token dim"]
+    sparse: SparseQueries | None = None
 
 
 def score(
@@ -57,6 +56,7 @@ def score(
     *,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
+    attention: SparseAttention | None = None,
 ) -> Scores:
     """Returns every token's log-likelihood with the depth that the policy gives it.
 
@@ -70,6 +70,7 @@ def score(
       policy: who runs how deep.
       kv: what others see of a frozen token, see `utio_jax.layers.staircase`.
       executor: how live slots are run.
+      attention: who attends sparsely; None: nobody.
     """
     labels, predicted = labels_of(token_ids, lengths)
     result = staircase(
@@ -81,6 +82,7 @@ def score(
         kv=kv,
         executor=executor,
         readout=Readout(function=next_token_nll, arrays=(labels,)),
+        attention=attention,
     )
     return Scores(
         log_likelihood=jnp.where(predicted, -result.read, 0.0),
@@ -88,6 +90,7 @@ def score(
         depths=result.depths,
         work=result.work,
         x=result.x,
+        sparse=result.sparse,
     )
 
 

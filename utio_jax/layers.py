@@ -18,8 +18,8 @@ K/V come out in the order that causal attention and caches want.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import jax
@@ -28,9 +28,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention import attend, visible_keys
 from utio_jax.decoder import Decoder, LayerParams, Params, Places, check_depths
-from utio_jax.executors import Executor, Work, flat, layer_at, map_head, stack_work
+from utio_jax.executors import Executor, SparseWork, Work, flat, layer_at, map_head, stack_work
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Boundary, Policy
+from utio_jax.readout import Readout, map_logits, where_read
+from utio_jax.sparse import SparseAttention
+from utio_jax.vertical_slash import SparseQueries
 
 FrozenKV = Literal["propagate", "drop", "full"]
 """What others see of a token at layers beyond its depth: K/V projected from its frozen state,
@@ -111,6 +114,7 @@ def oracle(
     depths: Int[Array, "batch token"],
     *,
     kv: FrozenKV = "propagate",
+    sparse: SparseQueries | None = None,
 ) -> Float[Array, "batch token dim"]:
     """Returns each token's state at its own depth. Slow and obvious: this defines the semantics.
 
@@ -124,6 +128,8 @@ def oracle(
       lengths: real tokens per row; the rest is padding, seen by nobody.
       depths: each token's decided depth, in layers; 0 is the embedding.
       kv: `"propagate"`, `"drop"` or `"full"`.
+      sparse: who sees only a history in which layer: leaves lead with `[layer]`. None: nobody. K/V
+        of full-depth states (`kv="full"`) are made densely all the same.
     """
     check_kv(kv)
     positions, valid = positions_of(token_ids, lengths)
@@ -135,26 +141,17 @@ def oracle(
         runs = valid & (index < depths)
         shown = runs if kv == "drop" else valid
         window, cap = decoder.config.window_at(index), decoder.config.attention_softcap
-        visible = visible_keys(positions, jnp.where(shown, positions, _NOWHERE), window)
+        key_positions = jnp.where(shown, positions, _NOWHERE)
+        visible = seen = visible_keys(positions, key_positions, window)
+        if sparse is not None:
+            here = jax.tree.map(itemgetter(index), sparse)
+            history = here.visible(positions, key_positions, window)
+            seen = jnp.where(here.sparse[..., None], history, visible)
         keys, values = decoder.keys_values(layer, source, places)
-        attended = attend(decoder.queries(layer, x, places), keys, values, visible, softcap=cap)
+        attended = attend(decoder.queries(layer, x, places), keys, values, seen, softcap=cap)
         x = jnp.where(runs[..., None], decoder.finish_layer(layer, x, attended), x)
         source = apply_layer(decoder, layer, source, places, visible) if kv == "full" else x
     return x
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Readout:
-    """What a pass wants to know of every token's prediction at its decided depth.
-
-    Attributes:
-      function: maps logits `[slot, vocab]` in float32, and blocks of `arrays`, to an array or a
-        pytree of arrays `[slot, ...]`.
-      arrays: `[batch, token, ...]`, for example labels.
-    """
-
-    function: Callable[..., Any]
-    arrays: tuple[Array, ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -167,12 +164,14 @@ class StaircaseResult:
       depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
       read: what the readout found, `[batch, token, ...]`, 0 for padding; None without one.
+      sparse: who attended sparsely to what; leaves lead with `[segment]`. None without `attention`.
     """
 
     x: Float[Array, "batch token dim"]
     depths: Int[Array, "batch token"]
     work: Work
     read: Any = None
+    sparse: SparseQueries | None = None
 
 
 def staircase(
@@ -185,10 +184,12 @@ def staircase(
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     readout: Readout | None = None,
+    attention: SparseAttention | None = None,
 ) -> StaircaseResult:
     """Runs every token to the depth that the policy decides, and only that deep.
 
-    Equals `oracle(decoder, params, token_ids, lengths, result.depths, kv=kv)` on real tokens.
+    Equals `oracle(decoder, params, token_ids, lengths, result.depths, kv=kv)` on real tokens, with
+    `result.sparse`, repeated for each segment's layers.
 
     Args:
       decoder: the model. Static under jit.
@@ -200,9 +201,11 @@ def staircase(
       executor: `MicroBatches` (default), or `CapacityPrefix` for gradients. Static under jit.
       readout: what to make of every token's logits at its depth. Each token runs one head for it;
         where the policy looked at the logits of a token that stops, no further one.
+      attention: who attends to its recent tokens and a few others alone; None: nobody.
 
     Raises:
-      ValueError: unknown kv, or a policy whose depths do not fit the model.
+      ValueError: unknown kv, a policy whose depths do not fit the model, or an attention whose
+        thresholds do not fit the depths.
     """
     check_kv(kv, ("propagate", "drop"))
     depths = check_policy(policy, decoder)
@@ -213,11 +216,41 @@ def staircase(
     depth_of_token = jnp.where(live, depths[-1], 0).astype(jnp.int32)
     keys_shown = unread = live
     work, read, done = [], None, 0
+
+    def boundary_at(
+        depth: int, live: jax.Array, deciding: Any, looks: list[Any], readout: Readout | None
+    ) -> Boundary:
+        return Boundary(
+            x=jax.lax.stop_gradient(x),  # Decisions are thresholds: nothing flows through.
+            positions=positions,
+            live=live,
+            params=jax.lax.stop_gradient(params),
+            depth=depth,
+            decoder=decoder,
+            map_live=partial(executor.map_slots, deciding),
+            map_logits=partial(map_logits, decoder, params, executor, deciding, x, readout, looks),
+        )
+
+    notes, choices = None, list[tuple[SparseQueries, SparseWork]]()
+    if attention is not None:
+        notes = attention.signal.start(token_ids, positions)
     for segment, depth in enumerate(depths):
+        slots, glances = executor.pack(segment, live), 0
+        if kv == "drop":
+            keys_shown = live
+        if attention is not None:
+            with jax.named_scope("attention"):
+                seen = list[Any]()
+                deciding = executor.only_if(slots, attention.asks(segment, depths))
+                start = boundary_at(done, live, deciding, seen, None)
+                chosen, notes = attention.choose(segment, depths, start, notes, places, keys_shown)
+                if attention.index_of(segment, depths) >= 0:
+                    slots = executor.pack(segment, live, chosen)
+                asking = executor.work(deciding, 0, False, heads=len(seen))
+                glances = asking.heads
+                heats = attention.heats(chosen)
+                choices.append((chosen, SparseWork(decisions=asking.decisions, heats=heats)))
         with jax.named_scope(f"segment_{done}_{depth}"):
-            slots = executor.pack(segment, live)
-            if kv == "drop":
-                keys_shown = live
             x = executor.run_layers(
                 decoder, params, x, places, keys_shown, slots, (done, depth), kv == "drop"
             )
@@ -226,30 +259,20 @@ def staircase(
             with jax.named_scope("dispatch"):
                 asked = policy.asks(segment)
                 deciding = executor.only_if(slots, asked)
-                boundary = Boundary(
-                    x=jax.lax.stop_gradient(x),  # Decisions are thresholds: nothing flows through.
-                    positions=positions,
-                    live=live,
-                    params=jax.lax.stop_gradient(params),
-                    depth=depth,
-                    decoder=decoder,
-                    map_live=partial(executor.map_slots, deciding),
-                    map_logits=partial(
-                        _map_logits, decoder, params, executor, deciding, x, readout, looks
-                    ),
-                )
+                boundary = boundary_at(depth, live, deciding, looks, readout)
                 goes, memory = policy.go_deeper(segment, boundary, memory)
                 goes &= live
                 stops = live & ~goes
                 depth_of_token = jnp.where(stops, depth, depth_of_token)
                 if looks and readout is not None:
-                    seen = stops & asked
-                    read = _where(seen, looks[-1], looks[-1] if read is None else read)
-                    unread &= ~seen
+                    known = stops & asked
+                    read = where_read(known, looks[-1], looks[-1] if read is None else read)
+                    unread &= ~known
                 live = goes
-        work.append(
-            executor.work(slots, depth - done, kv == "drop", deciding=deciding, heads=len(looks))
+        spent = executor.work(
+            slots, depth - done, kv == "drop", deciding=deciding, heads=len(looks)
         )
+        work.append(dataclasses.replace(spent, heads=spent.heads + glances))
         done = depth
     if readout is not None:
         with jax.named_scope("head"):
@@ -257,41 +280,13 @@ def staircase(
             rest = executor.map_slots(
                 slots, partial(map_head, decoder, params, readout.function), x, *readout.arrays
             )
-            read = rest if read is None else _where(unread, rest, read)
+            read = rest if read is None else where_read(unread, rest, read)
         work.append(executor.work(slots, 0, False, heads=1))
-    return StaircaseResult(x=x, depths=depth_of_token, work=stack_work(work), read=read)
-
-
-def _map_logits(
-    decoder: Decoder,
-    params: Params,
-    executor: Executor,
-    slots: Any,
-    x: Float[Array, "batch token dim"],
-    readout: Readout | None,
-    looks: list[Any],
-    function: Callable[..., jax.Array],
-    *arrays: jax.Array,
-) -> jax.Array:
-    """Is `Boundary.map_logits`; what the readout makes of the same logits is added to `looks`."""
-    kept = () if readout is None else readout.arrays
-
-    def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
-        decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
-        return decision, None if readout is None else readout.function(logits, *blocks[: len(kept)])
-
-    decision, found = executor.map_slots(
-        slots, partial(map_head, decoder, params, look), x, *kept, *arrays
-    )
-    looks.append(found)
-    return decision
-
-
-def _where(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
-    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 2)), new, old)
-
-    return jax.tree.map(pick, new, old)
+    total, sparse = stack_work(work), None
+    if choices:
+        sparse, spent = jax.tree.map(lambda *leaves: jnp.stack(leaves), *choices)
+        total = dataclasses.replace(total, sparse=spent)
+    return StaircaseResult(x=x, depths=depth_of_token, work=total, read=read, sparse=sparse)
 
 
 def check_policy(policy: Policy, decoder: Decoder) -> tuple[int, ...]:
