@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import History, SparseQueries, vertical_slash
+from utio_jax import History, SparseQueries, attend_vertical_slash
 from utio_jax.attention import attend
 from utio_jax.cost import count_matmul_flops
 from utio_jax.history import visible_history
@@ -88,7 +88,7 @@ def _masked(
 @pytest.mark.parametrize("case", CASES)
 def test_equals_attention_under_the_mask_that_defines_it(case: tuple[Any, ...]) -> None:
     static = {name: draw(case, 0)[name] for name in ("history", "chunk", "softcap")}
-    run = jax.jit(lambda tensors: vertical_slash(**tensors, **static))
+    run = jax.jit(lambda tensors: attend_vertical_slash(**tensors, **static))
     for seed in range(12):
         inputs = draw(case, seed)
         found = run({name: y for name, y in inputs.items() if name not in static})
@@ -128,7 +128,7 @@ def test_two_calls_merged_by_log_sum_exp_are_the_same(case: tuple[Any, ...]) -> 
 def test_queries_that_see_nothing_get_zeros() -> None:
     inputs = draw(CASES[0], 0) | {"shown": jnp.zeros((2, 64), bool)}
     static = {name: inputs.pop(name) for name in ("history", "chunk", "softcap", "window")}
-    assert not jax.jit(lambda tensors: vertical_slash(**tensors, **static))(inputs).any()
+    assert not jax.jit(lambda tensors: attend_vertical_slash(**tensors, **static))(inputs).any()
 
 
 def test_costs_verticals_and_a_slice_per_query_whatever_the_row() -> None:
@@ -137,7 +137,7 @@ def test_costs_verticals_and_a_slice_per_query_whatever_the_row() -> None:
     for tokens in (64, 256):
         inputs = draw((tokens, *CASES[0][1:]), 0)
         static = {name: inputs.pop(name) for name in ("history", "chunk", "softcap", "window")}
-        found = count_matmul_flops(lambda t, s=static: vertical_slash(**t, **s), inputs)
+        found = count_matmul_flops(lambda t, s=static: attend_vertical_slash(**t, **s), inputs)
         assert found == 2 * tokens * (16 + 8 - 1 + 7) * per_key
 
 
@@ -169,7 +169,7 @@ def test_impossible_calls_are_refused(
     changes: dict[str, Any], match: str, unchecked_shapes: None
 ) -> None:
     with pytest.raises(ValueError, match=match):
-        vertical_slash(**(draw(CASES[0], 0) | changes))
+        attend_vertical_slash(**(draw(CASES[0], 0) | changes))
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from utio_jax import (
     MicroBatches,
     capacity,
     fit_capacities,
-    microbatches,
+    query_blocks,
     staircase,
+    vertical_slash,
 )
 from utio_jax.executors import Work
 from utio_jax.models import Transformer
@@ -74,7 +75,8 @@ def numbers_of(work: Work) -> Any:
 @pytest.fixture(autouse=True)
 def counted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts query slots times key slots wherever an executor attends."""
-    for module, name in ((microbatches, "attend_counted"), (capacity, "attend")):
+    places = (query_blocks, "attend_counted"), (vertical_slash, "attend_counted")
+    for module, name in (*places, (capacity, "attend")):
 
         def attend(
             queries: Any, keys: Any, *rest: Any, plain: Any = getattr(module, name), **options: Any

@@ -44,7 +44,7 @@ from utio_jax.signals import (
     surrogate_table,
 )
 from utio_jax.sparse import SparseAttention
-from utio_jax.vertical_slash import SparseQueries, vertical_slash
+from utio_jax.vertical_slash import SparseQueries, attend_vertical_slash
 from utio_jax.wrappers import DepthFloor, KeepFirst, PositionDecay
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "UtioSurrogate",
     "adapt",
     "assign_buckets",
+    "attend_vertical_slash",
     "attention_heat",
     "bucket_tokens",
     "check_tokens",
@@ -100,5 +101,4 @@ __all__ = [
     "staircase",
     "surrogate_importance",
     "surrogate_table",
-    "vertical_slash",
 ]

@@ -146,7 +146,7 @@ def attend_history(
     return attend_counted(queries, gather(keys), gather(counted), visible, softcap=softcap)
 
 
-def vertical_slash(
+def attend_vertical_slash(
     queries: Float[Array, "batch token head head_dim"],
     keys: Float[Array, "batch token kv_head head_dim"],
     values: Float[Array, "batch token kv_head head_dim"],
