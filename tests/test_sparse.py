@@ -28,6 +28,8 @@ from utio_jax import (
     score,
     staircase,
 )
+from utio_jax.cost import count_matmul_flops, token_cost
+from utio_jax.evaluate import evaluate, score_documents
 from utio_jax.heat import heavy_hitters
 from utio_jax.signals import SignalBase, static
 
@@ -301,3 +303,54 @@ def test_all_and_half_of_a_uniform_pass(tiny: Any) -> None:
     found = run(decoder, params, ids, lengths, Uniform(depth=4), halves, **OPTIONS)
     real = np.arange(40) < np.asarray(lengths)[:, None]
     np.testing.assert_array_equal(found.sparse.sparse[0], real & (np.arange(40) >= 20))
+
+
+def test_evaluation_charges_heat_and_decisions_and_knows_the_ideal(tiny: Any, text: Any) -> None:
+    decoder, params = tiny.decoder, tiny.params
+    policy = GivenDepths(depth_of_token=jnp.full((8, 32), 4), depths=(2, 4))
+    narrow = choice(np.full((2, 8, 32), 0.3), [0.5], History(recent=3, sinks=1, heavy=2))
+    free = choice(np.full((2, 8, 32), 0.3), [0.5], History(recent=5, sinks=1))
+    executor = MicroBatches(min_bucket=2, block=16, query_block=8, key_step=32)
+    choices = {"narrow": narrow, "free": free}
+    names = ("dense", "narrow", "free")
+    found = evaluate(
+        decoder, params, text[:1], dict.fromkeys(names, policy), executor=executor,
+        attention=choices,
+    )  # fmt: skip
+    dense, narrow_found, free_found = (found[name] for name in names)
+    lengths = text[0].lengths
+    cost = token_cost(decoder, params)
+    assert dense.flops_gates == 0.0
+    # The signal asks for 1000 FLOPs per slot.
+    packed = -(-int(lengths.sum()) // 2) * 2
+    assert free_found.flops_gates == 1000.0 * packed
+    heat = narrow_found.flops_gates - free_found.flops_gates
+    queries = 8 * 3 * 3  # Rows, chunks but the last, a sample of three.
+    layer = jax.tree.map(lambda leaf: leaf[0], decoder.layers(params))
+    x, places = jnp.zeros((queries, 32)), decoder.encode_positions(jnp.zeros(queries, jnp.int32))
+    asked = count_matmul_flops(decoder.queries, layer, x, places)
+    wanted = 8 * 32 * cost.keys_values + asked + queries * 32 * (cost.attention_per_key / 2 + 2 * 4)
+    np.testing.assert_allclose(heat, wanted)
+    assert narrow_found.flops < dense.flops + heat + 1000.0 * packed
+    # Ideal: two of four layers see at most six keys instead of 32.
+    spared = sum(32 - min(position + 1, 6) for n in lengths for position in range(n))
+    np.testing.assert_allclose(
+        dense.flops_ideal - narrow_found.flops_ideal, 2 * spared * cost.attention_per_key
+    )
+    assert narrow_found.nll != dense.nll
+
+
+def test_documents_are_scored_with_sparse_attention(tiny: Any) -> None:
+    documents = [np.asarray(tiny.tokens(1, 40, seed=seed)[0]) for seed in range(2)]
+    policy = Uniform(depth=4)
+    everybody = SparseAttention(
+        signal=Position(), thresholds=jnp.asarray([jnp.inf]), history=HISTORY, chunk=8, sample=3
+    )
+    found = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2,
+                            attention=everybody)  # fmt: skip
+    (wanted,) = score_documents(
+        tiny.decoder, tiny.params, documents[1:], policy, rows=1, attention=everybody
+    ).documents
+    np.testing.assert_allclose(found.documents[1].log_likelihood, wanted.log_likelihood, atol=1e-4)
+    plain = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2)
+    assert found.quality.nll != plain.quality.nll
