@@ -39,7 +39,7 @@ from utio_jax.documents import Batch, batches_of, windows_of
 from utio_jax.evaluate import evaluate, run_score
 from utio_jax.exits import collect_scores, predicted_tokens, study_exits
 from utio_jax.models import Transformer
-from utio_jax.models.corpus import standard_library
+from utio_jax.models.corpus import Split, standard_library
 from utio_jax.models.transformer import TransformerConfig
 from utio_jax.query_blocks import attend_blocks
 from utio_jax.sparse import attention_flops
@@ -50,7 +50,7 @@ FLOOR = 4
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark; see `--help`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Sparse attention: time and loss.")
     parser.add_argument("what", choices=("time", "loss"))
     parser.add_argument("--tokens", type=int, default=4096, help="of one row, to time")
     parser.add_argument("--layers", type=int, default=4)
@@ -204,7 +204,7 @@ def loss_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def long_windows(model: Any, split: str, count: int) -> list[Batch]:
+def long_windows(model: Any, split: Split, count: int) -> list[Batch]:
     """Returns batches of windows as long as the context, drawn from a split's longer documents."""
     width = model.decoder.config.context_length
     documents = model.encode([document.text for document in standard_library(split)])

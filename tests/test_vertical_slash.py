@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import jax
@@ -61,6 +60,11 @@ def draw(case: tuple[Any, ...], seed: int) -> dict[str, Any]:
     }
 
 
+def take_static(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Removes from the inputs what is not an array, and returns it."""
+    return {name: inputs.pop(name) for name in ("history", "chunk", "softcap", "window")}
+
+
 def masked(inputs: dict[str, Any]) -> jax.Array:
     """Returns attention under `visible_history`, over all keys."""
     verticals, chunk = np.asarray(inputs["verticals"]), inputs["chunk"]
@@ -70,10 +74,9 @@ def masked(inputs: dict[str, Any]) -> jax.Array:
         mine = verticals[row, query // chunk]
         heavy[row, query, mine[mine < tokens]] = True
     tensors = {name: inputs[name] for name in ("queries", "keys", "values", "shown", "window")}
-    return _masked(tensors, jnp.asarray(heavy), inputs["history"], inputs["softcap"])
+    return run_masked(tensors, jnp.asarray(heavy), inputs["history"], inputs["softcap"])
 
 
-@partial(jax.jit, static_argnums=(2, 3))
 def _masked(
     tensors: dict[str, Any], heavy: jax.Array, history: History, softcap: float | None
 ) -> jax.Array:
@@ -83,6 +86,9 @@ def _masked(
     visible = visible_history(history, positions, hidden, heavy, tensors["window"])
     three = (tensors[name] for name in ("queries", "keys", "values"))
     return attend(*three, visible, softcap=softcap)
+
+
+run_masked = jax.jit(_masked, static_argnums=(2, 3))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -116,7 +122,6 @@ def test_two_calls_merged_by_log_sum_exp_are_the_same(case: tuple[Any, ...]) -> 
             width=width,
             history=history,
             window=inputs["window"],
-            softcap=None,
             implementation="xla",
         )
 
@@ -127,7 +132,9 @@ def test_two_calls_merged_by_log_sum_exp_are_the_same(case: tuple[Any, ...]) -> 
 
 def test_queries_that_see_nothing_get_zeros() -> None:
     inputs = draw(CASES[0], 0) | {"shown": jnp.zeros((2, 64), bool)}
-    static = {name: inputs.pop(name) for name in ("history", "chunk", "softcap", "window")}
+    static: dict[str, Any] = {
+        name: inputs.pop(name) for name in ("history", "chunk", "softcap", "window")
+    }
     assert not jax.jit(lambda tensors: attend_vertical_slash(**tensors, **static))(inputs).any()
 
 
@@ -136,7 +143,9 @@ def test_costs_verticals_and_a_slice_per_query_whatever_the_row() -> None:
     per_key = 2 * 4 * 8 + 2 * 4 * 9  # Scores, and the mix of values with their count.
     for tokens in (64, 256):
         inputs = draw((tokens, *CASES[0][1:]), 0)
-        static = {name: inputs.pop(name) for name in ("history", "chunk", "softcap", "window")}
+        static: dict[str, Any] = {
+            name: inputs.pop(name) for name in ("history", "chunk", "softcap", "window")
+        }
         found = count_matmul_flops(lambda t, s=static: attend_vertical_slash(**t, **s), inputs)
         assert found == 2 * tokens * (16 + 8 - 1 + 7) * per_key
 

@@ -28,7 +28,6 @@ from utio_jax import (
     staircase,
     vertical_slash,
 )
-from utio_jax.executors import Work
 from utio_jax.models import Transformer
 from utio_jax.signals import SignalBase, static
 
@@ -71,7 +70,7 @@ def read_counts() -> collections.Counter[str]:
     return counts
 
 
-def numbers_of(work: Work) -> Any:
+def numbers_of(work: Any) -> Any:
     """Returns the entries of a pass's work as numpy arrays, by the same names."""
     entries = {name: np.asarray(entry) for name, entry in vars(work).items()}
     return types.SimpleNamespace(**entries)
@@ -186,26 +185,23 @@ def test_sparse_queries_cost_verticals_and_a_slice_and_nobody_pays_twice(tiny: A
         read_counts()
         edges = jnp.asarray(thresholds, jnp.float32)
         found = jax.block_until_ready(run(ids, lengths, scores, edges, depths))
-        counts, work, sparse = (
-            read_counts(),
-            numbers_of(found.work),
-            np.asarray(found.sparse.sparse),
-        )
+        counts, work = read_counts(), numbers_of(found.work)
+        sparse, spent = np.asarray(found.sparse.sparse), numbers_of(found.work.sparse)
         real = np.arange(37) < lengths[:, None]
         wanted = []
         for segment, live in enumerate((real, real & (depths > 2))):
             asked = np.isfinite(thresholds[segment])
-            assert int(work.sparse.decisions[segment]) == asked * -(-int(live.sum()) // 2) * 2
-            assert int(work.sparse.heats[segment]) == sparse[segment].any()
+            assert int(spent.decisions[segment]) == asked * -(-int(live.sum()) // 2) * 2
+            assert int(spent.heats[segment]) == sparse[segment].any()
             dense = np.where(live & ~sparse[segment], 2, 0)
             shape = cases.Shape(3, 37, (2,), executor, "propagate")
             ((_, _, key_slots),) = cases.expected_work(dense, shape)
             wanted.append(key_slots + 2 * sparse_key_slots(sparse[segment], executor, history))
         np.testing.assert_array_equal(work.key_slots[:2], wanted)
         assert counts["key_slots"] == work.key_slots.sum()
-        assert counts["queries"] - counts["finish_layer"] == 3 * 4 * 2 * work.sparse.heats.sum()
-        assert counts["keys_values"] == work.keys_values.sum() + 3 * 37 * work.sparse.heats.sum()
-        assert counts["decisions"] == work.sparse.decisions.sum()
+        assert counts["queries"] - counts["finish_layer"] == 3 * 4 * 2 * spent.heats.sum()
+        assert counts["keys_values"] == work.keys_values.sum() + 3 * 37 * spent.heats.sum()
+        assert counts["decisions"] == spent.decisions.sum()
 
 
 def deepest_of(counts_of_rows: list[tuple[int, int, int]], width: int) -> np.ndarray:

@@ -85,12 +85,13 @@ class MicroBatches:
         first_slot = jnp.cumsum(counts) - counts
         packed = live.reshape(-1)
         margin = max(self.block, self.query_block)
+        dense = live if sparse is None else live & ~sparse.sparse
+        rest = live & ~dense
+        dense_counts = jnp.sum(dense, axis=1, dtype=jnp.int32)
         if sparse is None:
             slot_of_token = jnp.cumsum(packed, dtype=jnp.int32) - 1
         else:
-            dense, rest = live & ~sparse.sparse, live & sparse.sparse
             ranks = [jnp.cumsum(kind, axis=1, dtype=jnp.int32) for kind in (dense, rest)]
-            dense_counts = ranks[0][:, -1]
             slot_of_token = jnp.where(dense, ranks[0], dense_counts[:, None] + ranks[1]) - 1
             slot_of_token = (first_slot[:, None] + slot_of_token).reshape(-1)
         slot_of_token = jnp.where(packed, slot_of_token, packed.size + margin)
@@ -105,17 +106,13 @@ class MicroBatches:
             sizes=(self.query_block, self.min_bucket),
             key_widths=self.key_widths(width),
         )
-        if sparse is None:
-            query_blocks = groups(first_slot, counts)
-        else:
+        query_blocks = groups(first_slot, dense_counts)
+        if sparse is not None:
             chunks = -(-width // sparse.chunk)
             rest = jnp.pad(rest, ((0, 0), (0, chunks * sparse.chunk - width)))
             per_chunk = jnp.sum(rest.reshape(batch, chunks, -1), axis=2, dtype=jnp.int32)
             begin = jnp.cumsum(per_chunk, axis=1) - per_chunk + (first_slot + dense_counts)[:, None]
-            query_blocks = (
-                *groups(first_slot, dense_counts),
-                *groups(begin.reshape(-1), per_chunk.reshape(-1), sparse=sparse),
-            )
+            query_blocks += groups(begin.reshape(-1), per_chunk.reshape(-1), sparse=sparse)
         return PackedSlots(
             token_of_slot=token_of_slot,
             total=jnp.sum(counts),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -159,28 +160,30 @@ def attend_blocks(
 
                 return on_first
 
-            def banded(width: int) -> Callable[[], jax.Array]:
-                assert sparse is not None
-                assert blocks.chunk is not None
-                return lambda: attend_history(
-                    mine,
-                    positions,
-                    keys,
-                    counted,
-                    keys_shown,
-                    row=row,
-                    verticals=sparse.verticals[row, blocks.chunk[index]],
-                    start=slice_start(
-                        sparse.history, positions[0], width=width, tokens=tokens_per_row
-                    ),
-                    width=width,
-                    history=sparse.history,
-                    window=window,
-                    softcap=softcap,
-                )
-
-            kind = dense if blocks.chunk is None else banded
-            new = jax.lax.switch(blocks.reach[index], [kind(width) for width in blocks.widths])
+            if sparse is None or blocks.chunk is None:
+                branches = [dense(width) for width in blocks.widths]
+            else:
+                branches = [
+                    partial(
+                        attend_history,
+                        mine,
+                        positions,
+                        keys,
+                        counted,
+                        keys_shown,
+                        row=row,
+                        verticals=sparse.verticals[row, blocks.chunk[index]],
+                        start=slice_start(
+                            sparse.history, positions[0], width=width, tokens=tokens_per_row
+                        ),
+                        width=width,
+                        history=sparse.history,
+                        window=window,
+                        softcap=softcap,
+                    )
+                    for width in blocks.widths
+                ]
+            new = jax.lax.switch(blocks.reach[index], branches)
             if blocks.overhangs:
                 old = jax.lax.dynamic_slice_in_dim(attended, start, blocks.size)
                 slot = start + jnp.arange(blocks.size, dtype=jnp.int32)

@@ -196,9 +196,10 @@ def attend_vertical_slash(
             "Wanted no softcap with implementation='cudnn', which has none. "
             f"Got softcap={softcap}. Use implementation='xla'."
         )
-    attend_block = attend_history
     if implementation == "cudnn":
         attend_block = partial(attend_history_in_two, implementation=implementation)
+    else:
+        attend_block = partial(attend_history, softcap=softcap)
     counted = with_count(values) if implementation == "xla" else values
     width = slice_width(history, chunk, tokens)
     padding = ((0, 0), (0, chunks * chunk - tokens), (0, 0), (0, 0))
@@ -218,7 +219,6 @@ def attend_vertical_slash(
             width=width,
             history=history,
             window=window,
-            softcap=softcap,
         )
 
     index = jnp.arange(batch * chunks, dtype=jnp.int32)
@@ -240,11 +240,9 @@ def attend_history_in_two(
     width: int,
     history: History,
     window: Int[Array, ""] | None,
-    softcap: None,
     implementation: Implementation,
 ) -> Float[Array, "query head head_dim"]:
     """Returns what `attend_history` does, of plain values: verticals and slice in a call each."""
-    del softcap
     gather = partial(gather_keys, row=row, verticals=verticals, start=start, width=width)
     visible = visible_gathered(history, positions, verticals, start, width, window)
     visible &= gather(shown)[None, :]
