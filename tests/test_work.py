@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import types
 from collections.abc import Callable
@@ -11,20 +12,24 @@ from typing import Any, ClassVar
 
 import cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from utio_jax import (
     CapacityPrefix,
     GivenDepths,
+    History,
     MicroBatches,
+    SparseAttention,
     capacity,
     fit_capacities,
-    microbatches,
+    query_blocks,
     staircase,
+    vertical_slash,
 )
-from utio_jax.executors import Work
 from utio_jax.models import Transformer
+from utio_jax.signals import SignalBase, static
 
 
 class Counting(Transformer):
@@ -65,7 +70,7 @@ def read_counts() -> collections.Counter[str]:
     return counts
 
 
-def numbers_of(work: Work) -> Any:
+def numbers_of(work: Any) -> Any:
     """Returns the entries of a pass's work as numpy arrays, by the same names."""
     entries = {name: np.asarray(entry) for name, entry in vars(work).items()}
     return types.SimpleNamespace(**entries)
@@ -74,7 +79,8 @@ def numbers_of(work: Work) -> Any:
 @pytest.fixture(autouse=True)
 def counted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts query slots times key slots wherever an executor attends."""
-    for module, name in ((microbatches, "attend_counted"), (capacity, "attend")):
+    places = (query_blocks, "attend_counted"), (vertical_slash, "attend_counted")
+    for module, name in (*places, (capacity, "attend")):
 
         def attend(
             queries: Any, keys: Any, *rest: Any, plain: Any = getattr(module, name), **options: Any
@@ -123,6 +129,79 @@ def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
             for row in decided
         ]
         assert work.queries.sum() <= sum(per_segment)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given(SignalBase):
+    """Scores by token, the same at every boundary."""
+
+    scores: jax.Array
+    name: str = static(default="given")
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        score = boundary.map_live(lambda block: count("decisions", block.shape[0]) or block,
+                                  self.scores)  # fmt: skip
+        return score, memory
+
+
+def sparse_key_slots(sparse: np.ndarray, executor: MicroBatches, history: History) -> int:
+    """Returns query slots times key slots of one layer's sparse queries, chunk by chunk of 8."""
+    total, width = 0, sparse.shape[1]
+    for row in sparse:
+        for begin in range(0, width, 8):
+            positions = begin + np.flatnonzero(row[begin : begin + 8])
+            while len(positions):
+                whole = len(positions) >= executor.query_block
+                size = executor.query_block if whole else executor.min_bucket
+                mine, positions = positions[:size], positions[size:]
+                span = size
+                while span < mine[-1] - mine[0] + 1:
+                    span *= 2
+                slice_width = min(min(span, 8) + history.recent - 1, width)
+                total += size * (slice_width + history.sinks + history.heavy)
+    return total
+
+
+def test_sparse_queries_cost_verticals_and_a_slice_and_nobody_pays_twice(tiny: Any) -> None:
+    executor = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
+    history, decoder = History(recent=5, sinks=1, heavy=2), Counting(tiny.decoder.config)
+
+    @jax.jit
+    def run(ids: Any, lengths: Any, scores: Any, thresholds: Any, depths: Any) -> Any:
+        policy = GivenDepths(depth_of_token=depths, depths=(2, 4))
+        attention = SparseAttention(
+            signal=Given(scores=scores), thresholds=thresholds, history=history, chunk=8, sample=2
+        )
+        return staircase(
+            decoder, tiny.params, ids, lengths, policy, executor=executor, attention=attention
+        )
+
+    ids, lengths = tiny.tokens(3, 37), np.asarray([37, 20, 5], np.int32)
+    rng = np.random.default_rng(0)
+    depths = rng.choice([2, 4], (3, 37))
+    for seed, thresholds in enumerate(([0.5, 0.5], [0.1, 0.9], [-np.inf, 0.3], [np.inf, -np.inf])):
+        scores = jnp.asarray(np.random.default_rng(seed).random((3, 37)), jnp.float32)
+        read_counts()
+        edges = jnp.asarray(thresholds, jnp.float32)
+        found = jax.block_until_ready(run(ids, lengths, scores, edges, depths))
+        counts, work = read_counts(), numbers_of(found.work)
+        sparse, spent = np.asarray(found.sparse.sparse), numbers_of(found.work.sparse)
+        real = np.arange(37) < lengths[:, None]
+        wanted = []
+        for segment, live in enumerate((real, real & (depths > 2))):
+            asked = np.isfinite(thresholds[segment])
+            assert int(spent.decisions[segment]) == asked * -(-int(live.sum()) // 2) * 2
+            assert int(spent.heats[segment]) == sparse[segment].any()
+            dense = np.where(live & ~sparse[segment], 2, 0)
+            shape = cases.Shape(3, 37, (2,), executor, "propagate")
+            ((_, _, key_slots),) = cases.expected_work(dense, shape)
+            wanted.append(key_slots + 2 * sparse_key_slots(sparse[segment], executor, history))
+        np.testing.assert_array_equal(work.key_slots[:2], wanted)
+        assert counts["key_slots"] == work.key_slots.sum()
+        assert counts["queries"] - counts["finish_layer"] == 3 * 4 * 2 * spent.heats.sum()
+        assert counts["keys_values"] == work.keys_values.sum() + 3 * 37 * spent.heats.sum()
+        assert counts["decisions"] == spent.decisions.sum()
 
 
 def deepest_of(counts_of_rows: list[tuple[int, int, int]], width: int) -> np.ndarray:

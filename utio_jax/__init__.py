@@ -14,10 +14,12 @@ Depths count layers; scores and thresholds are in nats unless they say otherwise
 
 from utio_jax.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
 from utio_jax.capacity import CapacityPrefix, fit_capacities
+from utio_jax.chance import Chance
 from utio_jax.decoder import Decoder, DecoderConfig
 from utio_jax.dense import dense_states, oracle
 from utio_jax.documents import check_tokens
 from utio_jax.forward import Scores, exit_nll, full_depth, score
+from utio_jax.history import History
 from utio_jax.importance import (
     attention_heat,
     embedding_outlier,
@@ -42,6 +44,8 @@ from utio_jax.signals import (
     UtioSurrogate,
     surrogate_table,
 )
+from utio_jax.sparse import SparseAttention
+from utio_jax.vertical_slash import SparseQueries, attend_vertical_slash
 from utio_jax.wrappers import DepthFloor, KeepFirst, PositionDecay
 
 __all__ = [
@@ -49,12 +53,14 @@ __all__ = [
     "BucketPlan",
     "Buckets",
     "CapacityPrefix",
+    "Chance",
     "Decoder",
     "DecoderConfig",
     "DepthFloor",
     "Entropy",
     "GivenDepths",
     "Hazard",
+    "History",
     "KeepFirst",
     "Learned",
     "Ledger",
@@ -69,6 +75,8 @@ __all__ = [
     "Scores",
     "Signal",
     "SoftmaxGap",
+    "SparseAttention",
+    "SparseQueries",
     "StaircaseResult",
     "StateGate",
     "StateSimilarity",
@@ -78,6 +86,7 @@ __all__ = [
     "UtioSurrogate",
     "adapt",
     "assign_buckets",
+    "attend_vertical_slash",
     "attention_heat",
     "bucket_tokens",
     "check_tokens",

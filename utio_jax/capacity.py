@@ -16,6 +16,7 @@ from utio_jax.attention import attend, visible_keys
 from utio_jax.decoder import Decoder, Params, Places
 from utio_jax.executors import Work, flat, layer_at
 from utio_jax.plan import check_min_bucket
+from utio_jax.vertical_slash import SparseQueries
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +51,14 @@ class CapacityPrefix:
                 f"Got capacities={self.capacities}. `fit_capacities` rounds them up."
             )
 
-    def pack(self, segment: int, live: Bool[Array, "batch token"]) -> PrefixSlots:
+    def pack(
+        self, segment: int, live: Bool[Array, "batch token"], sparse: SparseQueries | None = None
+    ) -> PrefixSlots:
+        if sparse is not None:
+            raise ValueError(
+                "Wanted dense attention, the only one that a static prefix has. Got a choice of "
+                "sparse attention. Use executor=MicroBatches()."
+            )
         if segment >= len(self.capacities):
             raise ValueError(
                 "Wanted a capacity for each of the policy's depths. "

@@ -153,6 +153,8 @@ def ideal_flops(
     key_widths: Sequence[int],
     deepest: int,
     keep_frozen: bool,
+    sparse_layers: np.ndarray | int = 0,
+    history: int = 0,
 ) -> float:
     """Returns the FLOPs of the decided layers, frozen K/V and one head per token: nothing padded.
 
@@ -163,13 +165,22 @@ def ideal_flops(
         smallest that covers its position.
       deepest: the deepest that any token runs, up to which frozen tokens pay for K/V.
       keep_frozen: whether they do (`kv="propagate"`).
+      sparse_layers: in how many of its layers each token attends to its history alone.
+      history: keys that it sees there at most.
     """
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(depths.shape[1]), side="right")]
     real = depths > 0
     per_layer = cost.query + cost.attention_per_key * keys
     frozen = deepest * float(real.sum()) if keep_frozen else float(depths.sum())
-    return float((depths * per_layer).sum() + frozen * cost.keys_values + real.sum() * cost.head)
+    # A history is gathered, not padded up to a width.
+    spared = np.maximum(keys - np.minimum(np.arange(depths.shape[1]) + 1, history), 0.0)
+    return float(
+        (depths * per_layer).sum()
+        - cost.attention_per_key * (sparse_layers * spared).sum()
+        + frozen * cost.keys_values
+        + real.sum() * cost.head
+    )
 
 
 def expected_flops(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Literal, get_args
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention import attend, visible_keys
 from utio_jax.decoder import Decoder, LayerParams, Params, Places, read_exit, reads_exits
 from utio_jax.executors import flat, layer_at
+from utio_jax.vertical_slash import SparseQueries
 
 FrozenKV = Literal["propagate", "drop", "full"]
 """What others see of a token at layers beyond its depth: K/V projected from its frozen state,
@@ -92,6 +94,7 @@ def oracle(
     depths: Int[Array, "batch token"],
     *,
     kv: FrozenKV = "propagate",
+    sparse: SparseQueries | None = None,
 ) -> Float[Array, "batch token dim"]:
     """Returns what the head reads of each token. Slow and obvious: this defines the semantics.
 
@@ -106,6 +109,8 @@ def oracle(
       lengths: real tokens per row; the rest is padding, seen by nobody.
       depths: each token's decided depth, in layers; 0 is the embedding.
       kv: `"propagate"`, `"drop"` or `"full"`.
+      sparse: who sees only a history in which layer: leaves lead with `[layer]`. None: nobody. K/V
+        of full-depth states (`kv="full"`) are made densely all the same.
     """
     check_kv(kv)
     positions, valid = positions_of(token_ids, lengths)
@@ -117,9 +122,14 @@ def oracle(
         runs = valid & (index < depths)
         shown = runs if kv == "drop" else valid
         window, cap = decoder.config.window_at(index), decoder.config.attention_softcap
-        visible = visible_keys(positions, jnp.where(shown, positions, _NOWHERE), window)
+        key_positions = jnp.where(shown, positions, _NOWHERE)
+        visible = seen = visible_keys(positions, key_positions, window)
+        if sparse is not None:
+            here = jax.tree.map(itemgetter(index), sparse)
+            history = here.visible(positions, key_positions, window)
+            seen = jnp.where(here.sparse[..., None], history, visible)
         keys, values = decoder.keys_values(layer, source, places)
-        attended = attend(decoder.queries(layer, x, places), keys, values, visible, softcap=cap)
+        attended = attend(decoder.queries(layer, x, places), keys, values, seen, softcap=cap)
         x = jnp.where(runs[..., None], decoder.finish_layer(layer, x, attended), x)
         source = apply_layer(decoder, layer, source, places, visible) if kv == "full" else x
     read = x

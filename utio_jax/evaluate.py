@@ -17,12 +17,13 @@ from utio_jax.decoder import Decoder, Params
 from utio_jax.dense import FrozenKV
 from utio_jax.documents import Batch, batches_of, windows_of
 from utio_jax.executors import Executor, Work
-from utio_jax.forward import Comparison, compare_states, full_depth, score
+from utio_jax.forward import Comparison, Scores, compare_states, full_depth, score
 from utio_jax.guardrails import check_worthwhile
 from utio_jax.layers import check_policy
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
+from utio_jax.sparse import SparseAttention, attention_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,7 @@ def evaluate(
     *,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
+    attention: Mapping[str, SparseAttention] | None = None,
     observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Quality]:
@@ -121,6 +123,8 @@ def evaluate(
       policies: by a name of the caller's choice.
       kv: what others see of frozen tokens.
       executor: how live slots are run; the full pass uses it too.
+      attention: by the same names, who attends sparsely; nobody under the others, nor in the full
+        pass.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       progress: called after every policy and batch.
 
@@ -130,6 +134,7 @@ def evaluate(
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
     cost = token_cost(decoder, params)
+    attention = attention or {}
     totals = dict.fromkeys(policies, Quality())
     for batch in batches:
         ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
@@ -137,11 +142,16 @@ def evaluate(
         full = run(policy=full_depth(decoder))
         flops_full = pass_flops(cost, full.work)
         for name, policy in policies.items():
-            found = run(policy=policy)
+            choice = attention.get(name)
+            found = run(policy=policy, attention=choice)
             comparison = _compare(decoder, params, ids, lengths, found.x, full.x)
             comparison = jax.tree.map(np.asarray, comparison)
             depths, work = np.asarray(found.depths), found.work
             gates = gate_flops(decoder, params, policy, work)
+            if choice is not None:
+                size = {"batch": ids.shape[0], "width": ids.shape[1]}
+                segments = len(policy.depths)
+                gates += attention_flops(choice, decoder, params, work, segments=segments, **size)
             # Gates, heads beyond one per token, and what maps an exit's states for the head.
             extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
             values, counts = np.unique(depths[depths > 0], return_counts=True)
@@ -162,6 +172,8 @@ def evaluate(
                     key_widths=executor.key_widths(ids.shape[1]),
                     deepest=int(depths.max(initial=0)),
                     keep_frozen=kv == "propagate",
+                    sparse_layers=_sparse_layers(found, policy),
+                    history=0 if choice is None else choice.history.size,
                 ),
                 flops_gates=gates
                 + cost.head * extra_heads
@@ -172,6 +184,14 @@ def evaluate(
             if progress is not None:
                 progress()
     return totals
+
+
+def _sparse_layers(found: Scores, policy: Policy) -> np.ndarray | int:
+    """Returns in how many layers each token attended to its history alone."""
+    if found.sparse is None:
+        return 0
+    layers = np.diff(policy.depths, prepend=0)
+    return np.tensordot(layers, np.asarray(found.sparse.sparse), axes=1)
 
 
 def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
@@ -219,6 +239,7 @@ def score_documents(
     rows: int = 16,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
+    attention: SparseAttention | None = None,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
     progress: Callable[[], None] | None = None,
@@ -233,6 +254,7 @@ def score_documents(
       rows: per pass.
       kv: what others see of frozen tokens.
       executor: how live slots are run.
+      attention: who attends sparsely, in batches that do not fall back; None: nobody.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       progress: called after every batch.
@@ -287,6 +309,7 @@ def score_documents(
             {"": used},
             kv=kv,
             executor=executor,
+            attention={} if attention is None or reason is not None else {"": attention},
             observe=observe,
             progress=progress,
         )

@@ -17,6 +17,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, LayerParams, Params, Places
+from utio_jax.vertical_slash import SparseQueries
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseWork:
+    """What it took to choose who attends sparsely and to what, one entry per segment.
+
+    Attributes:
+      decisions: slots that a decision at the segment's start evaluates; their heads are in `Work`.
+      heats: times that heavy hitters were looked for, in all rows.
+    """
+
+    decisions: Int[Array, "*segment"]
+    heats: Int[Array, "*segment"]
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +48,7 @@ class Work:
       heads: slots that went through the vocabulary head at the segment's end, for the decision or
         for the pass' result.
       exit_maps: slots whose states were mapped for the head, see `utio_jax.decoder.ReadsExits`.
+      sparse: what choosing attention took; None where there was nothing to choose.
     """
 
     queries: Int[Array, "*segment"]
@@ -41,6 +57,7 @@ class Work:
     decisions: Int[Array, "*segment"]
     heads: Int[Array, "*segment"]
     exit_maps: Int[Array, "*segment"]
+    sparse: SparseWork | None = None
 
 
 def stack_work(segments: Sequence[Work]) -> Work:
@@ -73,8 +90,10 @@ class Executor(Protocol):
         """Returns the numbers of keys that attention may run over in rows of `width` tokens."""
         ...
 
-    def pack(self, segment: int, live: Bool[Array, "batch token"]) -> Any:
-        """Returns the slots of a segment, for the tokens that run in it."""
+    def pack(
+        self, segment: int, live: Bool[Array, "batch token"], sparse: SparseQueries | None = None
+    ) -> Any:
+        """Returns the slots of a segment, for the tokens that run in it; who attends sparsely."""
         ...
 
     def run_layers(

@@ -16,11 +16,14 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.decoder import Decoder, Params, read_exit
 from utio_jax.dense import FrozenKV, dense_states, positions_of
 from utio_jax.executors import Executor, Work, flat, map_head
-from utio_jax.layers import Readout, staircase
+from utio_jax.layers import staircase
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
+from utio_jax.readout import Readout
 from utio_jax.sampling import most_probable
+from utio_jax.sparse import SparseAttention
+from utio_jax.vertical_slash import SparseQueries
 
 
 @jax.tree_util.register_dataclass
@@ -35,6 +38,7 @@ class Scores:
       work: what was executed, padding included.
       x: what the head reads of each token: its state at its decided depth, mapped if the decoder
         does that; padding holds undefined states.
+      sparse: who attended sparsely to what; leaves lead with `[segment]`. None without `attention`.
     """
 
     log_likelihood: Float[Array, "batch token"]
@@ -42,6 +46,7 @@ class Scores:
     depths: Int[Array, "batch token"]
     work: Work
     x: Float[Array, "batch token dim"]
+    sparse: SparseQueries | None = None
 
 
 def score(
@@ -53,6 +58,7 @@ def score(
     *,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
+    attention: SparseAttention | None = None,
 ) -> Scores:
     """Returns every token's log-likelihood with the depth that the policy gives it.
 
@@ -66,6 +72,7 @@ def score(
       policy: who runs how deep.
       kv: what others see of a frozen token, see `utio_jax.layers.staircase`.
       executor: how live slots are run.
+      attention: who attends sparsely; None: nobody.
     """
     labels, predicted = labels_of(token_ids, lengths)
     result = staircase(
@@ -77,6 +84,7 @@ def score(
         kv=kv,
         executor=executor,
         readout=Readout(function=next_token_nll, arrays=(labels,)),
+        attention=attention,
     )
     return Scores(
         log_likelihood=jnp.where(predicted, -result.read, 0.0),
@@ -84,6 +92,7 @@ def score(
         depths=result.depths,
         work=result.work,
         x=result.x,
+        sparse=result.sparse,
     )
 
 

@@ -18,33 +18,21 @@ K/V come out in the order that causal attention and caches want.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from utio_jax.decoder import Decoder, Params, check_depths, read_exit, reads_exits
 from utio_jax.dense import FrozenKV, check_kv, positions_of
-from utio_jax.executors import Executor, Work, map_head, stack_work
+from utio_jax.executors import Executor, SparseWork, Work, map_head, stack_work
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Boundary, Policy
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Readout:
-    """What a pass wants to know of every token's prediction at its decided depth.
-
-    Attributes:
-      function: maps logits `[slot, vocab]` in float32, and blocks of `arrays`, to an array or a
-        pytree of arrays `[slot, ...]`.
-      arrays: `[batch, token, ...]`, for example labels.
-    """
-
-    function: Callable[..., Any]
-    arrays: tuple[Array, ...] = ()
+from utio_jax.readout import Readout, map_logits, where_read
+from utio_jax.sparse import SparseAttention
+from utio_jax.vertical_slash import SparseQueries
 
 
 @jax.tree_util.register_dataclass
@@ -58,12 +46,14 @@ class StaircaseResult:
       depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
       read: what the readout found, `[batch, token, ...]`, 0 for padding; None without one.
+      sparse: who attended sparsely to what; leaves lead with `[segment]`. None without `attention`.
     """
 
     x: Float[Array, "batch token dim"]
     depths: Int[Array, "batch token"]
     work: Work
     read: Any = None
+    sparse: SparseQueries | None = None
 
 
 def staircase(
@@ -76,10 +66,12 @@ def staircase(
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     readout: Readout | None = None,
+    attention: SparseAttention | None = None,
 ) -> StaircaseResult:
     """Runs every token to the depth that the policy decides, and only that deep.
 
-    Equals `oracle(decoder, params, token_ids, lengths, result.depths, kv=kv)` on real tokens.
+    Equals `oracle(decoder, params, token_ids, lengths, result.depths, kv=kv)` on real tokens, with
+    `result.sparse`, repeated for each segment's layers.
 
     Args:
       decoder: the model. Static under jit.
@@ -91,9 +83,11 @@ def staircase(
       executor: `MicroBatches` (default), or `CapacityPrefix` for gradients. Static under jit.
       readout: what to make of every token's logits at its depth. Each token runs one head for it;
         where the policy looked at the logits of a token that stops, no further one.
+      attention: who attends to its recent tokens and a few others alone; None: nobody.
 
     Raises:
-      ValueError: unknown kv, or a policy whose depths do not fit the model.
+      ValueError: unknown kv, a policy whose depths do not fit the model, or an attention whose
+        thresholds do not fit the depths.
     """
     check_kv(kv, ("propagate", "drop"))
     depths = check_policy(policy, decoder)
@@ -106,70 +100,93 @@ def staircase(
     work, read, done = [], None, 0
     # What the head will read: a second array only where exits are mapped for it.
     out = x if any(reads_exits(decoder, depth) for depth in depths) else None
+
+    def boundary_at(
+        depth: int,
+        live: jax.Array,
+        deciding: Any,
+        shown: jax.Array,
+        looks: list[Any],
+        readout: Readout | None,
+    ) -> Boundary:
+        look = partial(map_logits, decoder, params, executor, deciding, shown, readout, looks)
+        return Boundary(
+            x=jax.lax.stop_gradient(x),  # Decisions are thresholds: nothing flows through.
+            positions=positions,
+            live=live,
+            params=jax.lax.stop_gradient(params),
+            depth=depth,
+            decoder=decoder,
+            map_live=partial(executor.map_slots, deciding),
+            map_logits=look,
+        )
+
+    notes, choices = None, list[tuple[SparseQueries, SparseWork]]()
+    if attention is not None:
+        notes = attention.signal.start(token_ids, positions)
     for segment, depth in enumerate(depths):
+        slots, glanced = executor.pack(segment, live), None
+        if kv == "drop":
+            keys_shown = live
+        if attention is not None:
+            with jax.named_scope("attention"):
+                deciding = executor.only_if(slots, attention.asks(segment, depths))
+                glances, shown, mapped = list[Any](), x, list[Any]()
+                if done and reads_exits(decoder, done) and attention.reads_logits(segment, depths):
+                    mapped = [deciding]
+                    exit_map = partial(read_exit, decoder, params, depth=done)
+                    shown = executor.map_slots(deciding, exit_map, x)
+                start = boundary_at(done, live, deciding, shown, glances, None)
+                chosen, notes = attention.choose(segment, depths, start, notes, places, keys_shown)
+                if attention.index_of(segment, depths) >= 0:
+                    slots = executor.pack(segment, live, chosen)
+                glanced = executor.work(deciding, 0, False, heads=len(glances), mapped=mapped)
+                heats = attention.heats(chosen)
+                choices.append((chosen, SparseWork(decisions=glanced.decisions, heats=heats)))
         with jax.named_scope(f"segment_{done}_{depth}"):
-            slots = executor.pack(segment, live)
-            if kv == "drop":
-                keys_shown = live
             x = executor.run_layers(
                 decoder, params, x, places, keys_shown, slots, (done, depth), kv == "drop"
             )
         looks, deciding, asked, stops = list[Any](), slots, False, live
         # What the head reads of tokens here: their states, or the exit's map of them.
-        seen, mapped, is_mapped = x, list[Any](), reads_exits(decoder, depth)
-        map_exit = partial(read_exit, decoder, params, depth=depth)
+        shown, mapped, is_mapped = x, list[Any](), reads_exits(decoder, depth)
+        exit_map = partial(read_exit, decoder, params, depth=depth)
         if segment + 1 < len(depths):
             with jax.named_scope("dispatch"):
                 asked = policy.asks(segment)
                 deciding = executor.only_if(slots, asked)
                 if is_mapped and policy.reads_logits(segment):
                     mapped.append(deciding)
-                    seen = executor.map_slots(deciding, map_exit, x)
-                boundary = Boundary(
-                    x=jax.lax.stop_gradient(x),  # Decisions are thresholds: nothing flows through.
-                    positions=positions,
-                    live=live,
-                    params=jax.lax.stop_gradient(params),
-                    depth=depth,
-                    decoder=decoder,
-                    map_live=partial(executor.map_slots, deciding),
-                    map_logits=partial(
-                        _map_logits,
-                        decoder,
-                        params,
-                        executor,
-                        deciding,
-                        seen,
-                        readout,
-                        looks,
-                    ),
-                )
+                    shown = executor.map_slots(deciding, exit_map, x)
+                boundary = boundary_at(depth, live, deciding, shown, looks, readout)
                 goes, memory = policy.go_deeper(segment, boundary, memory)
                 goes &= live
                 stops = live & ~goes
                 depth_of_token = jnp.where(stops, depth, depth_of_token)
                 if looks and readout is not None:
                     known = stops & asked
-                    read = _where(known, looks[-1], looks[-1] if read is None else read)
+                    read = where_read(known, looks[-1], looks[-1] if read is None else read)
                     unread &= ~known
                 live = goes
         if is_mapped:  # Who stops without having been looked at.
             with jax.named_scope("exit_map"):
                 rest = stops & ~jnp.asarray(asked) if mapped else stops
                 mapped.append(executor.pack(0, rest))
-                seen = _where(rest, executor.map_slots(mapped[-1], map_exit, x), seen)
+                shown = where_read(rest, executor.map_slots(mapped[-1], exit_map, x), shown)
         if out is not None:
-            out = _where(stops, seen, out)
-        work.append(
-            executor.work(
-                slots,
-                depth - done,
-                kv == "drop",
-                deciding=deciding,
-                heads=len(looks),
-                mapped=mapped,
-            )
+            out = where_read(stops, shown, out)
+        spent = executor.work(
+            slots,
+            depth - done,
+            kv == "drop",
+            deciding=deciding,
+            heads=len(looks),
+            mapped=mapped,
         )
+        if glanced is not None:
+            heads, exit_maps = spent.heads + glanced.heads, spent.exit_maps + glanced.exit_maps
+            spent = dataclasses.replace(spent, heads=heads, exit_maps=exit_maps)
+        work.append(spent)
         done = depth
     out = x if out is None else out
     if readout is not None:
@@ -178,41 +195,13 @@ def staircase(
             rest = executor.map_slots(
                 slots, partial(map_head, decoder, params, readout.function), out, *readout.arrays
             )
-            read = rest if read is None else _where(unread, rest, read)
+            read = rest if read is None else where_read(unread, rest, read)
         work.append(executor.work(slots, 0, False, heads=1))
-    return StaircaseResult(x=out, depths=depth_of_token, work=stack_work(work), read=read)
-
-
-def _map_logits(
-    decoder: Decoder,
-    params: Params,
-    executor: Executor,
-    slots: Any,
-    x: Float[Array, "batch token dim"],
-    readout: Readout | None,
-    looks: list[Any],
-    function: Callable[..., jax.Array],
-    *arrays: jax.Array,
-) -> jax.Array:
-    """Is `Boundary.map_logits`; what the readout makes of the same logits is added to `looks`."""
-    kept = () if readout is None else readout.arrays
-
-    def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
-        decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
-        return decision, None if readout is None else readout.function(logits, *blocks[: len(kept)])
-
-    decision, found = executor.map_slots(
-        slots, partial(map_head, decoder, params, look), x, *kept, *arrays
-    )
-    looks.append(found)
-    return decision
-
-
-def _where(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
-    def pick(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 2)), new, old)
-
-    return jax.tree.map(pick, new, old)
+    total, sparse = stack_work(work), None
+    if choices:
+        sparse, spent = jax.tree.map(lambda *leaves: jnp.stack(leaves), *choices)
+        total = dataclasses.replace(total, sparse=spent)
+    return StaircaseResult(x=out, depths=depth_of_token, work=total, read=read, sparse=sparse)
 
 
 def check_policy(policy: Policy, decoder: Decoder) -> tuple[int, ...]:

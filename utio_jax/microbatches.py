@@ -12,42 +12,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention import attend_counted, visible_keys, with_count
 from utio_jax.decoder import Decoder, Params, Places
 from utio_jax.executors import Work, flat, layer_at
 from utio_jax.plan import check_min_bucket
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QueryBlocks:
-    """The attention micro-batches of one size, those in use first.
-
-    Attributes:
-      count: how many are in use.
-      row: the row that each lies in.
-      start: its first slot.
-      reach: index into the executor's key widths: how many keys it attends over.
-      size: slots. Static.
-    """
-
-    count: Int[Array, ""]
-    row: Int[Array, " block"]
-    start: Int[Array, " block"]
-    reach: Int[Array, " block"]
-    size: int = dataclasses.field(metadata={"static": True})
+from utio_jax.query_blocks import QueryBlocks, attend_blocks, cover
+from utio_jax.vertical_slash import SparseQueries
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedSlots:
-    """The live tokens of all rows, row after row and in token order, without gaps.
+    """The live tokens of all rows, row after row, without gaps.
+
+    Within a row in token order; with sparse attention its dense tokens first, then its sparse ones.
 
     Attributes:
       token_of_slot: index into the flattened `[batch * token]` axis; behind the live ones, and in a
         margin that lets blocks overhang, one past its end.
       total: live tokens.
       query_blocks: which slots attend together, whole blocks first, then the rows' rests.
+      sparse: who attends to a history alone; None where nobody may.
       batch: rows. Static.
       width: tokens per row. Static.
     """
@@ -55,6 +39,7 @@ class PackedSlots:
     token_of_slot: Int[Array, " slot"]
     total: Int[Array, ""]
     query_blocks: tuple[QueryBlocks, ...]
+    sparse: SparseQueries | None
     batch: int = dataclasses.field(metadata={"static": True})
     width: int = dataclasses.field(metadata={"static": True})
 
@@ -92,57 +77,49 @@ class MicroBatches:
         if self.key_step < 1:
             raise ValueError(f"Wanted a key_step of at least 1 key. Got key_step={self.key_step}.")
 
-    def pack(self, segment: int, live: Bool[Array, "batch token"]) -> PackedSlots:
+    def pack(
+        self, segment: int, live: Bool[Array, "batch token"], sparse: SparseQueries | None = None
+    ) -> PackedSlots:
         batch, width = live.shape
         counts = jnp.sum(live, axis=1, dtype=jnp.int32)
+        first_slot = jnp.cumsum(counts) - counts
         packed = live.reshape(-1)
         margin = max(self.block, self.query_block)
-        slot_of_token = jnp.where(
-            packed, jnp.cumsum(packed, dtype=jnp.int32) - 1, packed.size + margin
-        )
+        dense = live if sparse is None else live & ~sparse.sparse
+        rest = live & ~dense
+        dense_counts = jnp.sum(dense, axis=1, dtype=jnp.int32)
+        if sparse is None:
+            slot_of_token = jnp.cumsum(packed, dtype=jnp.int32) - 1
+        else:
+            ranks = [jnp.cumsum(kind, axis=1, dtype=jnp.int32) for kind in (dense, rest)]
+            slot_of_token = jnp.where(dense, ranks[0], dense_counts[:, None] + ranks[1]) - 1
+            slot_of_token = (first_slot[:, None] + slot_of_token).reshape(-1)
+        slot_of_token = jnp.where(packed, slot_of_token, packed.size + margin)
         token_of_slot = jnp.full((packed.size + margin,), packed.size, jnp.int32)
         token_of_slot = token_of_slot.at[slot_of_token].set(
             jnp.arange(packed.size, dtype=jnp.int32), mode="drop", unique_indices=True
         )
-        whole = counts // self.query_block
-        rest = -(-(counts - whole * self.query_block) // self.min_bucket)
-        cover = partial(self._query_blocks, token_of_slot, counts, width)
+        groups = partial(
+            cover,
+            token_of_slot,
+            width=width,
+            sizes=(self.query_block, self.min_bucket),
+            key_widths=self.key_widths(width),
+        )
+        query_blocks = groups(first_slot, dense_counts)
+        if sparse is not None:
+            chunks = -(-width // sparse.chunk)
+            rest = jnp.pad(rest, ((0, 0), (0, chunks * sparse.chunk - width)))
+            per_chunk = jnp.sum(rest.reshape(batch, chunks, -1), axis=2, dtype=jnp.int32)
+            begin = jnp.cumsum(per_chunk, axis=1) - per_chunk + (first_slot + dense_counts)[:, None]
+            query_blocks += groups(begin.reshape(-1), per_chunk.reshape(-1), sparse=sparse)
         return PackedSlots(
             token_of_slot=token_of_slot,
             total=jnp.sum(counts),
-            query_blocks=(
-                cover(self.query_block, jnp.zeros_like(whole), whole),
-                cover(self.min_bucket, whole * self.query_block, rest),
-            ),
+            query_blocks=query_blocks,
+            sparse=sparse,
             batch=batch,
             width=width,
-        )
-
-    def _query_blocks(
-        self,
-        token_of_slot: jax.Array,
-        counts: jax.Array,
-        width: int,
-        size: int,
-        done: Int[Array, " batch"],
-        blocks: Int[Array, " batch"],
-    ) -> QueryBlocks:
-        """Returns `blocks` of `size` slots per row, from each row's slot `done` on."""
-        batch = counts.shape[0]
-        ends = jnp.cumsum(blocks)
-        index = jnp.arange(batch * -(-width // size), dtype=jnp.int32)
-        row = jnp.minimum(jnp.searchsorted(ends, index, side="right").astype(jnp.int32), batch - 1)
-        offset = done[row] + (index - (ends[row] - blocks[row])) * size
-        first_slot = (jnp.cumsum(counts) - counts)[row]
-        last_slot = first_slot + jnp.minimum(offset + size, counts[row]) - 1
-        last_position = token_of_slot[last_slot] - row * width
-        widths = jnp.asarray(self.key_widths(width))
-        return QueryBlocks(
-            count=ends[-1],
-            row=row,
-            start=first_slot + offset,
-            reach=jnp.sum(last_position[:, None] >= widths[None, :], axis=1, dtype=jnp.int32),
-            size=size,
         )
 
     def key_widths(self, width: int) -> list[int]:
@@ -209,8 +186,17 @@ class MicroBatches:
                 keys, values = decoder.keys_values(layer, states, places)
             queries = jnp.zeros((margin, config.num_heads, config.head_dim), x.dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
-            seen = keys_shown, config.window_at(index), config.attention_softcap
-            attended = self._attend(queries, rows(keys), rows(values), slots, *seen)
+            attended = attend_blocks(
+                queries,
+                rows(keys),
+                rows(values),
+                slots.token_of_slot,
+                slots.query_blocks,
+                keys_shown,
+                sparse=slots.sparse,
+                window=config.window_at(index),
+                softcap=config.attention_softcap,
+            )
 
             def finish(start: jax.Array, size: int, carry: tuple[jax.Array, jax.Array]) -> Any:
                 states, packed = carry
@@ -228,61 +214,6 @@ class MicroBatches:
         stop = jnp.where(slots.total > 0, stop, start)
         carry = jax.lax.fori_loop(start, stop, run_layer, (states, pack(states)))
         return carry[0].reshape(x.shape)
-
-    def _attend(
-        self,
-        queries: Float[Array, "slot head head_dim"],
-        keys: Float[Array, "batch token kv_head head_dim"],
-        values: Float[Array, "batch token kv_head head_dim"],
-        slots: PackedSlots,
-        keys_shown: Bool[Array, "batch token"],
-        window: Int[Array, ""] | None,
-        softcap: float | None,
-    ) -> Float[Array, "slot head head_dim"]:
-        counted = with_count(values)
-        attended = jnp.zeros_like(queries)
-        for overhangs, blocks in enumerate(slots.query_blocks):
-
-            def step(
-                index: jax.Array,
-                attended: jax.Array,
-                blocks: QueryBlocks = blocks,
-                overhangs: int = overhangs,
-            ) -> jax.Array:
-                row, start = blocks.row[index], blocks.start[index]
-                mine = jax.lax.dynamic_slice_in_dim(queries, start, blocks.size)
-                tokens = jax.lax.dynamic_slice_in_dim(slots.token_of_slot, start, blocks.size)
-                positions = tokens - row * slots.width
-
-                def over(stop: int) -> Callable[[], jax.Array]:
-                    def first(leaf: jax.Array) -> jax.Array:
-                        tail = leaf.shape[2:]
-                        return jax.lax.dynamic_slice(
-                            leaf, (row, 0) + (0,) * len(tail), (1, stop, *tail)
-                        )[0]
-
-                    def on_first() -> jax.Array:
-                        visible = visible_keys(positions, jnp.arange(stop), window)
-                        visible &= first(keys_shown)[None, :]
-                        return attend_counted(
-                            mine, first(keys), first(counted), visible, softcap=softcap
-                        )
-
-                    return on_first
-
-                new = jax.lax.switch(
-                    blocks.reach[index], [over(stop) for stop in self.key_widths(slots.width)]
-                )
-                # Whole blocks stay within their row. A row's last min_bucket may reach into the
-                # next row's slots, and must keep what is there.
-                if overhangs:
-                    old = jax.lax.dynamic_slice_in_dim(attended, start, blocks.size)
-                    mine_to_write = tokens // slots.width == row
-                    new = jnp.where(mine_to_write[:, None, None], new, old)
-                return jax.lax.dynamic_update_slice_in_dim(attended, new, start, 0)
-
-            attended = jax.lax.fori_loop(0, blocks.count, step, attended)
-        return attended
 
     def map_slots(
         self, slots: PackedSlots, function: Callable[..., Any], *arrays: jax.Array
@@ -319,11 +250,10 @@ class MicroBatches:
             -(-each.total // self.min_bucket) * self.min_bucket
             for each in (slots, deciding or slots, *mapped)
         )
-        widths = jnp.asarray(self.key_widths(slots.width), jnp.float32)
+        verticals = 0 if slots.sparse is None else slots.sparse.verticals.shape[-1]
         key_slots = jnp.zeros((), jnp.float32)
         for blocks in slots.query_blocks:
-            in_use = jnp.arange(blocks.row.shape[0]) < blocks.count
-            key_slots += blocks.size * jnp.sum(jnp.where(in_use, widths[blocks.reach], 0.0))
+            key_slots += blocks.key_slots(verticals)
         everyone = jnp.where(slots.total > 0, slots.batch * slots.width, 0).astype(jnp.int32)
         return Work(
             queries=padded * layers,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, Params, check_depths
@@ -133,6 +134,17 @@ class Policy(Protocol):
     def reads_logits(self, index: int) -> bool:
         """Returns whether the decision at `depths[index]` looks at the exit's own prediction."""
         ...
+
+
+def exceeds(
+    score: Float[Array, "batch token"], threshold: Float[Array, ""]
+) -> Bool[Array, "batch token"]:
+    """Returns where a score is above a threshold; NaN and +inf are above every finite one.
+
+    Nothing is above +inf, and everything above -inf, whatever the score: it need not be known.
+    """
+    below = (score <= threshold) & (score < jnp.inf) | (threshold == jnp.inf)
+    return ~below | (threshold == -jnp.inf)
 
 
 @runtime_checkable

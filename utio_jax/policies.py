@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.decoder import Decoder, Params, check_depths
-from utio_jax.plan import Boundary, Signal
+from utio_jax.plan import Boundary, Signal, exceeds
+from utio_jax.sampling import draw_per_token
 
 
 def _static(**kwargs: Any) -> Any:
@@ -123,12 +124,7 @@ class Random:
     def start(
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
-        def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
-            return jax.random.uniform(
-                jax.random.fold_in(jax.random.fold_in(self.key, token_id), position)
-            )
-
-        return jax.vmap(jax.vmap(draw))(token_ids, positions)
+        return draw_per_token(self.key, token_ids, positions)
 
     def go_deeper(
         self, index: int, boundary: Boundary, memory: jax.Array
@@ -184,10 +180,8 @@ class Thresholded:
     def go_deeper(
         self, index: int, boundary: Boundary, memory: Any
     ) -> tuple[Bool[Array, "batch token"], Any]:
-        threshold = self.thresholds[index]
         score, memory = self.signal(index, boundary, memory)
-        stops = (score <= threshold) & (score < jnp.inf) | (threshold == jnp.inf)
-        return ~stops | (threshold == -jnp.inf), memory
+        return exceeds(score, self.thresholds[index]), memory
 
     def asks(self, index: int) -> bool | Bool[Array, ""]:
         return self.signal.remembers or jnp.isfinite(self.thresholds[index])

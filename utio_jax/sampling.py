@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 # Streams of random numbers of one token: its draw, the acceptance of a draft, its replacement.
 DRAW, ACCEPT, REPLACE = 0, 1, 2
@@ -254,3 +254,14 @@ def _leading(flags: jax.Array) -> Int[Array, " batch"]:
 
 def _at(array: jax.Array, index: Int[Array, " batch"]) -> jax.Array:
     return jax.vmap(lambda row, i: row[i])(array, index)
+
+
+def draw_per_token(
+    key: PRNGKeyArray, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+) -> Float[Array, "batch token"]:
+    """Returns a draw from [0, 1) per token, by the key, its position and its id alone."""
+
+    def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, token_id), position))
+
+    return jax.vmap(jax.vmap(draw))(token_ids, positions)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention for low-importance tokens: time on random weights, loss on the shipped model.
+
+    python benchmarks/sparse_attention.py time --tokens 4096      # scoring, and attention alone
+    python benchmarks/sparse_attention.py loss --windows 32       # test documents, 512 tokens each
+
+Programs take turns within a round; a speed-up is the median of the rounds' ratios over dense
+attention by the same executor, the fastest dense program here, since it skips the keys after each
+block of queries. Loss is that of tokens which see a fifth of the context beyond the first four
+layers, all of them or a half: chosen by the learned gate, or blindly (`chance`); with heavy
+hitters, with as many blind ones, or the recent tokens alone. Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax import (
+    Chance,
+    History,
+    MicroBatches,
+    Position,
+    SparseAttention,
+    Thresholded,
+    attend_vertical_slash,
+    full_depth,
+    models,
+)
+from utio_jax.cost import ideal_flops, pass_flops, token_cost
+from utio_jax.documents import Batch, batches_of, windows_of
+from utio_jax.evaluate import evaluate, run_score
+from utio_jax.exits import collect_scores, predicted_tokens, study_exits
+from utio_jax.models import Transformer
+from utio_jax.models.corpus import Split, standard_library
+from utio_jax.models.transformer import TransformerConfig
+from utio_jax.query_blocks import attend_blocks
+from utio_jax.sparse import attention_flops
+from utio_jax.timing import time_programs
+
+FLOOR = 4
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark; see `--help`."""
+    parser = argparse.ArgumentParser(description="Sparse attention: time and loss.")
+    parser.add_argument("what", choices=("time", "loss"))
+    parser.add_argument("--tokens", type=int, default=4096, help="of one row, to time")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--windows", type=int, default=32, help="of 512 tokens, to read")
+    parser.add_argument("--chunk", type=int, help="positions that share a set of heavy hitters")
+    arguments = parser.parse_args(argv)
+    rows = (time_rows if arguments.what == "time" else loss_rows)(arguments)
+    print(json.dumps({"command": f"benchmark-sparse-attention {arguments.what}", "rows": rows}))
+
+
+def time_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a record per program: dense, and all or half of the tokens sparse."""
+    tokens, chunk = arguments.tokens, arguments.chunk or 128
+    config = TransformerConfig(
+        vocab_size=2048,
+        num_layers=arguments.layers,
+        embed_dim=512,
+        num_heads=8,
+        num_kv_heads=2,
+        head_dim=64,
+        mlp_dim=2048,
+        context_length=tokens,
+    )
+    decoder, executor = Transformer(config), MicroBatches()
+    params = jax.jit(decoder.init)(jax.random.key(0))
+    history = History(recent=256, sinks=4, heavy=60)
+    choose = partial(SparseAttention, history=history, chunk=chunk)
+    choices = {
+        "dense": None,
+        "all": choose(signal=Position(), thresholds=jnp.asarray([jnp.inf])),
+        "half": choose(signal=Chance(key=jax.random.key(1)), thresholds=jnp.asarray([0.5])),
+    }
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2048, (1, tokens)), jnp.int32)
+    lengths, policy = jnp.full(1, tokens), full_depth(decoder)
+    programs: dict[str, Callable[[], Any]] = {
+        name: partial(
+            run_score, decoder, params, ids, lengths, policy, executor=executor, attention=choice
+        )
+        for name, choice in choices.items()
+    }
+    programs |= attention_alone(config, history, chunk, executor, tokens)
+    works = {name: programs[name]().work for name in choices}
+    times = time_programs(programs, rounds=arguments.rounds)
+    cost, rows = token_cost(decoder, params), []
+    for name, timing in times.items():
+        alone = name.startswith("attention")
+        row = {
+            "program": name,
+            "tokens": tokens,
+            "seconds": timing.median,
+            "speedup": timing.speedup_over(times["attention dense" if alone else "dense"]),
+            "compiles": timing.compiles,
+        }
+        if not alone:
+            choice, work = choices[name], works[name]
+            size = {"segments": 1, "batch": 1, "width": tokens}
+            gates = (
+                0.0 if choice is None else attention_flops(choice, decoder, params, work, **size)
+            )
+            share = {"dense": 0.0, "all": 1.0, "half": 0.5}[name]
+            flops = pass_flops(cost, work, gates=gates)
+            row["flops_ratio"] = flops / pass_flops(cost, works["dense"])
+            row["heat_pct"] = 100 * gates / pass_flops(cost, works["dense"])
+            row["speedup_ideal"] = pass_flops(cost, works["dense"]) / ideal_flops(
+                cost,
+                np.full((1, tokens), config.num_layers),
+                key_widths=executor.key_widths(tokens),
+                deepest=config.num_layers,
+                keep_frozen=True,
+                sparse_layers=np.full((1, tokens), share * config.num_layers),
+                history=history.size,
+            )
+            row["efficiency"] = row["speedup"] / row["speedup_ideal"]
+        rows.append(row)
+    return rows
+
+
+def attention_alone(
+    config: TransformerConfig, history: History, chunk: int, executor: MicroBatches, tokens: int
+) -> dict[str, Callable[[], Any]]:
+    """Returns dense and Vertical-Slash attention of one layer, on random tensors."""
+    keys = jax.random.split(jax.random.key(2), 3)
+    shape = (1, tokens, config.num_heads, config.head_dim)
+    small = (1, tokens, config.num_kv_heads, config.head_dim)
+    three = [jax.random.normal(key, s) for key, s in zip(keys, (shape, small, small), strict=True)]
+    shown = jnp.ones((1, tokens), jnp.bool_)
+    spread = np.linspace(0, 1, history.sinks + history.heavy)
+    begins = np.arange(0, tokens, chunk)[:, None]
+    verticals = (spread * np.maximum(begins - history.recent, 0)).astype(np.int32)
+    slots = executor.pack(0, shown)
+
+    @jax.jit
+    def dense(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        margin = ((0, slots.token_of_slot.shape[0] - tokens), (0, 0), (0, 0))
+        return attend_blocks(
+            jnp.pad(queries[0], margin),
+            keys,
+            values,
+            slots.token_of_slot,
+            slots.query_blocks,
+            shown,
+            sparse=None,
+            window=None,
+            softcap=None,
+        )
+
+    sparse = jax.jit(partial(attend_vertical_slash, history=history, chunk=chunk))
+    return {
+        "attention dense": partial(dense, *three),
+        "attention sparse": partial(sparse, *three, jnp.asarray(verticals)[None], shown),
+    }
+
+
+def loss_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a ledger row per choice of tokens, history and verticals, on the shipped model."""
+    model = models.load()
+    decoder, params = model.decoder, model.params
+    gate = model.calibration.signals["learned"]
+    chunk = arguments.chunk or 32
+    policy = Thresholded(
+        signal=gate, thresholds=jnp.asarray([-jnp.inf]), depths=(FLOOR, decoder.config.num_layers)
+    )
+    studies = study_exits(decoder, params, long_windows(model, "calibrate", 16))
+    scores = [
+        collect_scores(decoder, params, gate, study, depths=policy.depths) for study in studies
+    ]
+    median = float(np.median(predicted_tokens(studies, scores)))
+    fifth, key = decoder.config.context_length // 5, jax.random.key(0)
+    histories = {
+        "heavy": (History(recent=fifth - 36, sinks=4, heavy=32), None),
+        "blind": (History(recent=fifth - 36, sinks=4, heavy=32), key),
+        "recent": (History(recent=fifth, sinks=0), None),
+    }
+    choices = {}
+    for name, (history, blind) in histories.items():
+        choose = partial(SparseAttention, history=history, blind=blind, chunk=chunk, sample=8)
+        choices[f"all {name}"] = choose(signal=gate, thresholds=jnp.asarray([jnp.inf]))
+        choices[f"half {name}"] = choose(signal=gate, thresholds=jnp.asarray([median]))
+        choices[f"chance {name}"] = choose(signal=Chance(key=key), thresholds=jnp.asarray([0.5]))
+    found = evaluate(
+        decoder,
+        params,
+        long_windows(model, "test", arguments.windows),
+        dict.fromkeys(choices, policy),
+        attention=choices,
+    )
+    return [
+        quality.ledger(name, budget=None, num_layers=decoder.config.num_layers).to_dict()
+        for name, quality in found.items()
+    ]
+
+
+def long_windows(model: Any, split: Split, count: int) -> list[Batch]:
+    """Returns batches of windows as long as the context, drawn from a split's longer documents."""
+    width = model.decoder.config.context_length
+    documents = model.encode([document.text for document in standard_library(split)])
+    windows = windows_of([ids for ids in documents if len(ids) > width], width=width)
+    whole = [window for window in windows if len(window) == width]
+    chosen = [whole[index] for index in np.random.default_rng(0).permutation(len(whole))[:count]]
+    vocab_size = model.decoder.config.vocab_size
+    return list(batches_of(chosen, rows=16, widths=[width], vocab_size=vocab_size))
+
+
+if __name__ == "__main__":
+    main()
