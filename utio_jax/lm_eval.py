@@ -228,6 +228,7 @@ class UtioLM(TemplateLM):
             )
         )
         with tqdm(total=len(batches), desc=what, disable=disable_tqdm) as bar:
+            step: Any = bar.update
             if batches:
                 self._quality += evaluate(
                     decoder,
@@ -237,7 +238,7 @@ class UtioLM(TemplateLM):
                     kv=kv,  # type: ignore[arg-type]
                     executor=self.executor,
                     observe=observe,
-                    progress=bar.update,
+                    progress=step,
                 )[""]
         return found
 
