@@ -41,8 +41,8 @@ FLOORS = (
     {"goals", "comparison"},
     {"calibrate", "report"},
     {"generation_ledger", "text", "terminal"},
-    {"generation_benchmark", "lm_eval"},
-    {"demo"},
+    {"generation_benchmark", "request_ledger"},
+    {"demo", "lm_eval"},
     {"commands.shared"},
     {"commands.scoring"},
     {

@@ -27,38 +27,18 @@ from tqdm.auto import tqdm
 
 from utio_jax.adaptive import Adaptive
 from utio_jax.documents import Batch, batches_of, row_widths
-from utio_jax.evaluate import Quality, evaluate
+from utio_jax.evaluate import evaluate
 from utio_jax.executors import Executor
 from utio_jax.forward import Comparison, full_depth
-from utio_jax.generate import Generated
-from utio_jax.generation_ledger import Spent, generation_ledger, spent_on
 from utio_jax.layers import check_kv
 from utio_jax.ledger import Ledger
 from utio_jax.loop import Lengths
 from utio_jax.microbatches import MicroBatches
 from utio_jax.mode import Mode, Plain
+from utio_jax.request_ledger import RequestLedger
 from utio_jax.sampling import Chain, Greedy, MinP, Sampling, Temperature, TopK, TopP
 from utio_jax.text import generate_until, read_text
 
-_SCORED = {
-    "plain": "The full model's.",
-    "adaptive": (
-        "The routed model's, not the full model's: every token, those of the context too, ran at "
-        "the depth decided for it, so per-token log-likelihoods say nothing about the full model."
-    ),
-    "lossless": (
-        "The full model's: lossless decoding speeds up new tokens, and here are none, so these "
-        "requests ran at full depth."
-    ),
-}
-_WRITTEN = {
-    "plain": "The full model's.",
-    "adaptive": (
-        "The routed model's, not the full model's: prompts ran at full depth, new tokens at the "
-        "depth decided for each."
-    ),
-    "lossless": "The full model's, up to ties within 1e-4 nats; drafted at exits, and verified.",
-}
 _METHODS = {"temperature": Temperature, "top_k": TopK, "top_p": TopP, "min_p": MinP}
 
 
@@ -111,15 +91,10 @@ class UtioLM(TemplateLM):
         if rows < 1:
             raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
         mode.check(model.decoder)
-        self.model, self.mode, self.rows, self.budget = model, mode, rows, budget
-        self.executor = executor
+        self.model, self.mode, self.rows, self.executor = model, mode, rows, executor
         self.tokenizer = model.tokenizer
         self.opening = _opening(model)
-        self._quality, self._spent = Quality(), Spent()
-        self._written: list[tuple[list[np.ndarray], Generated]] = []
-        self._drawn: Sampling = Greedy()
-        self._counts: dict[str, int] = {}
-        self._truncated: dict[str, int] = {}
+        self._record = RequestLedger(model.decoder, model.params, mode, budget=budget)
 
     @property
     def max_length(self) -> int:
@@ -176,7 +151,8 @@ class UtioLM(TemplateLM):
                     f"tokens behind one token at least. {texts[1][:40]!r} has "
                     f"{len(continuation)}. Shorten it, or use a model with more context."
                 )
-            self._count("loglikelihood", len(context) + len(continuation) > self.max_length)
+            truncated = len(context) + len(continuation) > self.max_length
+            self._record.count("loglikelihood", truncated=truncated)
             whole = [*context, *continuation][-self.max_length :]
             items.append((np.asarray(whole, np.int32), len(continuation)))
         return self._score(items, "loglikelihood", disable_tqdm)
@@ -196,7 +172,7 @@ class UtioLM(TemplateLM):
             )
             for known, new in windows:
                 items.append((np.asarray([*known, new[-1]], np.int32), len(new)))
-            self._count("loglikelihood_rolling", False)
+            self._record.count("loglikelihood_rolling")
             ends.append(len(items))
         scores = [score for score, _ in self._score(items, "loglikelihood_rolling", disable_tqdm)]
         return [sum(scores[a:b]) for a, b in itertools.pairwise([0, *ends])]
@@ -230,7 +206,7 @@ class UtioLM(TemplateLM):
         with tqdm(total=len(batches), desc=what, disable=disable_tqdm) as bar:
             step: Any = bar.update
             if batches:
-                self._quality += evaluate(
+                quality = evaluate(
                     decoder,
                     params,
                     batches,
@@ -240,6 +216,7 @@ class UtioLM(TemplateLM):
                     observe=observe,
                     progress=step,
                 )[""]
+                self._record.add_scored(quality)
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -281,7 +258,7 @@ class UtioLM(TemplateLM):
             sampling = Chain(tuple(_METHODS[name](value) for name, value in used.items()))
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         room = self.max_length - size
-        self._count("generate_until", len(prompt) > room)
+        self._record.count("generate_until", truncated=len(prompt) > room)
         return _Request(
             prompt=np.asarray(prompt[-room:], np.int32),
             stops=stops,
@@ -311,77 +288,16 @@ class UtioLM(TemplateLM):
             seeds=chosen,
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
         )
-        self._spent += spent_on(decoder, params, self.mode, prompts, generated)
-        self._written.append((prompts, generated))
-        if not isinstance(first.sampling, Greedy):
-            self._drawn = first.sampling
+        self._record.add_written(prompts, generated, first.sampling)
         return read_text(self.tokenizer, prompts, generated, stop_strings=first.stops).texts
 
-    def _count(self, what: str, truncated: bool) -> None:
-        self._counts[what] = self._counts.get(what, 0) + 1
-        self._truncated[what] = self._truncated.get(what, 0) + truncated
-
     def ledger(self) -> Ledger:
-        """Returns the record of all that was executed so far.
-
-        Where texts were both scored and written, quality, which means something else for each, is
-        None; costs are summed, scoring's over full depth and writing's over plain decoding.
-
-        Raises:
-          ValueError: nothing was.
-        """
-        if not self._counts:
-            raise ValueError("Wanted requests that were run. Got none so far.")
-        decoder, params = self.model.decoder, self.model.params
-        name = self.mode.policy.name if isinstance(self.mode, Adaptive) else "full"
-        layers = decoder.config.num_layers
-        if not self._written:
-            return self._quality.ledger(name, budget=self.budget, num_layers=layers)
-        written = generation_ledger(
-            decoder,
-            params,
-            self.mode,
-            *zip(*self._written, strict=True),
-            sampling=self._drawn,
-            budget=self.budget,
-        )
-        if not self._quality.tokens:
-            return written
-        decided = np.concatenate([row for _, found in self._written for row in found.decided])
-        depths, counts = np.unique(decided, return_counts=True)
-        both = self._quality + Quality(
-            tokens=self._spent.tokens,
-            histogram=dict(zip(depths.tolist(), counts.tolist(), strict=True)),
-            query_layers=self._spent.executed,
-            flops=self._spent.flops,
-            flops_full=self._spent.flops_plain,
-            flops_ideal=self._spent.flops_ideal,
-            flops_gates=self._spent.flops_extra,
-        )
-        quality = ("nll_full", "nll", "nll_increase_pct", "kl_full", "agreement", "speedup_ideal")
-        return dataclasses.replace(
-            both.ledger(name, budget=self.budget, num_layers=layers),
-            involuntary_stays=written.involuntary_stays,
-            involuntary_exits=written.involuntary_exits,
-            **dict.fromkeys(quality),
-        )
+        """Returns the record of all that was executed so far, see `RequestLedger.ledger`."""
+        return self._record.ledger()
 
     def report(self) -> dict[str, Any]:
-        """Returns the ledger, and of each kind of request: how many, how run, whose numbers.
-
-        `truncated` requests had tokens cut from their left to fit the context.
-        """
-        kinds = {}
-        for what, count in self._counts.items():
-            written = what == "generate_until"
-            mode = self.mode.name if written or isinstance(self.mode, Adaptive) else "plain"
-            kinds[what] = {
-                "requests": count,
-                "truncated": self._truncated[what],
-                "executed": "full" if mode == "plain" else mode,
-                "meaning": (_WRITTEN if written else _SCORED)[self.mode.name],
-            }
-        return {"requests": kinds, **self.ledger().to_dict()}
+        """Returns the ledger, and of each kind of request: how many, how run, whose numbers."""
+        return self._record.report()
 
 
 def _opening(model: Any) -> list[int]:

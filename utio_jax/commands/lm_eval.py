@@ -128,6 +128,7 @@ class LmEval(OfWindows):
                     "it. Add --mode adaptive."
                 )
             return (Plain() if self.mode == "full" else Lossless(controller=Controller())), None
+        kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
         policy, budget, _ = policy_named(
             model,
             "learned" if self.policy is None else self.policy,
@@ -135,7 +136,6 @@ class LmEval(OfWindows):
             depth=self.depth,
             calibration=self.calibration,
         )
-        kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
         return Adaptive(policy=policy, kv=kv), budget
 
     def _find_tasks(self) -> tuple[Any, dict[str, Any]]:
