@@ -51,8 +51,8 @@ FLOORS = (
     {"goals", "comparison"},
     {"calibrate", "report", "advice"},
     {"generation_ledger", "text", "terminal"},
-    {"generation_benchmark"},
-    {"demo"},
+    {"generation_benchmark", "request_ledger"},
+    {"demo", "lm_eval"},
     {"commands.shared"},
     {"commands.scoring"},
     {
@@ -63,6 +63,7 @@ FLOORS = (
         "commands.finetune",
         "commands.calibrate",
         "commands.compare",
+        "commands.lm_eval",
     },
     {"commands.train"},
     {"cli"},
@@ -175,10 +176,21 @@ def run_python(code: str) -> str:
 
 
 def test_importing_the_core_loads_neither_flax_nor_what_the_command_line_needs():
-    face = {"__init__", "__main__", "cli", "demo", "report", "terminal", "calibrate"}
+    face = {"__init__", "__main__", "cli", "demo", "report", "terminal", "calibrate", "lm_eval"}
     modules = {name for name in modules_of(CORE) if not name.startswith("commands")} - face
     core = [f"utio_jax.{name}" for name in sorted(modules)]
-    heavy = ("flax", "optax", "orbax", "tokenizers", "tyro", "rich", "matplotlib", "tqdm")
+    heavy = (
+        "flax",
+        "optax",
+        "orbax",
+        "tokenizers",
+        "tyro",
+        "rich",
+        "matplotlib",
+        "tqdm",
+        "lm_eval",
+        "datasets",
+    )
     code = (
         f"import sys, utio_jax, {', '.join(core)}\n"
         f"print([name for name in {heavy!r} if name in sys.modules])"

@@ -17,6 +17,7 @@ from utio_jax.commands.demo import Demo
 from utio_jax.commands.evaluate import Evaluate
 from utio_jax.commands.finetune import Finetune
 from utio_jax.commands.generate import Generate
+from utio_jax.commands.lm_eval import LmEval
 from utio_jax.commands.score import Score
 from utio_jax.commands.train import Train
 
@@ -29,7 +30,11 @@ _COMMANDS = {
     "compare": Compare,
     "train": Train,
     "finetune": Finetune,
+    "lm-eval": LmEval,
 }
+
+# What a missing module belongs to, where that is not `cli`.
+_EXTRAS = {"orbax": "train", "lm_eval": "lm-eval", "datasets": "lm-eval"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"utio-jax: {error}", file=sys.stderr)
         return 2
     except ImportError as error:
-        extra = "train" if "orbax" in str(error) else "cli"
+        extra = next((extra for name, extra in _EXTRAS.items() if name in str(error)), "cli")
         print(
             f"utio-jax: {error}. Install the extra: pip install 'utio-jax[{extra}]'",
             file=sys.stderr,

@@ -74,6 +74,16 @@ def windows_of(documents: Sequence[np.ndarray], *, width: int) -> list[np.ndarra
     return windows
 
 
+def row_widths(context: int) -> list[int]:
+    """Returns the widths that rows are padded to: 64, 128, 256, ... and at most the context."""
+    widths = []
+    width = 64
+    while width < context:
+        widths.append(width)
+        width *= 2
+    return [*widths, context]
+
+
 def batches_of(
     windows: Sequence[np.ndarray], *, rows: int, widths: Sequence[int], vocab_size: int
 ) -> Iterator[Batch]:

@@ -15,7 +15,7 @@ import numpy as np
 from utio_jax.cost import ideal_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
 from utio_jax.dense import FrozenKV
-from utio_jax.documents import Batch, batches_of, windows_of
+from utio_jax.documents import Batch, batches_of, row_widths, windows_of
 from utio_jax.executors import Executor, Work
 from utio_jax.forward import Comparison, Scores, compare_states, full_depth, score
 from utio_jax.guardrails import check_worthwhile
@@ -133,7 +133,7 @@ def evaluate(
     """
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
-    cost = token_cost(decoder, params)
+    cost, layers = token_cost(decoder, params), decoder.config.num_layers
     attention = attention or {}
     totals = dict.fromkeys(policies, Quality())
     for batch in batches:
@@ -143,7 +143,9 @@ def evaluate(
         flops_full = pass_flops(cost, full.work)
         for name, policy in policies.items():
             choice = attention.get(name)
-            found = run(policy=policy, attention=choice)
+            # Full depth in question is the pass that was just made.
+            same = policy.depths == (layers,) and choice is None
+            found = full if same else run(policy=policy, attention=choice)
             comparison = _compare(decoder, params, ids, lengths, found.x, full.x)
             comparison = jax.tree.map(np.asarray, comparison)
             depths, work = np.asarray(found.depths), found.work
@@ -274,7 +276,6 @@ def score_documents(
     context = decoder.config.context_length
     cut = [windows_of([ids], width=context) for ids in documents]
     windows = [window for of_one in cut for window in of_one]
-    widths = [width for width in (64 * 2**power for power in range(12)) if width < context]
     likelihood: list[np.ndarray] = [np.zeros(0)] * len(windows)
     depths: list[np.ndarray] = [np.zeros(0, np.int32)] * len(windows)
 
@@ -287,7 +288,7 @@ def score_documents(
 
     total, fallbacks = Quality(), {}
     for batch in batches_of(
-        windows, rows=rows, widths=[*widths, context], vocab_size=decoder.config.vocab_size
+        windows, rows=rows, widths=row_widths(context), vocab_size=decoder.config.vocab_size
     ):
         reason = check_worthwhile(
             decoder,

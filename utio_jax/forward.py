@@ -161,12 +161,14 @@ class Comparison:
       nll_full: the same from the full-depth states.
       kl: KL(full || in question).
       agree: whether both have the same most probable token.
+      greedy: whether the next token is the most probable one from the states in question.
     """
 
     nll: Float[Array | np.ndarray, "*lead token"]
     nll_full: Float[Array | np.ndarray, "*lead token"]
     kl: Float[Array | np.ndarray, "*lead token"]
     agree: Bool[Array | np.ndarray, "*lead token"]
+    greedy: Bool[Array | np.ndarray, "*lead token"]
 
 
 def compare_states(
@@ -199,11 +201,13 @@ def compare_logits(
     """Returns the fields of a `Comparison` from both predictions."""
     # Few exponentials: those of one distribution, and one sum per prediction.
     ours, full = (jax.nn.logsumexp(each, axis=-1) for each in (logits, full_logits))
+    best = most_probable(logits)
     return {
         "nll": next_token_nll(logits, label),
         "nll_full": next_token_nll(full_logits, label),
         "kl": jnp.sum(jax.nn.softmax(full_logits) * (full_logits - logits), axis=-1) + ours - full,
-        "agree": most_probable(logits) == most_probable(full_logits),
+        "agree": best == most_probable(full_logits),
+        "greedy": best == label,
     }
 
 
