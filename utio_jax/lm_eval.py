@@ -26,11 +26,11 @@ from lm_eval.utils import get_rolling_token_windows
 from tqdm.auto import tqdm
 
 from utio_jax.adaptive import Adaptive
+from utio_jax.dense import check_kv
 from utio_jax.documents import Batch, batches_of, row_widths
 from utio_jax.evaluate import evaluate
 from utio_jax.executors import Executor
 from utio_jax.forward import Comparison, full_depth
-from utio_jax.layers import check_kv
 from utio_jax.ledger import Ledger
 from utio_jax.loop import Lengths
 from utio_jax.microbatches import MicroBatches

@@ -110,7 +110,7 @@ class LmEval(OfWindows):
         """Returns the mode, and the budget of its policy if it has one."""
         from utio_jax.adaptive import Adaptive
         from utio_jax.controller import Controller
-        from utio_jax.layers import check_kv
+        from utio_jax.dense import check_kv
         from utio_jax.lossless import Lossless
         from utio_jax.mode import Plain
 
