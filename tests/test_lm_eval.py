@@ -31,7 +31,7 @@ from utio_jax.lm_eval import UtioLM
 from utio_jax.loop import Lengths
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Plain
-from utio_jax.models import save
+from utio_jax.models import Transformer, save
 from utio_jax.models.checkpoint import Model
 from utio_jax.models.tokenizer import BOS, train_tokenizer
 from utio_jax.policies import Uniform
@@ -311,11 +311,12 @@ def test_texts_end_before_their_own_stop_strings(model: Model) -> None:
 
 def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
     """Its text never shows. Here it is always the most probable, and the config knows no end."""
+    assert isinstance(model.decoder, Transformer)
     config = dataclasses.replace(model.decoder.config, eos_ids=())
     kernel = model.params["head"]["kernel"]
     level = dataclasses.replace(
         model,
-        decoder=type(model.decoder)(config),
+        decoder=Transformer(config),
         params={**model.params, "head": {"kernel": jnp.zeros_like(kernel)}},  # Ties go to id 0.
     )
     lm = adapter(level)

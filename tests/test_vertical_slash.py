@@ -84,8 +84,8 @@ def _masked(
     positions = jnp.broadcast_to(jnp.arange(shown.shape[1]), shown.shape)
     hidden = jnp.where(shown, positions, 10**9)
     visible = visible_history(history, positions, hidden, heavy, tensors["window"])
-    three = (tensors[name] for name in ("queries", "keys", "values"))
-    return attend(*three, visible, softcap=softcap)
+    queries, keys, values = (tensors[name] for name in ("queries", "keys", "values"))
+    return attend(queries, keys, values, visible, softcap=softcap)
 
 
 run_masked = jax.jit(_masked, static_argnums=(2, 3))
