@@ -160,6 +160,8 @@ def spent_on(
     if isinstance(mode, Adaptive):
         boundaries = range(len(mode.policy.depths) - 1)
         gates = sum(mode.policy.flops(index, decoder, params) for index in boundaries)
+        if mode.throttle is not None:
+            gates += mode.throttle.flops(mode.policy, decoder, params)
         extra += gates * steps  # Every row asks at every boundary, in every round.
         if mode.kv == "propagate":
             deepest = np.maximum(emitted, mode.policy.depths[-1])

@@ -111,10 +111,11 @@ class Lossless:
     def segments(self, decoder: Decoder) -> int:
         return 2
 
-    def start(self, decoder: Decoder, params: Params, state: DecodeState) -> Any:
+    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
         if self.controller is None:
-            return None
-        return self.controller.start(len(self.exits(decoder)))
+            return state
+        memory = self.controller.start(len(self.exits(setting.decoder)))
+        return dataclasses.replace(state, memory=memory)
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling

@@ -123,12 +123,7 @@ class Random:
     def start(
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
-        def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
-            return jax.random.uniform(
-                jax.random.fold_in(jax.random.fold_in(self.key, token_id), position)
-            )
-
-        return jax.vmap(jax.vmap(draw))(token_ids, positions)
+        return chance_of(self.key, token_ids, positions)
 
     def go_deeper(
         self, index: int, boundary: Boundary, memory: jax.Array
@@ -184,10 +179,8 @@ class Thresholded:
     def go_deeper(
         self, index: int, boundary: Boundary, memory: Any
     ) -> tuple[Bool[Array, "batch token"], Any]:
-        threshold = self.thresholds[index]
         score, memory = self.signal(index, boundary, memory)
-        stops = (score <= threshold) & (score < jnp.inf) | (threshold == jnp.inf)
-        return ~stops | (threshold == -jnp.inf), memory
+        return ~is_below(score, self.thresholds[index]), memory
 
     def asks(self, index: int) -> bool | Bool[Array, ""]:
         return self.signal.remembers or jnp.isfinite(self.thresholds[index])
@@ -197,3 +190,25 @@ class Thresholded:
 
     def reads_logits(self, index: int) -> bool:
         return self.signal.reads_logits(index)
+
+
+def is_below(
+    score: Float[Array, "*lead"], threshold: Float[Array, ""]
+) -> Bool[Array, "*lead"]:
+    """Returns whether tokens are easy: their score is at most the threshold.
+
+    NaN and +inf are not, whatever the finite threshold; +inf finds all easy, -inf none.
+    """
+    easy = (score <= threshold) & (score < jnp.inf) | (threshold == jnp.inf)
+    return easy & (threshold > -jnp.inf)
+
+
+def chance_of(
+    key: PRNGKeyArray, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+) -> Float[Array, "batch token"]:
+    """Returns a number from [0, 1) per token, drawn by its id and position alone."""
+
+    def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, token_id), position))
+
+    return jax.vmap(jax.vmap(draw))(token_ids, positions)
