@@ -65,6 +65,17 @@ class Adaptive:
     def block(self) -> int:
         return 1
 
+    @property
+    def _view_layers(self) -> int:
+        return self.policy.depths[0 if self.kv == "full" else -1]
+
+    @property
+    def observed_layers(self) -> int:
+        """Token-layers per row that a throttle's look at the prompt runs a second time."""
+        if self.throttle is None or not self.throttle.seeks:
+            return 0
+        return self.throttle.observed * self._view_layers
+
     def check(self, decoder: Decoder) -> None:
         check_policy(self.policy, decoder)
         if not self.policy.causal:
@@ -87,8 +98,7 @@ class Adaptive:
             x = jax.eval_shape(decoder.embed, setting.params, state.token_ids, state.token_ids)
             kv = jnp.zeros((len(self.policy.depths) - 1, *x.shape), x.dtype)
         if self.throttle is not None:
-            layers = self.policy.depths[0 if self.kv == "full" else -1]
-            state = self.throttle.open(setting, state, layers=layers)
+            state = self.throttle.open(setting, state, layers=self._view_layers)
             scores = jnp.full((batch,), jnp.nan, jnp.float32)
         return dataclasses.replace(state, memory=_Memory(kv=kv, scores=scores))
 

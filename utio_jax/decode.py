@@ -87,9 +87,7 @@ def run_segment(
     def attend_cached(
         cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
     ) -> tuple[jax.Array, KVCache]:
-        cache = write(
-            cache, index, keys, values, positions=block.positions, valid=block.valid
-        )
+        cache = write(cache, index, keys, values, positions=block.positions, valid=block.valid)
         visible = visible_keys(block.positions, slots, config.window_at(index))
         if shown is not None:
             visible &= (shown[:, :width] > index)[:, None, :]

@@ -163,6 +163,7 @@ def spent_on(
         if mode.throttle is not None:
             gates += mode.throttle.flops(mode.policy, decoder, params)
         extra += gates * steps  # Every row asks at every boundary, in every round.
+        extra += rows * mode.observed_layers * cost.layer(generated.key_widths[0])
         if mode.kv == "propagate":
             deepest = np.maximum(emitted, mode.policy.depths[-1])
     first = rows * (cost.layer(generated.key_widths[0]) * layers + cost.head)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.cache import KVCache, fill
 from utio_jax.controller import Controller, EntropyAbove, GapBelow
 from utio_jax.decode import Block, block_at, run_segment
-from utio_jax.decoder import Decoder, Params
+from utio_jax.decoder import Decoder
 from utio_jax.emission import DecodeState, emit
 from utio_jax.executors import flat
 from utio_jax.mode import Setting
@@ -58,6 +57,7 @@ class Lossless:
         accepted. None: never.
       controller: chooses exit and draft length from what was accepted so far.
       kv: `"full"`, the only choice that loses nothing. Static.
+      throttle: None, likewise: drafting layers must be the full model's, with all of the history.
     """
 
     exit: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -65,12 +65,18 @@ class Lossless:
     stop: EntropyAbove | GapBelow | None = None
     controller: Controller | None = None
     kv: str = dataclasses.field(default="full", metadata={"static": True})
+    throttle: None = None
 
     def __post_init__(self) -> None:
         if self.kv != "full":
             raise ValueError(
                 'Wanted kv="full": a lossless mode drafts with the full model\'s layers and K/V. '
                 f"Got kv={self.kv!r}. Use Adaptive for {self.kv!r}."
+            )
+        if self.throttle is not None:
+            raise ValueError(
+                "Wanted no throttle: a lossless mode drafts with the full model's layers, which "
+                f"read the whole history. Got throttle={self.throttle}. Use Adaptive for it."
             )
         if self.max_draft < 1:
             raise ValueError(

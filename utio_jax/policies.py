@@ -192,9 +192,7 @@ class Thresholded:
         return self.signal.reads_logits(index)
 
 
-def is_below(
-    score: Float[Array, "*lead"], threshold: Float[Array, ""]
-) -> Bool[Array, "*lead"]:
+def is_below(score: Float[Array, "*lead"], threshold: Float[Array, ""]) -> Bool[Array, "*lead"]:
     """Returns whether tokens are easy: their score is at most the threshold.
 
     NaN and +inf are not, whatever the finite threshold; +inf finds all easy, -inf none.

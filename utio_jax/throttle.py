@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens read a compact view of the history instead of all of it, and what that costs.
 
-    easy = Throttle(history=History(recent=64, heavy=34), signal=signal, thresholds=thresholds)
-    mode = Adaptive(policy=policy, throttle=easy)
+easy = Throttle(history=History(recent=64, heavy=34), signal=signal, thresholds=thresholds)
+mode = Adaptive(policy=policy, throttle=easy)
 
-    layers     [0, d1)          [d1, d2)          [d2, L)
-    decided    at d1, by the    at d1             at d2
-    by         token before
+layers     [0, d1)          [d1, d2)          [d2, L)
+decided    at d1, by the    at d1             at d2
+by         token before
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Throttle:
 
     signal: Signal
     thresholds: Float[Array, " segment"]
-    history: History = static()
+    history: History = dataclasses.field(metadata={"static": True})
     refresh: int = static(default=32)
     observed: int = static(default=32)
     chance: PRNGKeyArray | None = None
@@ -88,7 +88,7 @@ class Throttle:
             )
 
     @property
-    def _seeks(self) -> bool:
+    def seeks(self) -> bool:
         """Whether heat is needed."""
         return self.history.heavy > 0 and self.chance is None
 
@@ -96,7 +96,7 @@ class Throttle:
         """Returns the state with views of the first `layers`, once the prompts are in the cache."""
         batch, slots = state.token_ids.shape
         heat, read = None, 0.0
-        if self._seeks:
+        if self.seeks:
             with jax.named_scope("observe"):
                 heat = observe(
                     setting.decoder,
@@ -150,7 +150,7 @@ class Throttle:
                     chance=self.chance,
                 )
             copied = self.history.heavy * bytes_per_slot(cache)
-            scanned = 4 * setting.width if self._seeks else 0
+            scanned = 4 * setting.width if self.seeks else 0
             views = state.tally.views
             assert views is not None
             spent = views.refresh_bytes + due * float(view.num_layers * (copied + scanned))

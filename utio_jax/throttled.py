@@ -213,7 +213,7 @@ def refresh(
       chance: chooses by chance instead: the control.
     """
     view = cache.view
-    assert view is not None and view.history.heavy
+    assert view is not None
     history, layers = view.history, view.num_layers
     slots = jnp.arange(width, dtype=jnp.int32)
     order, count = _first(due)
