@@ -30,7 +30,7 @@ from utio_jax.policies import Random, Thresholded, Uniform, is_below
 from utio_jax.sampling import Greedy
 from utio_jax.signals import MaxProbability, Position, SignalBase, static
 from utio_jax.throttle import Chance, Throttle
-from utio_jax.throttled import observe, open_view, refresh, run_throttled
+from utio_jax.throttled import HEAT_KEPT, observe, open_view, refresh, run_throttled
 from utio_jax.views import NOWHERE, place_of, places_at
 
 DEPTHS = (1, 2, 4)
@@ -164,11 +164,12 @@ def reference(
                 visible = (known <= position)[None]
             mixed, got = softmax_mix(q, keys[layer], values[layer], np.asarray(visible)[0])
             observed = not fresh and position >= len(prompt) - limit.observed
-            if runs and not is_low and (fresh or observed):
+            if runs and fresh:
+                seen = np.asarray(visible)[0] if is_low else np.full(size, True)
+                heat[layer] = np.where(seen, HEAT_KEPT * heat[layer] + got, heat[layer])
+            elif observed:
                 heat[layer] += got
-            new_state = np.asarray(
-                after(params, layer, jnp.asarray(source), jnp.asarray(mixed[None]))
-            )
+            state = after(params, layer, jnp.asarray(source), jnp.asarray(mixed[None]))
             if runs:
                 source = np.asarray(state)
             if layer < depth:
@@ -303,9 +304,11 @@ def test_a_step_is_the_masked_step(shape: str) -> None:
         )  # fmt: skip
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(after.keys, expected.keys, rtol=1e-5, atol=1e-5)
-        # Heat comes from dense rows that run, and from no others.
-        heated = np.any(np.asarray(after.view.heat != heat), axis=(0, 2))
-        np.testing.assert_array_equal(heated, (dense & runs & valid)[:, 0])
+        # Heat comes from rows that run, and from no others; dense ones see every slot.
+        heated = np.asarray(after.view.heat != heat)
+        np.testing.assert_array_equal(np.any(heated, axis=(0, 2)), (runs & valid)[:, 0])
+        whole = np.all(heated[..., :width], axis=(0, 2))
+        np.testing.assert_array_equal(whole, (dense & runs & valid)[:, 0])
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))

@@ -48,7 +48,7 @@ class Throttle:
         of the token before.
       refresh: heavy hitters are chosen anew whenever a row's position is a multiple of it. Static.
       observed: tokens at the prompt's end whose attention says what is heavy at first; from then on
-        that of unthrottled tokens is added. Static.
+        every new token's adds to what it saw. Static.
       chance: chooses the heavy hitters by chance: the control. None chooses by heat.
     """
 
@@ -56,7 +56,7 @@ class Throttle:
     thresholds: Float[Array, " segment"]
     history: History = dataclasses.field(metadata={"static": True})
     refresh: int = static(default=32)
-    observed: int = static(default=32)
+    observed: int = static(default=16)
     chance: PRNGKeyArray | None = None
 
     def __post_init__(self) -> None:

@@ -21,6 +21,17 @@ from utio_jax.decoder import Decoder, Params
 from utio_jax.history import History
 from utio_jax.views import NOWHERE, View, places_at, visible_places
 
+HEAT_KEPT = 15 / 16
+"""What is left of a slot's heat when the next query that sees it adds its own attention.
+
+Of the shipped model's attention, a view of 64 recent, 4 sinks and 34 heavy tokens holds 74.1 % if
+heat is kept so, 71.5 % if all queries count alike, 68.3 % if the 34 are drawn by chance, and 77.2 %
+with hindsight.
+"""
+
+Attended = tuple[Float[Array, "batch query head head_dim"], Float[Array, "layer batch slot"] | None]
+"""Attended values by row, and the heat of the cache's slots; None where nobody asks for it."""
+
 
 def open_view(
     cache: KVCache,
@@ -79,13 +90,14 @@ def run_throttled(
       stop: layer to stop before.
       width: slots that dense rows attend over; more than every valid position. Static.
       runs: tokens whose state changes; no others' attention counts.
-      dense: of these, the ones that read all their slots, and whose attention adds to the heat.
+      dense: of these, the ones that read all their slots.
       shown: as in `run_segment`.
     """
     runs &= block.valid
     dense &= runs
+    low = runs & ~dense
     order, count = _first(dense[:, 0])
-    some = jnp.any(runs & ~dense).astype(jnp.int32)
+    some = jnp.any(low).astype(jnp.int32)
     cap = decoder.config.attention_softcap
 
     def attention(
@@ -98,24 +110,30 @@ def run_throttled(
         def at_layer(leaf: jax.Array) -> jax.Array:
             return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
 
-        def by_view(_: jax.Array, attended: jax.Array) -> jax.Array:
+        def by_view(_: jax.Array, carry: Attended) -> Attended:
             positions = at_layer(view.positions)
             visible = visible_places(view.history, block.positions, positions, window)
             if shown is not None:
                 visible &= _shown_at(shown, positions, index)[:, None, :]
-            return attend(queries, at_layer(view.keys), at_layer(view.values), visible, softcap=cap)
+            keys, values = at_layer(view.keys), at_layer(view.values)
+            if carry[1] is None:
+                return attend(queries, keys, values, visible, softcap=cap), None
+            attended, got = attend_weighed(queries, keys, values, visible, softcap=cap)
+            kept = jnp.where((visible & low[:, :, None])[:, 0], positions, NOWHERE)
+            rows = jnp.arange(kept.shape[0], dtype=jnp.int32)[:, None]
+            got += HEAT_KEPT * carry[1].at[index, rows, kept].get(mode="clip")
+            return attended, carry[1].at[index, rows, kept].set(got, mode="drop")
 
         # A loop of no or one turn: where all rows are dense no view is read. (A conditional would
         # copy what it passes on.)
-        attended = jnp.zeros(queries.shape, view.values.dtype)
-        attended = jax.lax.fori_loop(0, some, by_view, attended)
+        carry = jnp.zeros(queries.shape, view.values.dtype), view.heat
+        carry = jax.lax.fori_loop(0, some, by_view, carry)
         attended, heat = _attend_rows(
             cache,
-            view.heat,
+            carry,
             index,
             queries,
             block.positions,
-            attended,
             order,
             count,
             width=width,
@@ -171,11 +189,10 @@ def observe(
     ) -> tuple[jax.Array, jax.Array]:
         attended, found = _attend_rows(
             cache,
-            heat,
+            (jnp.zeros(asked.shape, cache.values.dtype), heat),
             index,
             asked,
             seen_from,
-            jnp.zeros(asked.shape, cache.values.dtype),
             rows,
             jnp.int32(batch),
             width=width,
@@ -249,11 +266,10 @@ def refresh(
 
 def _attend_rows(
     cache: KVCache,
-    heat: Float[Array, "layer batch slot"] | None,
+    carry: Attended,
     layer: Int[Array, ""],
     queries: Float[Array, "batch query head head_dim"],
     positions: Int[Array, "batch query"],
-    attended: Float[Array, "batch query head head_dim"],
     order: Int[Array, " batch"],
     count: Int[Array, ""],
     *,
@@ -261,15 +277,15 @@ def _attend_rows(
     window: Int[Array, ""] | None,
     softcap: float | None,
     shown: Int[Array, "batch slot"] | None,
-) -> tuple[Float[Array, "batch query head head_dim"], Float[Array, "layer batch slot"] | None]:
-    """Returns `attended` and the heat after rows `order[:count]` have attended to all their slots.
+) -> Attended:
+    """Returns the carry after rows `order[:count]` have attended to all their slots.
 
     One row at a time: its keys stay in a core's cache while they are scored, and no row is read
     that is not asked for.
     """
     slots = jnp.arange(width, dtype=jnp.int32)
 
-    def one(number: jax.Array, carry: tuple[jax.Array, jax.Array | None]) -> tuple:
+    def one(number: jax.Array, carry: Attended) -> Attended:
         attended, heat = carry
         row = order[number]
 
@@ -290,11 +306,11 @@ def _attend_rows(
             new, got = attend_weighed(of_row(queries), keys, values, visible, softcap=softcap)
             place = (layer, row, 0)
             old = jax.lax.dynamic_slice(heat, place, (1, 1, width))
-            heat = jax.lax.dynamic_update_slice(heat, old + got[None, None], place)
+            heat = jax.lax.dynamic_update_slice(heat, HEAT_KEPT * old + got[None, None], place)
         attended = jax.lax.dynamic_update_index_in_dim(attended, new.astype(attended.dtype), row, 0)
         return attended, heat
 
-    return jax.lax.fori_loop(0, count, one, (attended, heat))
+    return jax.lax.fori_loop(0, count, one, carry)
 
 
 def _shown_at(
