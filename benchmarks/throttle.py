@@ -40,9 +40,9 @@ from utio_jax.loop import advance, begin
 from utio_jax.mode import Mode, Plain, Setting
 from utio_jax.models.corpus import standard_library
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.policies import Thresholded
+from utio_jax.policies import never_stops
 from utio_jax.sampling import Greedy
-from utio_jax.signals import Position, SignalBase, static
+from utio_jax.signals import SignalBase, static
 from utio_jax.throttle import Chance, Throttle
 from utio_jax.timing import time_programs
 
@@ -64,7 +64,7 @@ EXITS = (4, 8, 12, 16)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark; see `--help`."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["time", "loss"])
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 32768])
     parser.add_argument("--batch", type=int, default=8)
@@ -106,12 +106,6 @@ class RowNumber(SignalBase):
 
     def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
         return memory, memory
-
-
-def never_stops(depths: tuple[int, ...]) -> Thresholded:
-    """Returns a policy under which every token runs every layer, with boundaries on the way."""
-    nobody = jnp.full(len(depths) - 1, -jnp.inf)
-    return Thresholded(signal=Position(), thresholds=nobody, depths=depths)
 
 
 def measure_time(arguments: argparse.Namespace, context: int) -> list[dict[str, Any]]:
@@ -255,10 +249,11 @@ def read_on(decoder: Any, params: Any, mode: Mode, state: DecodeState, ids: jax.
 
     def step(state: DecodeState) -> DecodeState:
         given = jax.vmap(lambda row, length: row[length])(ids, state.lengths)
+        forced: Any = Forced(token_ids=given)
         setting = Setting(
             decoder=decoder,
             params=params,
-            sampling=Forced(token_ids=given),
+            sampling=forced,
             stops=stop_rules(()),
             width=ids.shape[1],
         )
@@ -281,10 +276,10 @@ def measure_loss(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
     def losses(throttle: Throttle | None) -> tuple[np.ndarray, float]:
         mode = Adaptive(policy=policy, throttle=throttle)
+        first: Any = Forced(token_ids=ids[:, width // 2])
         state = begin(
-            decoder, params, mode, Forced(token_ids=ids[:, width // 2]), stop_rules(()),
-            ids[:, : width // 2], middle, middle * 0 + width,
-            np.arange(len(ids), dtype=np.uint32), slots=width,
+            decoder, params, mode, first, stop_rules(()), ids[:, : width // 2], middle,
+            middle * 0 + width, np.arange(len(ids), dtype=np.uint32), slots=width,
         )  # fmt: skip
         state = read_on(decoder, params, mode, state, ids)
         share = 0.0

@@ -26,7 +26,7 @@ from utio_jax.loop import advance, begin
 from utio_jax.lossless import Lossless
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-from utio_jax.policies import Random, Thresholded, Uniform, is_below
+from utio_jax.policies import Random, Thresholded, Uniform, is_below, never_stops
 from utio_jax.sampling import Greedy
 from utio_jax.signals import MaxProbability, Position, SignalBase, static
 from utio_jax.throttle import Chance, Throttle
@@ -111,7 +111,9 @@ def reference(
 
     Obvious and slow: every key is kept, every query sees all of them under `visible_history`.
     """
-    decoder, params, limit = model.decoder, model.params, mode.throttle
+    decoder, params = model.decoder, model.params
+    limit: Any = mode.throttle
+    policy: Any = mode.policy
     before, after = pieces(decoder)
     layers, size = decoder.config.num_layers, 64
     ids = np.array([*prompt, *new, *[0] * size], np.int32)[:size]
@@ -125,7 +127,7 @@ def reference(
     logits, throttled = [], []
     for position in range(len(prompt) + len(new) - 1):
         fresh = position >= len(prompt)
-        depth = int(mode.policy.table[row, position]) if fresh else layers
+        depth = int(policy.table[row, position]) if fresh else layers
         if fresh and (position % limit.refresh == 0 or position == len(prompt)):
             for layer in range(layers):
                 score = heat[layer]
@@ -193,6 +195,7 @@ MODES = {
 
 @pytest.mark.parametrize("case", MODES)
 def test_generation_is_the_masked_reference(model: Any, case: str) -> None:
+    kv: Any
     kv, limit = MODES[case]
     table = depth_table(DEPTHS, shape=(3, 64), seed=2)
     mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, catch_up=4, throttle=limit)
@@ -471,8 +474,7 @@ def test_rows_do_not_feel_their_batch_and_new_thresholds_compile_nothing(
     model: Any, count_compiles: Any
 ) -> None:
     signal = Chance(key=jax.random.key(4))
-    policy = Thresholded(signal=Position(), thresholds=jnp.full(2, -jnp.inf), depths=DEPTHS)
-    mode = Adaptive(policy=policy, throttle=throttle(0.5, signal=signal))
+    mode = Adaptive(policy=never_stops(DEPTHS), throttle=throttle(0.5, signal=signal))
     together = run(model, mode=mode)
     share = np.concatenate(together.throttled).sum() / (3 * 39 * 4)
     assert 0.35 < share < 0.65
@@ -538,7 +540,13 @@ def test_the_ledger_charges_the_look_at_the_prompt(model: Any) -> None:
     )
     assert plain.gate_pct == 0
     # Fewer keys are attended to; the rest is the same.
-    assert row.flops_ratio - row.gate_pct / 100 < plain.flops_ratio == 1
+    assert plain.flops_ratio == plain.kv_bytes_ratio == 1
+    assert row.flops_ratio - row.gate_pct / 100 < 1
+    # 11 of 64 keys, refreshed views, and a look at 8 slots of the prompt.
+    read = np.sum(result.kv_bytes_read + result.refresh_bytes_read)
+    assert row.kv_bytes_ratio == pytest.approx(read / np.sum(dense.kv_bytes_read))
+    assert row.throttled_ratio == pytest.approx(39 / 40)
+    assert plain.throttled_ratio == 0
 
 
 def test_weights_are_attention(tiny: Any) -> None:

@@ -117,7 +117,7 @@ class Tally:
 def empty_tally(batch: int, slots: int) -> Tally:
     """Returns a tally of nothing."""
     names = {field.name for field in dataclasses.fields(Tally)} - {"views"}
-    counts = {name: jnp.zeros((batch,), jnp.int32) for name in names}
+    counts: dict[str, Any] = {name: jnp.zeros((batch,), jnp.int32) for name in names}
     counts["key_slots"] = counts["attended"] = jnp.zeros((batch,), jnp.float32)
     counts["decided"] = counts["executed"] = jnp.zeros((batch, slots), jnp.int32)
     counts["log_probability"] = jnp.zeros((batch, slots), jnp.float32)

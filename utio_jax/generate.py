@@ -53,6 +53,7 @@ class Generated:
       view_bytes_read: those of `kv_bytes_read` that came from views, per row.
       refresh_bytes_read: bytes read to find heavy hitters and to copy them, per row; not in
         `kv_bytes_read`.
+      bytes_per_slot: that keys and values of one token take in one layer.
       key_widths: numbers of key slots that attention could read, ascending.
       mode: the mode's name.
     """
@@ -74,6 +75,7 @@ class Generated:
     throttled: tuple[np.ndarray, ...]
     view_bytes_read: np.ndarray
     refresh_bytes_read: np.ndarray
+    bytes_per_slot: int
     key_widths: tuple[int, ...]
     mode: str
 
@@ -249,6 +251,7 @@ def _collect(state: DecodeState, mode: Mode, lengths: Lengths) -> Generated:
         throttled=_cut(layers, starts, ends),
         view_bytes_read=view_slots * per_slot,
         refresh_bytes_read=refresh_bytes,
+        bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
     )

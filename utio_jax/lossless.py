@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +66,7 @@ class Lossless:
     stop: EntropyAbove | GapBelow | None = None
     controller: Controller | None = None
     kv: str = dataclasses.field(default="full", metadata={"static": True})
-    throttle: None = None
+    throttle: Any = None
 
     def __post_init__(self) -> None:
         if self.kv != "full":

@@ -83,8 +83,7 @@ class Throttle:
             raise ValueError(
                 "Wanted a policy with a boundary, where tokens get their scores. Got depths="
                 f"{policy.depths} and thresholds={values.tolist()}. To let all tokens run every "
-                "layer, take a Thresholded policy whose thresholds are -inf; or throttle everybody "
-                "(inf) or nobody (-inf)."
+                "layer, take never_stops(depths); or throttle all (inf) or none (-inf)."
             )
 
     @property

@@ -33,8 +33,8 @@ class View:
       keys: copies of the cache's.
       values: likewise.
       positions: of the tokens at each place; `NOWHERE` where there is none.
-      heat: attention that each of the cache's slots got from queries that saw it, summed over heads,
-        older queries counting less; None where no heavy hitters are sought.
+      heat: attention that each slot of the cache got from the queries that saw it, summed over
+        heads, older queries counting less; None where no heavy hitters are sought.
       history: how many places are for what. Static.
     """
 
