@@ -153,7 +153,8 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         "lossless": ["--lossless"],
         "adaptive": ["--enable-utio", "--budget", "0.8"],
         "throttled": [
-            *["--enable-utio", "--policy", "full", "--throttle", "inf", "--history", "5", "2", "4"]
+            *("--enable-utio", "--policy", "full", "--throttle", "inf"),
+            *("--history", "5", "2", "4"),
         ],
     }.items():
         assert main([*arguments, *more]) == 0
@@ -286,7 +287,7 @@ def test_a_model_without_exits_cannot_draft(
         (["generate", "x", "--lossless", "--throttle", "1"], "without a policy or a throttle"),
         (["generate", "x", "--enable-utio", "--history", "9", "1", "1"], "--throttle with"),
         (
-            [*["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1", "1"]],
+            ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1", "1"],
             "History of at least 1 recent token",
         ),
         (["generate", "x", "--temperature", "-1"], "a temperature above 0"),

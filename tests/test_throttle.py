@@ -193,7 +193,13 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("case", MODES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("propagate", "full"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [*MODES][3:] + ["drop"]),
+    ],
+)
 def test_generation_is_the_masked_reference(model: Any, case: str) -> None:
     kv: Any
     kv, limit = MODES[case]
@@ -286,7 +292,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "a key head for two, windows",
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in [*SHAPES][1:]),
+    ],
+)
 def test_a_step_is_the_masked_step(shape: str) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **SHAPES[shape]))
     params = live_params(decoder, seed=3)
