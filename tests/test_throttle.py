@@ -197,7 +197,7 @@ MODES = {
     "case",
     [
         *("propagate", "full"),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in [*MODES][3:] + ["drop"]),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [*[*MODES][3:], "drop"]),
     ],
 )
 def test_generation_is_the_masked_reference(model: Any, case: str) -> None:
