@@ -196,8 +196,8 @@ MODES = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("propagate", "full"),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in [*[*MODES][3:], "drop"]),
+        *("propagate", "drop", "full"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [*MODES][3:]),
     ],
 )
 def test_generation_is_the_masked_reference(model: Any, case: str) -> None:
