@@ -152,12 +152,17 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         "plain": [],
         "lossless": ["--lossless"],
         "adaptive": ["--enable-utio", "--budget", "0.8"],
+        "throttled": [
+            *("--enable-utio", "--policy", "full", "--throttle", "inf"),
+            *("--history", "5", "2", "4"),
+        ],
     }.items():
         assert main([*arguments, *more]) == 0
         captured = capsys.readouterr()
         assert captured.out.count("\n") == 1
         rows[mode] = found = json.loads(captured.out)
-        assert (found["command"], found["mode"]) == ("generate", mode)
+        assert found["command"] == "generate"
+        assert found["mode"] == ("adaptive" if mode == "throttled" else mode)
         assert found["prompts"] == [PROMPT, "import"]
         assert [len(ids) for ids in found["token_ids"]] == [len(d) for d in found["depths"]]
         assert found["tokens"] == sum(len(ids) for ids in found["token_ids"])
@@ -171,6 +176,12 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     assert rows["plain"]["policy"] == rows["lossless"]["policy"] == "full"
     assert rows["plain"]["flops_ratio"] == rows["plain"]["speedup"] == 1
     assert rows["plain"]["acceptance"] is None
+    assert rows["plain"]["kv_bytes_ratio"] == 1
+    assert rows["plain"]["throttled_ratio"] == 0
+    assert rows["throttled"]["policy"] == "full"
+    assert rows["throttled"]["throttled"][0] == [0, *[4] * 19]
+    assert 0.9 < rows["throttled"]["throttled_ratio"] < 1
+    assert rows["throttled"]["kv_bytes_ratio"] < 0.5
     assert rows["lossless"]["token_ids"] == rows["plain"]["token_ids"]
     assert rows["lossless"]["texts"] == rows["plain"]["texts"]
     assert 0 <= rows["lossless"]["acceptance"] <= 1
@@ -271,6 +282,13 @@ def test_a_model_without_exits_cannot_draft(
         (
             ["generate", "x", "--enable-utio", "--policy", "uniform", "--depth", "9"],
             "within the model's 4 layers",
+        ),
+        (["generate", "x", "--throttle", "inf"], "--enable-utio with --throttle"),
+        (["generate", "x", "--lossless", "--throttle", "1"], "without a policy or a throttle"),
+        (["generate", "x", "--enable-utio", "--history", "9", "1", "1"], "--throttle with"),
+        (
+            ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1", "1"],
+            "History of at least 1 recent token",
         ),
         (["generate", "x", "--temperature", "-1"], "a temperature above 0"),
         (["generate", "x", "--top-p", "0.9"], "Wanted --temperature above 0 with --top-p"),

@@ -56,7 +56,8 @@ def test_plain_decoding_is_the_unit(model: Any) -> None:
     row = ledger(model, Plain(), plain_run())
     assert (row.policy, row.tokens, row.depth_histogram) == ("full", 120, {"4": 1.0})
     assert row.depth_decided_mean == row.depth_executed_mean == 4
-    assert row.flops_ratio == row.padding_ratio == row.agreement == 1
+    assert row.flops_ratio == row.padding_ratio == row.agreement == row.kv_bytes_ratio == 1
+    assert row.throttled_ratio == 0
     assert row.speedup_ideal == pytest.approx(1, abs=1e-6)
     assert row.involuntary_stays == row.involuntary_exits == row.gate_pct == 0
     assert row.nll == pytest.approx(row.nll_full, abs=1e-5)
@@ -77,6 +78,7 @@ def test_rows_that_have_ended_go_on_costing(model: Any) -> None:
     assert row.depth_executed_mean == pytest.approx(3 * max(sizes) * 4 / sum(sizes))
     assert row.padding_ratio == pytest.approx(3 * max(sizes) / sum(sizes))
     assert row.flops_ratio == 1  # Plain decoding does so, too: in both widths of attention.
+    assert row.kv_bytes_ratio == 1
 
 
 @pytest.mark.parametrize("kv", ["propagate", "drop", "full"])

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.cache import fill
 from utio_jax.decode import Block, block_at, project_frozen, run_segment
-from utio_jax.decoder import Decoder, Params, reads_exits
+from utio_jax.decoder import Decoder, reads_exits
 from utio_jax.dense import FrozenKV, check_kv
 from utio_jax.descent import Descent, boundary_of, logits_of, read_exits, store
 from utio_jax.emission import DecodeState
 from utio_jax.layers import check_policy
 from utio_jax.mode import Setting, emit_drawn
 from utio_jax.plan import Policy
+from utio_jax.throttle import Throttle
+from utio_jax.throttled import run_throttled
 
 
 @jax.tree_util.register_dataclass
@@ -38,11 +41,15 @@ class Adaptive:
         goes deeper, together with those of all tokens that stopped since. The last saves weight
         reads and launches, not FLOPs. Static.
       catch_up: tokens per row of one block of that; more of them take more blocks. Static.
+      throttle: which tokens read a compact view of the history instead of all of it. None: nobody.
+        With `kv="full"` it has a say up to the first depth only: beyond, tokens catch up in blocks,
+        whose queries share one reading.
     """
 
     policy: Policy
     kv: FrozenKV = dataclasses.field(default="propagate", metadata={"static": True})
     catch_up: int = dataclasses.field(default=8, metadata={"static": True})
+    throttle: Throttle | None = None
 
     def __post_init__(self) -> None:
         check_kv(self.kv)
@@ -59,6 +66,17 @@ class Adaptive:
     def block(self) -> int:
         return 1
 
+    @property
+    def _view_layers(self) -> int:
+        return self.policy.depths[0 if self.kv == "full" else -1]
+
+    @property
+    def observed_layers(self) -> int:
+        """Token-layers per row that a throttle's look at the prompt runs a second time."""
+        if self.throttle is None or not self.throttle.seeks:
+            return 0
+        return self.throttle.observed * self._view_layers
+
     def check(self, decoder: Decoder) -> None:
         check_policy(self.policy, decoder)
         if not self.policy.causal:
@@ -66,21 +84,30 @@ class Adaptive:
                 "Wanted a causal policy: decoding cannot look at later tokens. "
                 f"Got policy {self.policy.name!r}."
             )
+        if self.throttle is not None:
+            self.throttle.check(self.policy)
 
     def segments(self, decoder: Decoder) -> int:
         return len(self.policy.depths) if self.kv == "full" else 1
 
-    def start(self, decoder: Decoder, params: Params, state: DecodeState) -> Any:
-        batch, slots = state.token_ids.shape
+    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+        decoder, (batch, slots) = setting.decoder, state.token_ids.shape
+        kv = scores = None
         if self.kv == "drop":  # Layers at which each slot may be seen. Prompts ran them all.
-            return jnp.full((batch, slots), decoder.config.num_layers, jnp.int32)
+            kv = jnp.full((batch, slots), decoder.config.num_layers, jnp.int32)
         if self.kv == "full":  # States at each depth but the last, from which to catch up.
-            x = jax.eval_shape(decoder.embed, params, state.token_ids, state.token_ids)
-            return jnp.zeros((len(self.policy.depths) - 1, *x.shape), x.dtype)
-        return None
+            x = jax.eval_shape(decoder.embed, setting.params, state.token_ids, state.token_ids)
+            kv = jnp.zeros((len(self.policy.depths) - 1, *x.shape), x.dtype)
+        if self.throttle is not None:
+            state = self.throttle.open(setting, state, layers=self._view_layers)
+            scores = jnp.full((batch,), jnp.nan, jnp.float32)
+        return dataclasses.replace(state, memory=_Memory(kv=kv, scores=scores))
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
-        decoder, params = setting.decoder, setting.params
+        decoder, params, watch = setting.decoder, setting.params, None
+        if self.throttle is not None:
+            shown = state.memory.kv if self.kv == "drop" else None
+            state, watch = self.throttle.begin(setting, state, state.memory.scores, shown)
         active, positions, depths = state.active, state.positions[:, None], self.policy.depths
         ids = state.last_ids[:, None]
         block = block_at(decoder, positions, active[:, None])
@@ -91,11 +118,12 @@ class Adaptive:
         now = Descent(
             x=decoder.embed(params, ids, positions),
             cache=state.cache,
-            memory=state.memory,
+            memory=state.memory.kv,
             deepest=jnp.int32(0),
             token_layers=jnp.int32(0),
             key_slots=jnp.float32(0),
             attended=jnp.float32(0),
+            watch=watch,
         )
         if self.kv == "drop":  # While it runs, the token sees itself everywhere.
             now = self._show(now, block, jnp.full_like(decided, depths[-1]))
@@ -105,9 +133,11 @@ class Adaptive:
                 now = run(setting, now, state, block, live, index=index)
             if index + 1 < len(depths):
                 looks: list[jax.Array] = []
-                goes, memory = self.policy.go_deeper(
-                    index, boundary_of(decoder, params, now.x, block, live, depth, looks), memory
-                )
+                boundary = boundary_of(decoder, params, now.x, block, live, depth, looks)
+                goes, memory = self.policy.go_deeper(index, boundary, memory)
+                if self.throttle is not None:
+                    watch = self.throttle.look(index, boundary, now.watch)
+                    now = dataclasses.replace(now, watch=watch)
                 stops = live & ~goes
                 decided = jnp.where(stops, depth, decided)
                 if looks:  # What a policy saw of rows that stop is what they emit from.
@@ -146,7 +176,11 @@ class Adaptive:
             key_slots=now.key_slots,
             attended=now.attended,
         )
-        state = dataclasses.replace(state, cache=cache, memory=now.memory, tally=tally)
+        scores = None if now.watch is None else now.watch.scores
+        after = _Memory(kv=now.memory, scores=scores)
+        state = dataclasses.replace(state, cache=cache, memory=after, tally=tally)
+        if now.watch is not None:
+            state = now.watch.close(state)
         executed = jnp.broadcast_to(now.deepest, state.lengths.shape)
         return emit_drawn(setting, state, logits, decided=decided[:, 0], executed=executed)
 
@@ -163,7 +197,13 @@ class Adaptive:
         """Runs one segment on the current tokens, if any row is live."""
         start, depth = (0, *self.policy.depths)[index], self.policy.depths[index]
         stop = jnp.where(jnp.any(live), depth, start)
-        x, cache = run_segment(
+        run, watch, slots = run_segment, now.watch, float(setting.width)
+        if self.throttle is not None:
+            run = partial(run_throttled, dense=~watch.low)
+            watch, slots = watch.after(
+                live, layers=depth - start, width=setting.width, size=self.throttle.history.size
+            )
+        x, cache = run(
             setting.decoder,
             setting.params,
             now.cache,
@@ -188,7 +228,8 @@ class Adaptive:
             deepest=stop,
             layers=stop - start,
             tokens=1,
-            width=setting.width,
+            slots=slots,
+            watch=watch,
         )
 
     def _catch_up(
@@ -247,10 +288,25 @@ class Adaptive:
             deepest=jnp.where(needed, depth, now.deepest),
             layers=blocks * (depth - start),
             tokens=self.catch_up,
-            width=setting.width,
+            slots=float(setting.width),
+            watch=now.watch,
         )
 
     def _show(self, now: Descent, block: Block, depth: Int[Array, "batch 1"]) -> Descent:
         rows = jnp.arange(depth.shape[0], dtype=jnp.int32)[:, None]
         slots = jnp.where(block.valid, block.positions, now.memory.shape[1])
         return dataclasses.replace(now, memory=now.memory.at[rows, slots].set(depth, mode="drop"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Memory:
+    """What the mode carries from round to round.
+
+    Attributes:
+      kv: what `Adaptive.kv` needs: layers at which slots may be seen, or states to catch up from.
+      scores: of each row's last token at the first boundary; None without a throttle.
+    """
+
+    kv: Any
+    scores: Float[Array, " batch"] | None

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import DecoderConfig
+from utio_jax.views import View, remember
 
 
 @jax.tree_util.register_dataclass
@@ -32,11 +33,13 @@ class KVCache:
       values: likewise.
       filled: watermarks: positions below `filled[segment, row]` are valid in the segment's layers.
         Never increasing with the segment: deeper K/V are made from shallower states.
+      view: a compact copy of what low-importance tokens see of it; None where there are none.
     """
 
     keys: Float[Array, "layer batch slot kv_head head_dim"]
     values: Float[Array, "layer batch slot kv_head head_dim"]
     filled: Int[Array, "segment batch"]
+    view: View | None = None
 
     @property
     def num_slots(self) -> int:
@@ -93,8 +96,12 @@ def write(
 ) -> KVCache:
     """Returns the cache with one layer's K/V at the tokens' positions; invalid ones leave no trace.
 
-    Watermarks are the caller's: only it knows when a whole segment is done.
+    So does its view, if it has one. Watermarks are the caller's: only it knows when a whole segment
+    is done.
     """
+    view = cache.view
+    if view is not None:
+        view = remember(view, layer, keys, values, positions=positions, valid=valid)
     rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
     slots = jnp.where(valid, positions, cache.num_slots)  # One past the end: dropped.
     return dataclasses.replace(
@@ -103,6 +110,7 @@ def write(
         values=cache.values.at[layer, rows, slots].set(
             values.astype(cache.values.dtype), mode="drop"
         ),
+        view=view,
     )
 
 

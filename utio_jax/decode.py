@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,8 @@ from utio_jax.executors import flat, layer_at
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""
+
+Memory = TypeVar("Memory")
 
 
 @jax.tree_util.register_dataclass
@@ -77,31 +81,67 @@ def run_segment(
       shown: layers at which each slot may be seen, for `kv="drop"`; the tokens in `x` themselves
         included. None means all.
     """
-    runs = block.valid if runs is None else runs & block.valid
-    shape, config = x.shape[:2], decoder.config
-    slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (shape[0], width))
+    config = decoder.config
+    slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
 
-    def rows(y: jax.Array) -> jax.Array:
-        return y.reshape(*shape, *y.shape[1:])
-
-    def run_layer(index: jax.Array, carry: tuple[jax.Array, KVCache]) -> tuple[jax.Array, KVCache]:
-        x, cache = carry
-        layer = layer_at(decoder, params, index)
-        states, places = flat(x), flat(block.places)  # One 2D GEMM beats a batched 3D one.
-        keys, values = decoder.keys_values(layer, states, places)
-        cache = write(
-            cache, index, rows(keys), rows(values), positions=block.positions, valid=block.valid
-        )
+    def attend_cached(
+        cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        cache = write(cache, index, keys, values, positions=block.positions, valid=block.valid)
         visible = visible_keys(block.positions, slots, config.window_at(index))
         if shown is not None:
             visible &= (shown[:, :width] > index)[:, None, :]
         keys, values = read(cache, index, width=width)
-        queries = rows(decoder.queries(layer, states, places))
         attended = attend(queries, keys, values, visible, softcap=config.attention_softcap)
-        new = rows(decoder.finish_layer(layer, states, flat(attended)))
-        return jnp.where(runs[:, :, None], new, x), cache
+        return attended, cache
 
-    return jax.lax.fori_loop(start, stop, run_layer, (x, cache))
+    return run_layers(
+        decoder, params, cache, x, block, attend_cached, start=start, stop=stop, runs=runs
+    )
+
+
+def run_layers(
+    decoder: Decoder,
+    params: Params,
+    memory: Memory,
+    x: Float[Array, "batch token dim"],
+    block: Block,
+    attention: Callable[..., tuple[jax.Array, Memory]],
+    *,
+    start: Depth,
+    stop: Depth,
+    runs: Bool[Array, "batch token"] | None = None,
+) -> tuple[Float[Array, "batch token dim"], Memory]:
+    """Returns the states after layers [start, stop), and what attention made of its memory.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      memory: of attention: a cache, or anything else.
+      x: states at depth `start`.
+      block: the tokens' places.
+      attention: maps the memory, a layer's index, and its keys, values and queries, each by row, to
+        the attended values and the memory.
+      start: first layer.
+      stop: layer to stop before.
+      runs: valid tokens whose state changes. None means all.
+    """
+    runs = block.valid if runs is None else runs & block.valid
+
+    def rows(y: jax.Array) -> jax.Array:
+        return y.reshape(*x.shape[:2], *y.shape[1:])
+
+    def run_layer(index: jax.Array, carry: tuple[jax.Array, Memory]) -> tuple[jax.Array, Memory]:
+        x, memory = carry
+        layer = layer_at(decoder, params, index)
+        states, places = flat(x), flat(block.places)  # One 2D GEMM beats a batched 3D one.
+        keys, values = (rows(y) for y in decoder.keys_values(layer, states, places))
+        queries = rows(decoder.queries(layer, states, places))
+        attended, memory = attention(memory, index, keys, values, queries)
+        new = rows(decoder.finish_layer(layer, states, flat(attended)))
+        return jnp.where(runs[:, :, None], new, x), memory
+
+    return jax.lax.fori_loop(start, stop, run_layer, (x, memory))
 
 
 def project_frozen(

@@ -29,8 +29,9 @@ class Descent:
       memory: what the mode remembers.
       deepest: layers that the batch has run so far.
       token_layers: token slots that ran a layer, per row.
-      key_slots: key slots read, summed over layers.
-      attended: query-key pairs.
+      key_slots: key slots read, summed over layers: of every row, or by row.
+      attended: query-key pairs, the rows' mean.
+      watch: of a throttle, who reads how much; None without one.
     """
 
     x: Float[Array, "batch 1 dim"]
@@ -38,8 +39,9 @@ class Descent:
     memory: Any
     deepest: Int[Array, ""]
     token_layers: Int[Array, ""]
-    key_slots: Float[Array, ""]
+    key_slots: Float[Array, "*row"]
     attended: Float[Array, ""]
+    watch: Any = None
 
     def after(
         self,
@@ -50,16 +52,31 @@ class Descent:
         deepest: jax.Array,
         layers: jax.Array,
         tokens: int,
-        width: int,
+        slots: float | jax.Array,
+        watch: Any = None,
     ) -> Descent:
+        """Returns the way after `layers` more layers of `tokens` tokens per row.
+
+        Args:
+          x: states.
+          cache: keys and values.
+          memory: what the mode remembers.
+          deepest: layers that the batch has run by now.
+          layers: that it has run since, repeated ones included.
+          tokens: per row.
+          slots: key slots that every row, or each, has read per layer.
+          watch: of a throttle.
+        """
+        mean = slots if isinstance(slots, float) else jnp.mean(slots)
         return Descent(
             x=x,
             cache=cache,
             memory=memory,
             deepest=jnp.maximum(self.deepest, deepest * (layers > 0)),
             token_layers=self.token_layers + layers * tokens,
-            key_slots=self.key_slots + layers * float(width),
-            attended=self.attended + layers * float(tokens * width),
+            key_slots=self.key_slots + layers * slots,
+            attended=self.attended + layers * (tokens * mean),
+            watch=watch,
         )
 
 
@@ -119,7 +136,10 @@ def boundary_of(
     depth: int,
     looks: list[jax.Array],
 ) -> Boundary:
-    """Returns what a policy may look at here; the logits that it does are added to `looks`."""
+    """Returns what a policy may look at here; if it looks at logits, they are added to `looks`.
+
+    Whoever looks again sees the same ones: a boundary runs one head at most.
+    """
 
     def map_live(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         new = function(*(array[:, 0] for array in arrays))[:, None]
@@ -127,7 +147,8 @@ def boundary_of(
         return jnp.where(live.reshape(shape), new, jnp.zeros((), new.dtype))
 
     def map_logits(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-        looks.append(logits_of(decoder, params, x, where=live, depth=depth))
+        if not looks:
+            looks.append(logits_of(decoder, params, x, where=live, depth=depth))
         return map_live(lambda *blocks: function(looks[-1], *blocks), *arrays)
 
     return Boundary(

@@ -53,6 +53,22 @@ def stop_rules(eos_ids: Sequence[int], sequences: Sequence[Sequence[int]] = ()) 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ViewTally:
+    """What throttled tokens read, and what keeping views of the cache cost.
+
+    Attributes:
+      layers: in which each token saw no more than its row's view, by its own position.
+      key_slots: those of `Tally.key_slots` that were read from views.
+      refresh_bytes: read to find and copy heavy hitters: keys, values and heat.
+    """
+
+    layers: Int[Array, "batch slot"]
+    key_slots: Float[Array, " batch"]
+    refresh_bytes: Float[Array, " batch"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tally:
     """What decoding did and cost. The first token of every row is prefill's and costs nothing here.
 
@@ -74,6 +90,7 @@ class Tally:
         least `key_slots`, which the queries of one pass share.
       heads: token slots that went through the vocabulary head.
       exit_maps: states of an exit that were mapped for it, see `utio_jax.decoder.ReadsExits`.
+      views: of throttled tokens; None where there are none.
     """
 
     decided: Int[Array, "batch slot"]
@@ -88,6 +105,7 @@ class Tally:
     attended: Float[Array, " batch"]
     heads: Int[Array, " batch"]
     exit_maps: Int[Array, " batch"]
+    views: ViewTally | None = None
 
     def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
         """Returns the tally with the amounts, scalar or per row, added for the active rows."""
@@ -100,7 +118,8 @@ class Tally:
 
 def empty_tally(batch: int, slots: int) -> Tally:
     """Returns a tally of nothing."""
-    counts = {field.name: jnp.zeros((batch,), jnp.int32) for field in dataclasses.fields(Tally)}
+    names = {field.name for field in dataclasses.fields(Tally)} - {"views"}
+    counts: dict[str, Any] = {name: jnp.zeros((batch,), jnp.int32) for name in names}
     counts["key_slots"] = counts["attended"] = jnp.zeros((batch,), jnp.float32)
     counts["decided"] = counts["executed"] = jnp.zeros((batch, slots), jnp.int32)
     counts["log_probability"] = jnp.zeros((batch, slots), jnp.float32)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from utio_jax.cache import bytes_per_slot, key_widths
@@ -46,7 +47,14 @@ class Generated:
       heads: token slots that went through the vocabulary head after prefill.
       exit_maps: states of an exit that were mapped for it.
       kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
-      kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end.
+      kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end,
+        its views and their heat included.
+      throttled: layers in which the token before each new one saw a compact view of the history
+        only, `[new]`; the first is prefill's. All 0 without a throttle.
+      view_bytes_read: those of `kv_bytes_read` that came from views, per row.
+      refresh_bytes_read: bytes read to find heavy hitters and to copy them, per row; not in
+        `kv_bytes_read`.
+      bytes_per_slot: that keys and values of one token take in one layer.
       key_widths: numbers of key slots that attention could read, ascending.
       mode: the mode's name.
     """
@@ -66,6 +74,10 @@ class Generated:
     exit_maps: np.ndarray
     kv_bytes_read: np.ndarray
     kv_bytes_held: np.ndarray
+    throttled: tuple[np.ndarray, ...]
+    view_bytes_read: np.ndarray
+    refresh_bytes_read: np.ndarray
+    bytes_per_slot: int
     key_widths: tuple[int, ...]
     mode: str
 
@@ -84,7 +96,7 @@ class Generated:
         """
         cut = {
             name: tuple(row[:count] for row, count in zip(getattr(self, name), counts, strict=True))
-            for name in ("token_ids", "decided", "executed", "log_probabilities")
+            for name in ("token_ids", "decided", "executed", "log_probabilities", "throttled")
         }
         return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
 
@@ -211,8 +223,18 @@ def _collect(state: DecodeState, mode: Mode, lengths: Lengths) -> Generated:
     tally = {
         field.name: np.asarray(getattr(state.tally, field.name))
         for field in dataclasses.fields(state.tally)
+        if field.name != "views"
     }
-    per_slot = bytes_per_slot(state.cache)
+    views, view, per_slot = state.tally.views, state.cache.view, bytes_per_slot(state.cache)
+    # A token's layers are noted at its own position, new tokens' counts one later.
+    layers = np.zeros_like(known) if views is None else np.roll(np.asarray(views.layers), 1, axis=1)
+    view_slots, refresh_bytes = (
+        (np.zeros(len(ends)),) * 2
+        if views is None
+        else (np.asarray(views.key_slots, np.float64), np.asarray(views.refresh_bytes, np.float64))
+    )
+    held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
+    held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // len(ends)
     return Generated(
         token_ids=_cut(known, starts, ends),
         finish_reasons=tuple(REASONS[reason] for reason in reasons),
@@ -228,7 +250,11 @@ def _collect(state: DecodeState, mode: Mode, lengths: Lengths) -> Generated:
         heads=tally["heads"],
         exit_maps=tally["exit_maps"],
         kv_bytes_read=tally["key_slots"].astype(np.float64) * per_slot,
-        kv_bytes_held=(ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0],
+        kv_bytes_held=held,
+        throttled=_cut(layers, starts, ends),
+        view_bytes_read=view_slots * per_slot,
+        refresh_bytes_read=refresh_bytes,
+        bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
     )

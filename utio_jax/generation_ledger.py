@@ -112,19 +112,25 @@ class Spent:
     Attributes:
       tokens: emitted.
       decided: token-layers behind the distributions that they were taken from.
+      throttled: of these, those that saw a compact view of the history only.
       executed: token-layers computed, rejected drafts and rows that have ended included.
       flops: executed: layers, frozen K/V, heads, gates.
       flops_plain: executed by plain decoding of as many tokens of each row, in the same batch.
       flops_extra: of gates, and of heads beyond plain decoding's.
+      kv_bytes: of keys and values, read by rows that had not ended; refreshed views included.
+      kv_bytes_plain: read by plain decoding of as many tokens.
       flops_ideal: of decided layers, frozen K/V and one head per emitted token.
     """
 
     tokens: int = 0
     decided: int = 0
+    throttled: int = 0
     executed: float = 0.0
     flops: float = 0.0
     flops_plain: float = 0.0
     flops_extra: float = 0.0
+    kv_bytes: float = 0.0
+    kv_bytes_plain: float = 0.0
     flops_ideal: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
@@ -153,7 +159,7 @@ def spent_on(
             generated.attended,
         )
     )
-    plain_steps, plain_attended = _plain_steps(prompts, generated)
+    plain_steps, plain_attended, plain_read = _plain_steps(prompts, generated)
     plain_steps, plain_attended = rows * plain_steps, rows * layers * plain_attended
     extra = cost.head * (heads - plain_steps) + cost.exit_map * exit_maps
     emitted = np.concatenate(generated.decided)
@@ -161,7 +167,10 @@ def spent_on(
     if isinstance(mode, Adaptive):
         boundaries = range(len(mode.policy.depths) - 1)
         gates = sum(mode.policy.flops(index, decoder, params) for index in boundaries)
+        if mode.throttle is not None:
+            gates += mode.throttle.flops(mode.policy, decoder, params)
         extra += gates * steps  # Every row asks at every boundary, in every round.
+        extra += rows * mode.observed_layers * cost.layer(generated.key_widths[0])
         if mode.kv == "propagate":
             deepest = np.maximum(emitted, mode.policy.depths[-1])
     first = rows * (cost.layer(generated.key_widths[0]) * layers + cost.head)
@@ -178,10 +187,13 @@ def spent_on(
     return Spent(
         tokens=emitted.size,
         decided=int(emitted.sum()),
+        throttled=int(sum(row.sum() for row in generated.throttled)),
         executed=token_layers + rows * layers,
         flops=flops(token_layers, attended, plain_steps) + cost.keys_values * frozen + extra,
         flops_plain=flops(plain_steps * layers, plain_attended, plain_steps),
         flops_extra=extra,
+        kv_bytes=float(np.sum(generated.kv_bytes_read + generated.refresh_bytes_read)),
+        kv_bytes_plain=layers * plain_read * generated.bytes_per_slot,
         flops_ideal=float(
             emitted.sum() * (cost.query + cost.attention_per_key * width)
             + deepest.sum() * cost.keys_values
@@ -190,18 +202,22 @@ def spent_on(
     )
 
 
-def _plain_steps(prompts: Prompts, generated: Generated) -> tuple[int, float]:
-    """Returns plain decoding's rounds for as many tokens, and the key widths that they sum to."""
+def _plain_steps(prompts: Prompts, generated: Generated) -> tuple[int, float, float]:
+    """Returns plain decoding's rounds for as many tokens, and the key widths that they sum to.
+
+    Once for a row that takes part in all rounds, and once for all rows while they have not ended.
+    """
     starts = np.asarray([len(prompt) for prompt in prompts])
     new = np.asarray([ids.size for ids in generated.token_ids])
     rounds = np.arange(1, new.max())
     if not rounds.size:
-        return 0, 0.0
+        return 0, 0.0, 0.0
     running = new[:, None] > rounds
     reach = np.max(np.where(running, starts[:, None] + rounds, 0), axis=0)
     reach = np.maximum.accumulate(reach)  # A wider loop is never left for a narrower one.
     widths = np.asarray(generated.key_widths)
-    return rounds.size, float(widths[np.searchsorted(widths, reach)].sum())
+    widths = widths[np.searchsorted(widths, reach)]
+    return rounds.size, float(widths.sum()), float((running * widths).sum())
 
 
 def generation_ledger(
@@ -264,6 +280,8 @@ def generation_ledger(
         nll_full=float(np.mean(np.concatenate([reading.nll for reading in readings]))),
         nll=-float(np.mean(likelihood)),
         agreement=float(np.mean(agrees)) if isinstance(sampling, Greedy) else None,
+        throttled_ratio=spent.throttled / spent.decided,
+        kv_bytes_ratio=spent.kv_bytes / spent.kv_bytes_plain if spent.kv_bytes_plain else None,
         flops_ratio=spent.flops / spent.flops_plain,
         gate_pct=100 * spent.flops_extra / spent.flops_plain,
         padding_ratio=spent.executed / spent.decided,

@@ -187,9 +187,9 @@ def begin(
         tally=empty_tally(batch, slots),
         memory=None,
     )
-    state = dataclasses.replace(state, memory=mode.start(decoder, params, state))
     depth = jnp.full_like(lengths, decoder.config.num_layers)
     setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=width)
+    state = mode.start(setting, state)
     return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 

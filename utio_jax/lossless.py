@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.cache import KVCache, fill
 from utio_jax.controller import Controller, EntropyAbove, GapBelow
 from utio_jax.decode import Block, block_at, run_segment
-from utio_jax.decoder import Decoder, Params, read_exit, reads_exits
+from utio_jax.decoder import Decoder, read_exit, reads_exits
 from utio_jax.emission import DecodeState, emit
 from utio_jax.executors import flat
 from utio_jax.mode import Setting
@@ -58,6 +58,7 @@ class Lossless:
         accepted. None: never.
       controller: chooses exit and draft length from what was accepted so far.
       kv: `"full"`, the only choice that loses nothing. Static.
+      throttle: None, likewise: drafting layers must be the full model's, with all of the history.
     """
 
     exit: int | None = dataclasses.field(default=None, metadata={"static": True})
@@ -65,12 +66,18 @@ class Lossless:
     stop: EntropyAbove | GapBelow | None = None
     controller: Controller | None = None
     kv: str = dataclasses.field(default="full", metadata={"static": True})
+    throttle: Any = None
 
     def __post_init__(self) -> None:
         if self.kv != "full":
             raise ValueError(
                 'Wanted kv="full": a lossless mode drafts with the full model\'s layers and K/V. '
                 f"Got kv={self.kv!r}. Use Adaptive for {self.kv!r}."
+            )
+        if self.throttle is not None:
+            raise ValueError(
+                "Wanted no throttle: a lossless mode drafts with the full model's layers, which "
+                f"read the whole history. Got throttle={self.throttle}. Use Adaptive for it."
             )
         if self.max_draft < 1:
             raise ValueError(
@@ -111,10 +118,11 @@ class Lossless:
     def segments(self, decoder: Decoder) -> int:
         return 2
 
-    def start(self, decoder: Decoder, params: Params, state: DecodeState) -> Any:
+    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
         if self.controller is None:
-            return None
-        return self.controller.start(len(self.exits(decoder)))
+            return state
+        memory = self.controller.start(len(self.exits(setting.decoder)))
+        return dataclasses.replace(state, memory=memory)
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling

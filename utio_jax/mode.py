@@ -9,7 +9,7 @@ compile nothing.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +62,8 @@ class Mode(Protocol):
         """Returns the number of watermarks per row."""
         ...
 
-    def start(self, decoder: Decoder, params: Params, state: DecodeState) -> Any:
-        """Returns the mode's memory, once the prompts are in the cache."""
+    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+        """Returns the state with the mode's memory, once the prompts are in the cache."""
         ...
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
@@ -90,8 +90,8 @@ class Plain:
     def segments(self, decoder: Decoder) -> int:
         return 1
 
-    def start(self, decoder: Decoder, params: Params, state: DecodeState) -> None:
-        return None
+    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+        return state
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         active, width = state.active, setting.width

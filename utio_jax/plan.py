@@ -136,9 +136,7 @@ class Policy(Protocol):
         ...
 
 
-def exceeds(
-    score: Float[Array, "batch token"], threshold: Float[Array, ""]
-) -> Bool[Array, "batch token"]:
+def exceeds(score: Float[Array, "*lead"], threshold: Float[Array, ""]) -> Bool[Array, "*lead"]:
     """Returns where a score is above a threshold; NaN and +inf are above every finite one.
 
     Nothing is above +inf, and everything above -inf, whatever the score: it need not be known.

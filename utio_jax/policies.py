@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from utio_jax.decoder import Decoder, Params, check_depths
 from utio_jax.plan import Boundary, Signal, exceeds
 from utio_jax.sampling import draw_per_token
+from utio_jax.signals import Position
 
 
 def _static(**kwargs: Any) -> Any:
@@ -191,3 +192,12 @@ class Thresholded:
 
     def reads_logits(self, index: int) -> bool:
         return self.signal.reads_logits(index)
+
+
+def never_stops(depths: tuple[int, ...], *, name: str = "full") -> Thresholded:
+    """Returns a policy that runs every token to the last depth, with boundaries on the way.
+
+    Others may look at tokens there: a throttle, for one.
+    """
+    nobody = jnp.full(len(depths) - 1, -jnp.inf, jnp.float32)
+    return Thresholded(signal=Position(name=name), thresholds=nobody, depths=depths)

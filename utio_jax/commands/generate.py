@@ -10,7 +10,7 @@ from typing import Any
 
 import tyro
 
-from utio_jax.commands.shared import OfModel, policy_named, progress_bar
+from utio_jax.commands.shared import OfModel, calibration_of, policy_named, progress_bar
 
 _DRAFTS = 4
 
@@ -29,6 +29,10 @@ class Generate(OfModel):
       budget: target flops_ratio of a fitted policy. By default 0.6, or the only one.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
+      throttle: tokens that score at most this read a compact history instead of all of it; inf for
+        all. In the unit of the policy's scores, or of the learned gate's where it has none.
+      history: of throttled tokens: how many recent ones they see, first ones, and ones between that
+        got most attention. By default 98 4 0.
       max_new_tokens: new tokens per prompt at most.
       temperature: 0 takes the most probable token, always; above it tokens are drawn.
       top_p: draws among the most probable tokens that reach this probability together.
@@ -45,6 +49,8 @@ class Generate(OfModel):
     budget: float | None = None
     calibration: Path | None = None
     depth: int | None = None
+    throttle: float | None = None
+    history: tuple[int, int, int] | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float | None = None
@@ -97,6 +103,8 @@ class Generate(OfModel):
             "token_ids": [ids.tolist() for ids in generated.token_ids],
             "texts": list(found.texts),
             "depths": [depths.tolist() for depths in generated.decided],
+            "throttled": [layers.tolist() for layers in generated.throttled],
+            "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
             **measured.to_dict(),
         }
@@ -114,13 +122,16 @@ class Generate(OfModel):
             "--budget": self.budget,
             "--depth": self.depth,
             "--calibration": self.calibration,
+            "--throttle": self.throttle,
+            "--history": self.history,
         }
         given = [name for name, value in routing.items() if value is not None]
         if self.lossless:
             if given:
                 raise ValueError(
-                    "Wanted --lossless without a policy: every token runs at full depth in the "
-                    f"end. Got {', '.join(given)}. Leave out one or the other."
+                    "Wanted --lossless without a policy or a throttle: every token runs at full "
+                    f"depth and over the whole history in the end. Got {', '.join(given)}. Leave "
+                    "out one or the other."
                 )
             kv = "full" if self.kv is None else self.kv
             return Lossless(controller=Controller(), max_draft=_DRAFTS, kv=kv), None
@@ -141,7 +152,43 @@ class Generate(OfModel):
             depth=self.depth,
             calibration=self.calibration,
         )
-        return Adaptive(policy=policy, kv=kv), budget
+        policy, throttle = self._throttled(model, policy)
+        return Adaptive(policy=policy, kv=kv, throttle=throttle), budget
+
+    def _throttled(self, model: Any, policy: Any) -> tuple[Any, Any]:
+        """Returns the policy, with boundaries to throttle at, and the throttle; None without."""
+        import jax.numpy as jnp
+
+        from utio_jax.history import History
+        from utio_jax.policies import Thresholded, never_stops
+        from utio_jax.throttle import Throttle
+
+        if self.throttle is None:
+            if self.history is not None:
+                raise ValueError(
+                    "Wanted --throttle with --history: who shall see no more than that? "
+                    "For example: --throttle 0.5, or --throttle inf for all."
+                )
+            return policy, None
+        if isinstance(policy, Thresholded):
+            signal = policy.signal
+        else:  # The control, or no policy at all: scores are the learned gate's.
+            fitted: Any = calibration_of(model, self.calibration).signals
+            if "learned" not in fitted:
+                raise ValueError(
+                    "Wanted a calibration with a learned gate, to score tokens by. "
+                    f"Got {[*fitted]}. Calibrate: utio-jax calibrate."
+                )
+            signal = fitted["learned"]
+            if len(policy.depths) == 1:
+                last = policy.depths[0]
+                early = tuple(depth for depth in signal.exits if depth < last)
+                full = last == model.decoder.config.num_layers
+                policy = never_stops((*early, last), name="full" if full else policy.name)
+        recent, sinks, heavy = (98, 4, 0) if self.history is None else self.history
+        thresholds = jnp.full(len(policy.depths), self.throttle, jnp.float32)
+        history = History(recent=recent, sinks=sinks, heavy=heavy)
+        return policy, Throttle(history=history, signal=signal, thresholds=thresholds)
 
     def _sampling(self) -> Any:
         from utio_jax.sampling import Chain, Greedy, Temperature, TopP
