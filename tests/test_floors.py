@@ -17,7 +17,7 @@ CORE = ROOT / "utio_jax"
 # Modules of one floor do not import each other.
 FLOORS = (
     {"decoder", "ledger", "documents"},
-    {"plan"},  # The words of routing, in terms of a decoder's.
+    {"plan", "parallel"},  # The words of routing, in terms of a decoder's.
     {
         "importance",
         "buckets",

@@ -34,9 +34,13 @@ class KVCache:
         Never increasing with the segment: deeper K/V are made from shallower states.
     """
 
-    keys: Float[Array, "layer batch slot kv_head head_dim"]
-    values: Float[Array, "layer batch slot kv_head head_dim"]
-    filled: Int[Array, "segment batch"]
+    keys: Float[Array, "layer batch slot kv_head head_dim"] = dataclasses.field(
+        metadata={"row_axis": 1}
+    )
+    values: Float[Array, "layer batch slot kv_head head_dim"] = dataclasses.field(
+        metadata={"row_axis": 1}
+    )
+    filled: Int[Array, "segment batch"] = dataclasses.field(metadata={"row_axis": 1})
 
     @property
     def num_slots(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.bootstrap import DocumentSums, HullBootstrap
 from utio_jax.calibration import Calibration
@@ -28,6 +29,7 @@ from utio_jax.forward import Comparison
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
 from utio_jax.oracles import Harm, oracle_policies
+from utio_jax.parallel import place
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import GivenDepths
 from utio_jax.search import forget_programs
@@ -83,6 +85,7 @@ def compare(
     *,
     budgets: Sequence[float] | None = None,
     executor: Executor = MicroBatches(),
+    mesh: Mesh | None = None,
     draws: int = 2000,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -99,6 +102,7 @@ def compare(
       calibration: the policies.
       budgets: which of the calibration's; all by default.
       executor: how live slots are run.
+      mesh: splits the rows of every pass over its axis "data".
       draws: of the documents.
       seed: of the draws.
       progress: called with what happens next.
@@ -112,8 +116,9 @@ def compare(
     if not chosen:
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
     say("exits of the full pass")
-    studies = study_exits(decoder, params, batches)
-    reader = _Reader(decoder, params, document_of_window, executor)
+    params = place(params, mesh)
+    studies = study_exits(decoder, params, batches, mesh=mesh)
+    reader = _Reader(decoder, params, document_of_window, executor, mesh)
     exits, shape = decoder.config.exits, batches[0].token_ids.shape
     num_layers, count = exits[-1], len(batches)
 
@@ -151,7 +156,8 @@ def compare(
         }
         scored = None
         if name in calibration.signals:
-            scored = _Correlations(decoder, params, calibration.signals[name], studies)
+            signal = calibration.signals[name]
+            scored = _Correlations(decoder, params, signal, studies, mesh)
         for (_, budget), (quality, sums) in reader.read(batches, policies).items():
             kl, depth = scored.at_first(fitted[budget].depths) if scored else (None, None)
             margin = float(bootstrap.margins(sums)[0])
@@ -172,9 +178,14 @@ class _Reader:
     """Reads a text under policies, and keeps what each document cost and lost."""
 
     def __init__(
-        self, decoder: Decoder, params: Params, document_of_window: np.ndarray, executor: Executor
+        self,
+        decoder: Decoder,
+        params: Params,
+        document_of_window: np.ndarray,
+        executor: Executor,
+        mesh: Mesh | None,
     ):
-        self.decoder, self.params, self.executor = decoder, params, executor
+        self.decoder, self.params, self.executor, self.mesh = decoder, params, executor, mesh
         self.document_of_window = document_of_window
         self.documents = int(document_of_window.max()) + 1
         self.cost = token_cost(decoder, params)
@@ -209,6 +220,7 @@ class _Reader:
                 [batch],
                 {name: policies[label][number] for name, label in labels.items()},
                 executor=self.executor,
+                mesh=self.mesh,
                 observe=observe,
             )
             total = {name: total[name] + found[name] for name in labels}
@@ -224,9 +236,14 @@ class _Correlations:
     """Rank correlations of a signal's scores where every token runs on."""
 
     def __init__(
-        self, decoder: Decoder, params: Params, signal: Signal, studies: Sequence[ExitStudy]
+        self,
+        decoder: Decoder,
+        params: Params,
+        signal: Signal,
+        studies: Sequence[ExitStudy],
+        mesh: Mesh | None,
     ):
-        self.decoder, self.params = decoder, params
+        self.decoder, self.params, self.mesh = decoder, params, mesh
         self.signal, self.studies = signal, studies
         self.known: dict[int, tuple[float | None, float | None]] = {}
         self.root = np.sqrt(predicted_tokens(studies, [study.kl for study in studies]))
@@ -245,7 +262,14 @@ class _Correlations:
         scores = predicted_tokens(
             self.studies,
             [
-                collect_scores(self.decoder, self.params, self.signal, study, depths=depths[:2])
+                collect_scores(
+                    self.decoder,
+                    self.params,
+                    self.signal,
+                    study,
+                    depths=depths[:2],
+                    mesh=self.mesh,
+                )
                 for study in self.studies
             ],
         )[0]

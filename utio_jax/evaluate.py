@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.cost import ideal_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
@@ -21,6 +21,7 @@ from utio_jax.guardrails import check_worthwhile
 from utio_jax.layers import FrozenKV, check_policy
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
+from utio_jax.parallel import Rows, check_mesh, place
 from utio_jax.plan import Policy
 
 
@@ -96,8 +97,8 @@ class Quality:
 
 
 # Timing runs the same program, and must not compile it again.
-run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor"))
-_compare = jax.jit(compare_states, static_argnums=0)
+run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor", "mesh"))
+_compare = jax.jit(compare_states, static_argnums=0, static_argnames="mesh")
 
 
 def evaluate(
@@ -108,6 +109,7 @@ def evaluate(
     *,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
+    mesh: Mesh | None = None,
     observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Quality]:
@@ -120,6 +122,8 @@ def evaluate(
       policies: by a name of the caller's choice.
       kv: what others see of frozen tokens.
       executor: how live slots are run; the full pass uses it too.
+      mesh: splits the rows of a batch over its axis "data". Empty rows that fill them up count as
+        cost.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       progress: called after every policy and batch.
 
@@ -130,16 +134,18 @@ def evaluate(
         raise ValueError("Wanted at least one batch of text. Got none.")
     cost = token_cost(decoder, params)
     totals = dict.fromkeys(policies, Quality())
+    params, policies = place((params, dict(policies)), mesh)
     for batch in batches:
-        ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor)
+        rows = len(batch.lengths)
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
+        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=mesh)
         full = run(policy=full_depth(decoder))
         flops_full = pass_flops(cost, full.work)
         for name, policy in policies.items():
             found = run(policy=policy)
-            comparison = _compare(decoder, params, ids, lengths, found.x, full.x)
-            comparison = jax.tree.map(np.asarray, comparison)
-            depths, work = np.asarray(found.depths), found.work
+            comparison = _compare(decoder, params, ids, lengths, found.x, full.x, mesh=mesh)
+            comparison, depths = _first(rows, (comparison, found.depths))
+            work = found.work
             gates = gate_flops(decoder, params, policy, work)
             extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
             values, counts = np.unique(depths[depths > 0], return_counts=True)
@@ -170,12 +176,16 @@ def evaluate(
     return totals
 
 
+def _first(rows: int, tree: Any) -> Any:
+    """Returns the arrays on the host, without the rows that fill up a mesh."""
+    return jax.tree.map(lambda each: np.asarray(each)[:rows], tree)
+
+
 def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
     """Returns the FLOPs of a pass's decisions, without the heads that they looked at."""
     per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
-    return float(
-        sum(f * float(n) for f, n in zip(per_slot, np.asarray(work.decisions), strict=False))
-    )
+    decisions = np.atleast_2d(work.decisions).sum(axis=0)  # Of all devices.
+    return float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,6 +225,7 @@ def score_documents(
     rows: int = 16,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
+    mesh: Mesh | None = None,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
     progress: Callable[[], None] | None = None,
@@ -226,9 +237,10 @@ def score_documents(
       params: its parameters.
       documents: token ids `[token]` each, at least two; longer than the context: in windows.
       policy: who runs how deep.
-      rows: per pass.
+      rows: per pass, over all devices.
       kv: what others see of frozen tokens.
       executor: how live slots are run.
+      mesh: splits the rows over its axis "data".
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       progress: called after every batch.
@@ -245,6 +257,7 @@ def score_documents(
             + (f"fewer in documents {short[:8]}." if short else "no documents.")
         )
     check_policy(policy, decoder)
+    parts, params = check_mesh(mesh), place(params, mesh)
     context = decoder.config.context_length
     cut = [windows_of([ids], width=context) for ids in documents]
     windows = [window for of_one in cut for window in of_one]
@@ -267,7 +280,7 @@ def score_documents(
             decoder,
             params,
             policy,
-            batch=rows,
+            batch=-(-rows // parts),
             width=batch.token_ids.shape[1],
             executor=executor,
             fractions=fractions,
@@ -283,6 +296,7 @@ def score_documents(
             {"": used},
             kv=kv,
             executor=executor,
+            mesh=mesh,
             observe=observe,
             progress=progress,
         )

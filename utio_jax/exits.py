@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from utio_jax.decoder import Decoder, Params
@@ -18,6 +19,7 @@ from utio_jax.documents import Batch
 from utio_jax.executors import flat, map_head
 from utio_jax.forward import compare_logits, labels_of
 from utio_jax.layers import dense_states, positions_of
+from utio_jax.parallel import Rows, StackedRows, over_rows, place
 from utio_jax.plan import Boundary, Signal
 
 
@@ -42,8 +44,22 @@ class ExitStudy:
     differs: np.ndarray
 
 
-@partial(jax.jit, static_argnums=0)
-def _study(decoder, params, ids, lengths):
+@partial(jax.jit, static_argnums=0, static_argnames="mesh")
+def read_exits(
+    decoder: Decoder,
+    params: Params,
+    ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    *,
+    mesh: Mesh | None = None,
+) -> dict[str, jax.Array]:
+    """Returns the arrays of an `ExitStudy` but `predicted`, by name."""
+    if mesh is not None:
+
+        def on_device(params: Params, rows: Rows) -> StackedRows:
+            return StackedRows(read_exits(decoder, params, *rows.tree))
+
+        return over_rows(mesh, on_device, params, Rows((ids, lengths))).tree
     *states, full = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
     labels, _ = labels_of(ids, lengths)
 
@@ -67,9 +83,17 @@ def study_exits(
     params: Params,
     batches: Sequence[Batch],
     *,
+    mesh: Mesh | None = None,
     progress: Callable[[], None] | None = None,
 ) -> list[ExitStudy]:
     """Runs full depth over a text and returns what each exit makes of its tokens.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: the text.
+      mesh: splits the rows of a batch over its axis "data".
+      progress: called after every batch.
 
     Raises:
       ValueError: the model has no exit before its last layer, or the text predicts nothing.
@@ -81,11 +105,12 @@ def study_exits(
             f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
             "config; stock models need exits fitted first."
         )
-    found = []
+    found, params = [], place(params, mesh)
     for batch in batches:
-        seen = _study(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
+        seen = read_exits(decoder, params, ids, lengths, mesh=mesh)
         predicted = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
-        arrays = {name: np.asarray(value) for name, value in seen.items()}
+        arrays = {name: np.asarray(value)[:, : len(predicted)] for name, value in seen.items()}
         found.append(ExitStudy(batch=batch, predicted=predicted, **arrays))
         if progress is not None:
             progress()
@@ -107,6 +132,7 @@ def collect_scores(
     study: ExitStudy,
     *,
     depths: tuple[int, ...],
+    mesh: Mesh | None = None,
 ) -> np.ndarray:
     """Returns a signal's scores `[boundary, batch, token]` where every token runs on.
 
@@ -116,16 +142,18 @@ def collect_scores(
       signal: what scores.
       study: the states that it reads.
       depths: exits in use; boundaries are all but the last.
+      mesh: splits the rows over its axis "data".
     """
     exits = decoder.config.exits
-    states = [study.states[exits.index(depth)] for depth in depths[:-1]]
-    ids, lengths = jnp.asarray(study.batch.token_ids), jnp.asarray(study.batch.lengths)
-    return np.asarray(
-        collect(decoder, params, signal, ids, lengths, jnp.asarray(np.stack(states)), depths)
-    )
+    states = np.stack([study.states[exits.index(depth)] for depth in depths[:-1]])
+    ids, lengths = place(Rows((study.batch.token_ids, study.batch.lengths)), mesh).tree
+    params, signal = place((params, signal), mesh)
+    states = place(StackedRows(states), mesh).tree
+    found = collect(decoder, params, signal, ids, lengths, states, depths, mesh=mesh)
+    return np.asarray(found)[:, : len(study.batch.lengths)]
 
 
-@partial(jax.jit, static_argnums=(0, 6))
+@partial(jax.jit, static_argnums=(0, 6), static_argnames="mesh")
 def collect(
     decoder: Decoder,
     params: Params,
@@ -134,8 +162,18 @@ def collect(
     lengths: Int[Array, " batch"],
     states: Float[Array, "boundary batch token dim"],
     depths: tuple[int, ...],
+    *,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "boundary batch token"]:
     """Returns a signal's scores from the states at `depths[:-1]`, for tokens that all run on."""
+    if mesh is not None:
+
+        def on_device(params: Params, signal: Signal, rows: Rows, states: StackedRows) -> Any:
+            found = collect(decoder, params, signal, *rows.tree, states.tree, depths)
+            return StackedRows(found)
+
+        rows = Rows((token_ids, lengths))
+        return over_rows(mesh, on_device, params, signal, rows, StackedRows(states)).tree
     positions, live = positions_of(token_ids, lengths)
     rows = lambda y: y.reshape(*token_ids.shape, *y.shape[1:])  # noqa: E731
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.cost import depth_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
@@ -17,6 +18,7 @@ from utio_jax.executors import Executor
 from utio_jax.exits import ExitStudy, collect, collect_scores, predicted_tokens
 from utio_jax.forward import full_depth
 from utio_jax.ledger import convex_hull
+from utio_jax.parallel import Rows, place
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import GivenDepths, Thresholded
 from utio_jax.thresholds import Thresholds, fit_thresholds, leave_at
@@ -56,8 +58,10 @@ class ThresholdSearch:
         studies: Sequence[ExitStudy],
         *,
         executor: Executor,
+        mesh: Mesh | None = None,
     ):
-        self.decoder, self.params, self.executor = decoder, params, executor
+        self.decoder, self.executor, self.mesh = decoder, executor, mesh
+        self.params = place(params, mesh)
         self.exits = decoder.config.exits
         # Longest first: a stride meets every length.
         self.studies = list(studies[:: -(-len(studies) // _FIT_BATCHES)])
@@ -221,10 +225,10 @@ class ThresholdSearch:
         return (np.inf if at_hull is None else at_hull) - spent.loss
 
     def _run(self, policy: Policy) -> Spent:
-        flops, loss = 0.0, 0.0
+        flops, loss, policy = 0.0, 0.0, place(policy, self.mesh)
         for number in self._tried:
             batch = self.studies[number].batch
-            ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+            ids, lengths = place(Rows((batch.token_ids, batch.lengths)), self.mesh).tree
             found = run_score(
                 self.decoder,
                 self.params,
@@ -233,10 +237,11 @@ class ThresholdSearch:
                 policy=policy,
                 kv="propagate",
                 executor=self.executor,
+                mesh=self.mesh,
             )
             gates = gate_flops(self.decoder, self.params, policy, found.work)
             flops += pass_flops(self._cost, found.work, gates=gates)
-            loss -= float(found.log_likelihood.sum())
+            loss -= float(np.asarray(found.log_likelihood).sum(dtype=np.float64))
         return Spent(flops=flops, loss=loss)
 
     def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
@@ -250,7 +255,9 @@ class ThresholdSearch:
         key = (signal.name, depths)
         if key not in self._cache:
             self._cache[key] = [
-                collect_scores(self.decoder, self.params, signal, study, depths=depths)
+                collect_scores(
+                    self.decoder, self.params, signal, study, depths=depths, mesh=self.mesh
+                )
                 for study in self.studies
             ]
         return self._cache[key]
