@@ -16,7 +16,7 @@ CORE = ROOT / "utio_jax"
 
 # Modules of one floor do not import each other.
 FLOORS = (
-    {"decoder", "ledger", "documents"},
+    {"decoder", "ledger", "documents", "launch"},
     {"plan", "parallel"},  # The words of routing, in terms of a decoder's.
     {
         "importance",
@@ -31,11 +31,11 @@ FLOORS = (
         "cache",
         "sampling",
     },
-    {"history"},
+    {"history", "processes"},
     {"microbatches", "capacity", "emission", "controller", "decode", "signals"},
     {"layers", "policies", "learned", "wrappers"},
     {"forward", "timing", "calibration", "mode", "descent"},
-    {"guardrails", "exits"},
+    {"guardrails", "exits", "quality"},
     {"evaluate", "gates", "adaptive", "lossless", "loop"},
     {"search", "oracles", "benchmark", "generate", "online"},
     {"goals", "comparison"},
@@ -63,7 +63,7 @@ FLOOR_OF_MODULE = {module: floor for floor, names in enumerate(FLOORS) for modul
 MODELS = (
     {"corpus", "tokenizer", "rope", "exit_losses"},
     {"transformer", "config_reader"},
-    {"presets", "train", "families"},
+    {"presets", "train", "families", "tensor_parallel"},
     {"huggingface"},
     {"checkpoint"},
     {"recipe", "finetune"},

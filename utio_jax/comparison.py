@@ -32,6 +32,7 @@ from utio_jax.oracles import Harm, oracle_policies
 from utio_jax.parallel import place
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import GivenDepths
+from utio_jax.processes import local_mesh
 from utio_jax.search import forget_programs
 
 Label = tuple[str, float]
@@ -116,7 +117,7 @@ def compare(
     if not chosen:
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
     say("exits of the full pass")
-    params = place(params, mesh)
+    params = place(params, local_mesh(mesh))
     studies = study_exits(decoder, params, batches, mesh=mesh)
     reader = _Reader(decoder, params, document_of_window, executor, mesh)
     exits, shape = decoder.config.exits, batches[0].token_ids.shape
@@ -200,7 +201,6 @@ class _Reader:
         labels = {str(label): label for label in policies}
         nll = {name: np.zeros(self.documents) for name in labels}
         parts = {name: np.zeros(self.documents) for name in labels}
-        total = dict.fromkeys(labels, Quality())
         width, num_layers = batches[0].token_ids.shape[1], self.decoder.config.num_layers
         key_widths = self.executor.key_widths(width)
         of_depth = depth_flops(self.cost, range(num_layers + 1), width=width, key_widths=key_widths)
@@ -213,17 +213,15 @@ class _Reader:
             np.add.at(nll[name], document, lost.sum(axis=1))
             np.add.at(parts[name], document, paid.sum(axis=1))
 
-        for number, batch in enumerate(batches):
-            found = evaluate(
-                self.decoder,
-                self.params,
-                [batch],
-                {name: policies[label][number] for name, label in labels.items()},
-                executor=self.executor,
-                mesh=self.mesh,
-                observe=observe,
-            )
-            total = {name: total[name] + found[name] for name in labels}
+        total = evaluate(
+            self.decoder,
+            self.params,
+            batches,
+            {name: policies[label] for name, label in labels.items()},
+            executor=self.executor,
+            mesh=self.mesh,
+            observe=observe,
+        )
         read = {}
         for name, label in labels.items():
             seen = parts[name] > 0
@@ -261,17 +259,14 @@ class _Correlations:
             return None, None
         scores = predicted_tokens(
             self.studies,
-            [
-                collect_scores(
-                    self.decoder,
-                    self.params,
-                    self.signal,
-                    study,
-                    depths=depths[:2],
-                    mesh=self.mesh,
-                )
-                for study in self.studies
-            ],
+            collect_scores(
+                self.decoder,
+                self.params,
+                self.signal,
+                self.studies,
+                depths=depths[:2],
+                mesh=self.mesh,
+            ),
         )[0]
         finite = np.isfinite(scores)
         if np.ptp(scores[finite]) == 0:  # Nothing has been seen yet, as for patience.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,82 +20,11 @@ from utio_jax.executors import Executor, Work
 from utio_jax.forward import Comparison, compare_states, full_depth, score
 from utio_jax.guardrails import check_worthwhile
 from utio_jax.layers import FrozenKV, check_policy
-from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
 from utio_jax.parallel import Rows, check_mesh, place
 from utio_jax.plan import Policy
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Quality:
-    """Sums over a text, from which a ledger's quality and cost follow.
-
-    Attributes:
-      tokens: real tokens.
-      predicted: tokens that were predicted.
-      nll: summed negative log-likelihood, nats.
-      nll_full: the same at full depth.
-      kl: summed KL(full || policy), nats.
-      agree: predicted tokens with the full model's most probable token.
-      histogram: tokens by decided depth.
-      query_layers: query slots computed, times layers.
-      flops: executed.
-      flops_full: executed by the full-depth pass.
-      flops_ideal: of decided layers, frozen K/V and one head per token.
-      flops_gates: of all decisions, and of heads beyond one per token.
-    """
-
-    tokens: int = 0
-    predicted: int = 0
-    nll: float = 0.0
-    nll_full: float = 0.0
-    kl: float = 0.0
-    agree: int = 0
-    histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    query_layers: float = 0.0
-    flops: float = 0.0
-    flops_full: float = 0.0
-    flops_ideal: float = 0.0
-    flops_gates: float = 0.0
-
-    def __add__(self, other: Quality) -> Quality:
-        added: dict[str, Any] = {
-            field.name: getattr(self, field.name) + getattr(other, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "histogram"
-        }
-        depths = sorted({*self.histogram, *other.histogram})
-        added["histogram"] = {
-            d: self.histogram.get(d, 0) + other.histogram.get(d, 0) for d in depths
-        }
-        return Quality(**added)
-
-    def ledger(self, policy: str, *, budget: float | None, num_layers: int) -> Ledger:
-        """Returns the record's quality and cost; times are left None."""
-        decided = sum(depth * count for depth, count in self.histogram.items())
-        return Ledger(
-            policy=policy,
-            budget=budget,
-            tokens=self.tokens,
-            num_layers=num_layers,
-            depth_decided_mean=decided / self.tokens,
-            depth_executed_mean=self.query_layers / self.tokens,
-            depth_histogram={
-                str(d): round(n / self.tokens, 6) for d, n in self.histogram.items() if n
-            },
-            involuntary_stays=0,
-            involuntary_exits=0,
-            nll_full=self.nll_full / self.predicted,
-            nll=self.nll / self.predicted,
-            nll_increase_pct=100 * (self.nll / self.nll_full - 1),
-            kl_full=self.kl / self.predicted,
-            agreement=self.agree / self.predicted,
-            flops_ratio=self.flops / self.flops_full,
-            gate_pct=100 * self.flops_gates / self.flops_full,
-            padding_ratio=self.query_layers / decided,
-            speedup_ideal=self.flops_full / self.flops_ideal,
-        )
-
+from utio_jax.processes import Arrays, Shards, digest, local_mesh, share
+from utio_jax.quality import Quality, pack, unpack
 
 # Timing runs the same program, and must not compile it again.
 run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor", "mesh"))
@@ -105,11 +35,12 @@ def evaluate(
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, Policy | Sequence[Policy]],
     *,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     mesh: Mesh | None = None,
+    shards: Shards | None = None,
     observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Quality]:
@@ -119,37 +50,42 @@ def evaluate(
       decoder: the model.
       params: its parameters.
       batches: the text.
-      policies: by a name of the caller's choice.
+      policies: by a name of the caller's choice; one, or one for each batch.
       kv: what others see of frozen tokens.
       executor: how live slots are run; the full pass uses it too.
-      mesh: splits the rows of a batch over its axis "data". Empty rows that fill them up count as
-        cost.
+      mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
+        rows that fill up a batch count as cost.
+      shards: where each batch's results are kept, for a run that goes on after an interruption.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       progress: called after every policy and batch.
 
     Raises:
-      ValueError: no batches, or a policy does not fit the model.
+      ValueError: no batches, a policy does not fit the model, or processes disagree on these.
     """
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
-    cost = token_cost(decoder, params)
+    cost, here = token_cost(decoder, params), local_mesh(mesh)
     totals = dict.fromkeys(policies, Quality())
-    params, policies = place((params, dict(policies)), mesh)
-    for batch in batches:
+    params = place(params, here)
+    shared = {name: place(policy, here) for name, policy in policies.items()}
+
+    def read(number: int) -> Arrays:
+        batch, results = batches[number], {}
         rows = len(batch.lengths)
-        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
-        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=mesh)
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=here)
         full = run(policy=full_depth(decoder))
         flops_full = pass_flops(cost, full.work)
-        for name, policy in policies.items():
+        for index, policy in enumerate(shared.values()):
+            policy = place(policy[number], here) if isinstance(policy, Sequence) else policy
             found = run(policy=policy)
-            comparison = _compare(decoder, params, ids, lengths, found.x, full.x, mesh=mesh)
+            comparison = _compare(decoder, params, ids, lengths, found.x, full.x, mesh=here)
             comparison, depths = _first(rows, (comparison, found.depths))
             work = found.work
             gates = gate_flops(decoder, params, policy, work)
             extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
             values, counts = np.unique(depths[depths > 0], return_counts=True)
-            totals[name] += Quality(
+            quality = Quality(
                 tokens=int(batch.lengths.sum()),
                 predicted=int(np.maximum(batch.lengths - 1, 0).sum()),
                 nll=float(comparison.nll.sum(dtype=np.float64)),
@@ -169,10 +105,21 @@ def evaluate(
                 ),
                 flops_gates=gates + cost.head * extra_heads,
             )
-            if observe is not None:
-                observe(name, batch, comparison, depths)
+            results |= pack(index, quality, comparison, depths)
             if progress is not None:
                 progress()
+        return results
+
+    same = digest(
+        [vars(batch) for batch in batches], dict(policies), repr((decoder.config, kv, executor))
+    )
+    found = share(mesh, len(batches), read, what="batches", same=same, shards=shards)
+    for batch, results in zip(batches, found, strict=True):
+        for index, name in enumerate(policies):
+            quality, comparison, depths = unpack(index, results)
+            totals[name] += quality
+            if observe is not None:
+                observe(name, batch, comparison, depths)
     return totals
 
 
@@ -226,6 +173,7 @@ def score_documents(
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     mesh: Mesh | None = None,
+    shards: Shards | None = None,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
     progress: Callable[[], None] | None = None,
@@ -237,10 +185,11 @@ def score_documents(
       params: its parameters.
       documents: token ids `[token]` each, at least two; longer than the context: in windows.
       policy: who runs how deep.
-      rows: per pass, over all devices.
+      rows: per pass, over all devices of a process.
       kv: what others see of frozen tokens.
       executor: how live slots are run.
-      mesh: splits the rows over its axis "data".
+      mesh: splits rows over its axis "data", and batches over its processes.
+      shards: where each batch's results are kept, for a run that goes on after an interruption.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       progress: called after every batch.
@@ -257,7 +206,7 @@ def score_documents(
             + (f"fewer in documents {short[:8]}." if short else "no documents.")
         )
     check_policy(policy, decoder)
-    parts, params = check_mesh(mesh), place(params, mesh)
+    parts = check_mesh(local_mesh(mesh))
     context = decoder.config.context_length
     cut = [windows_of([ids], width=context) for ids in documents]
     windows = [window for of_one in cut for window in of_one]
@@ -272,11 +221,13 @@ def score_documents(
                 likelihood[window] = -np.asarray(comparison.nll)[row, :predicted]
                 depths[window] = decided[row, :predicted]
 
-    total, fallbacks = Quality(), {}
-    for batch in batches_of(
-        windows, rows=rows, widths=[*widths, context], vocab_size=decoder.config.vocab_size
-    ):
-        reason = check_worthwhile(
+    batches = list(
+        batches_of(
+            windows, rows=rows, widths=[*widths, context], vocab_size=decoder.config.vocab_size
+        )
+    )
+    reasons = [
+        check_worthwhile(
             decoder,
             params,
             policy,
@@ -286,21 +237,21 @@ def score_documents(
             fractions=fractions,
             min_tokens=min_tokens,
         )
-        if reason is not None:
-            fallbacks[reason] = fallbacks.get(reason, 0) + 1
-        used = policy if reason is None else full_depth(decoder)
-        found = evaluate(
-            decoder,
-            params,
-            [batch],
-            {"": used},
-            kv=kv,
-            executor=executor,
-            mesh=mesh,
-            observe=observe,
-            progress=progress,
-        )
-        total += found[""]
+        for batch in batches
+    ]
+    full = full_depth(decoder)
+    found = evaluate(
+        decoder,
+        params,
+        batches,
+        {"": [policy if reason is None else full for reason in reasons]},
+        kv=kv,
+        executor=executor,
+        mesh=mesh,
+        shards=shards,
+        observe=observe,
+        progress=progress,
+    )
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
     return TextScore(
@@ -310,6 +261,6 @@ def score_documents(
             )
             for span in spans
         ),
-        quality=total,
-        fallbacks=fallbacks,
+        quality=found[""],
+        fallbacks=Counter(reason for reason in reasons if reason is not None),
     )

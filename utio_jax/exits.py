@@ -21,6 +21,7 @@ from utio_jax.forward import compare_logits, labels_of
 from utio_jax.layers import dense_states, positions_of
 from utio_jax.parallel import Rows, StackedRows, over_rows, place
 from utio_jax.plan import Boundary, Signal
+from utio_jax.processes import Arrays, digest, local_mesh, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ def study_exits(
       decoder: the model.
       params: its parameters.
       batches: the text.
-      mesh: splits the rows of a batch over its axis "data".
+      mesh: splits the rows of a batch over its axis "data", and batches over its processes.
       progress: called after every batch.
 
     Raises:
@@ -105,15 +106,28 @@ def study_exits(
             f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
             "config; stock models need exits fitted first."
         )
-    found, params = [], place(params, mesh)
-    for batch in batches:
-        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), mesh).tree
-        seen = read_exits(decoder, params, ids, lengths, mesh=mesh)
-        predicted = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
-        arrays = {name: np.asarray(value)[:, : len(predicted)] for name, value in seen.items()}
-        found.append(ExitStudy(batch=batch, predicted=predicted, **arrays))
+    here = local_mesh(mesh)
+    params = place(params, here)
+
+    def read(number: int) -> Arrays:
+        batch = batches[number]
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        seen = read_exits(decoder, params, ids, lengths, mesh=here)
         if progress is not None:
             progress()
+        return {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
+
+    same = digest([vars(batch) for batch in batches], repr(decoder.config))
+    found = [
+        ExitStudy(
+            batch=batch,
+            predicted=np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1,
+            **arrays,
+        )
+        for batch, arrays in zip(
+            batches, share(mesh, len(batches), read, what="batches", same=same), strict=True
+        )
+    ]
     if not any(study.predicted.any() for study in found):
         raise ValueError("Wanted a text with predicted tokens. Got none.")
     return found
@@ -129,28 +143,34 @@ def collect_scores(
     decoder: Decoder,
     params: Params,
     signal: Signal,
-    study: ExitStudy,
+    studies: Sequence[ExitStudy],
     *,
     depths: tuple[int, ...],
     mesh: Mesh | None = None,
-) -> np.ndarray:
-    """Returns a signal's scores `[boundary, batch, token]` where every token runs on.
+) -> list[np.ndarray]:
+    """Returns a signal's scores `[boundary, batch, token]` of each study, where all tokens run on.
 
     Args:
       decoder: the model.
       params: its parameters.
       signal: what scores.
-      study: the states that it reads.
+      studies: the states that it reads.
       depths: exits in use; boundaries are all but the last.
-      mesh: splits the rows over its axis "data".
+      mesh: splits the rows over its axis "data", and studies over its processes.
     """
-    exits = decoder.config.exits
-    states = np.stack([study.states[exits.index(depth)] for depth in depths[:-1]])
-    ids, lengths = place(Rows((study.batch.token_ids, study.batch.lengths)), mesh).tree
-    params, signal = place((params, signal), mesh)
-    states = place(StackedRows(states), mesh).tree
-    found = collect(decoder, params, signal, ids, lengths, states, depths, mesh=mesh)
-    return np.asarray(found)[:, : len(study.batch.lengths)]
+    exits, here = decoder.config.exits, local_mesh(mesh)
+    params, placed = place((params, signal), here)
+
+    def read(number: int) -> Arrays:
+        batch, states = studies[number].batch, studies[number].states
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        states = place(StackedRows(states[[exits.index(d) for d in depths[:-1]]]), here).tree
+        found = collect(decoder, params, placed, ids, lengths, states, depths, mesh=here)
+        return {"scores": np.asarray(found)[:, : len(batch.lengths)]}
+
+    same = digest([vars(study.batch) for study in studies], signal, depths)
+    found = share(mesh, len(studies), read, what=f"scores of {signal.name}", same=same)
+    return [each["scores"] for each in found]
 
 
 @partial(jax.jit, static_argnums=(0, 6), static_argnames="mesh")

@@ -21,6 +21,7 @@ from utio_jax.ledger import convex_hull
 from utio_jax.parallel import Rows, place
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import GivenDepths, Thresholded
+from utio_jax.processes import Arrays, digest, local_mesh, share
 from utio_jax.thresholds import Thresholds, fit_thresholds, leave_at
 
 _FIT_BATCHES = 8  # 65,000 tokens of the shipped model: plenty for a handful of thresholds.
@@ -61,7 +62,7 @@ class ThresholdSearch:
         mesh: Mesh | None = None,
     ):
         self.decoder, self.executor, self.mesh = decoder, executor, mesh
-        self.params = place(params, mesh)
+        self.params = place(params, local_mesh(mesh))
         self.exits = decoder.config.exits
         # Longest first: a stride meets every length.
         self.studies = list(studies[:: -(-len(studies) // _FIT_BATCHES)])
@@ -225,23 +226,29 @@ class ThresholdSearch:
         return (np.inf if at_hull is None else at_hull) - spent.loss
 
     def _run(self, policy: Policy) -> Spent:
-        flops, loss, policy = 0.0, 0.0, place(policy, self.mesh)
-        for number in self._tried:
-            batch = self.studies[number].batch
-            ids, lengths = place(Rows((batch.token_ids, batch.lengths)), self.mesh).tree
+        here = local_mesh(self.mesh)
+        placed = place(policy, here)
+
+        def read(number: int) -> Arrays:
+            batch = self.studies[self._tried[number]].batch
+            ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
             found = run_score(
                 self.decoder,
                 self.params,
                 ids,
                 lengths,
-                policy=policy,
+                policy=placed,
                 kv="propagate",
                 executor=self.executor,
-                mesh=self.mesh,
+                mesh=here,
             )
             gates = gate_flops(self.decoder, self.params, policy, found.work)
-            flops += pass_flops(self._cost, found.work, gates=gates)
-            loss -= float(np.asarray(found.log_likelihood).sum(dtype=np.float64))
+            flops = pass_flops(self._cost, found.work, gates=gates)
+            loss = -np.asarray(found.log_likelihood).sum(dtype=np.float64)
+            return {"spent": np.asarray([flops, loss])}
+
+        spent = share(self.mesh, len(self._tried), read, what="passes", same=digest(policy))
+        flops, loss = np.sum([each["spent"] for each in spent], axis=0).tolist()
         return Spent(flops=flops, loss=loss)
 
     def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
@@ -254,12 +261,9 @@ class ThresholdSearch:
     def _kept(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
         key = (signal.name, depths)
         if key not in self._cache:
-            self._cache[key] = [
-                collect_scores(
-                    self.decoder, self.params, signal, study, depths=depths, mesh=self.mesh
-                )
-                for study in self.studies
-            ]
+            self._cache[key] = collect_scores(
+                self.decoder, self.params, signal, self.studies, depths=depths, mesh=self.mesh
+            )
         return self._cache[key]
 
 

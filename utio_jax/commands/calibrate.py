@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.commands.shared import OfWindows, read_documents
+from utio_jax.commands.shared import OfWindows, is_first, progress_lines, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,7 @@ class Calibrate(OfWindows):
         from utio_jax.documents import batches_of, windows_of
         from utio_jax.gates import SIGNALS
         from utio_jax.goals import Budgets, Goal, MaxDisagreement, MaxLoss
+        from utio_jax.processes import check_same
 
         started = time.perf_counter()
         asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
@@ -63,9 +64,11 @@ class Calibrate(OfWindows):
                 f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
                 f"max_disagreement={self.max_disagreement}."
             )
+        mesh = self.mesh()
         model = self.load()
         config = model.decoder.config
         documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
+        check_same(mesh, [model.sha256, documents], what="model and text")
         goal: Goal = Budgets(budgets=self.budget or BUDGETS)
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
@@ -100,13 +103,12 @@ class Calibrate(OfWindows):
             goal=goal,
             seed=self.seed,
             done=done,
-            keep=lambda so_far: so_far.save(out),
-            progress=lambda what: print(
-                f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr
-            ),
+            mesh=mesh,
+            keep=(lambda so_far: so_far.save(out)) if is_first() else None,
+            progress=progress_lines(started),
         )
         advice = advice_on(fitted.info["exit_nll_increase_pct"], config.exits)
-        if advice is not None:
+        if advice is not None and is_first():
             print(advice, file=sys.stderr)
         return {
             "command": "calibrate",
