@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 from cases import EXECUTOR
 from generation import SMALL, DepthAt, depth_table, lively_model, run, true_logits
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 from test_staircase import gated
 
-from utio_jax import CapacityPrefix, GivenDepths, Uniform, score
+from utio_jax import CapacityPrefix, GivenDepths, Uniform, dense_states, score
 from utio_jax.adaptive import Adaptive
+from utio_jax.artifacts import flatten, nest
 from utio_jax.calibrate import calibrate
 from utio_jax.controller import Controller
 from utio_jax.documents import Batch, batches_of
@@ -31,6 +33,8 @@ from utio_jax.goals import Budgets
 from utio_jax.loop import advance, begin
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Plain
+from utio_jax.models import load, save
+from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.parallel import Rows, place
 from utio_jax.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.signals import SoftmaxGap
@@ -397,7 +401,7 @@ def test_pmap_of_what_calibration_reads_is_that_of_one_device(tiny: Any) -> None
         np.testing.assert_allclose(joined[:, real], np.asarray(b)[:, real], atol=1e-3)
 
 
-def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any) -> None:
+def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any, monkeypatch: Any) -> None:
     ids, lengths, _ = ragged(tiny, 8)
     run_on = partial(
         score, tiny.decoder, tiny.params, ids, lengths, Uniform(depth=4), executor=EXECUTOR
@@ -410,3 +414,109 @@ def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any) -> None:
         score(
             tiny.decoder, tiny.params, ids[:7], lengths[:7], Uniform(depth=4), mesh=mesh_of("auto")
         )
+    monkeypatch.setattr(Mesh, "is_multi_process", True)
+    with pytest.raises(ValueError, match="this process' devices.*over several.*local_mesh"):
+        run(tiny, PROMPTS, mesh=mesh_of("auto"))
+
+
+def split_mesh(data: int, model: int) -> Mesh:
+    return jax.make_mesh(
+        (data, model),
+        ("data", "model"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[: data * model],
+    )
+
+
+def split_params(model: Any, mesh: Mesh) -> Any:
+    where = tensor_parallel(model.decoder.config, mesh)
+    placed = {
+        name: jax.device_put(x, where(name, x.shape)) for name, x in flatten(model.params).items()
+    }
+    return nest(placed)
+
+
+def assert_uniform(array: jax.Array) -> None:
+    """Checks that devices with the same part of an array have the same bits."""
+    seen: dict[str, np.ndarray] = {}
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(seen.setdefault(str(shard.index), shard.data), shard.data)
+
+
+@pytest.mark.parametrize(("data", "model"), [(4, 2), (1, 4)])
+def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(
+    tiny: Any, tiny_swiglu: Any, data: int, model: int
+) -> None:
+    which = tiny if model == 2 else tiny_swiglu  # The other has an untied head, and K/V per head.
+    mesh = split_mesh(data, model)
+    params = split_params(which, mesh)
+    ids, lengths, depths = ragged(which, 16)
+    given = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    rows = place(Rows((ids, lengths)), mesh).tree
+    for policy in (given, gated(which)):
+        wanted = run_score(
+            which.decoder, which.params, ids, lengths, policy=policy, executor=EXECUTOR
+        )
+        on = partial(run_score, which.decoder, params, *rows, executor=EXECUTOR, mesh=mesh)
+        found = on(policy=place(policy, mesh))
+        assert_scores(found, wanted)
+        for array in (found.depths, found.x):  # Decisions, and what they come from.
+            assert_uniform(array)
+    options: dict[str, Any] = {"policy": place(given, mesh), "executor": EXECUTOR, "mesh": mesh}
+    lowered = run_score.lower(which.decoder, params, *rows, **options)
+    kinds = {kind for kind, _ in COLLECTIVE.findall(lowered.compile().as_text())}
+    assert kinds == {"all-reduce"}  # Sums of partial products; nobody's parameters travel.
+
+
+@pytest.mark.parametrize("mode", ["plain", "propagate", "drop", "full", "lossless"])
+def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mode: str) -> None:
+    model, mesh = lively_model(), split_mesh(4, 2)
+    params = split_params(model, mesh)
+    found = run(dataclasses.replace(model, params=params), PROMPTS, mode=MODES[mode], mesh=mesh)
+    assert_tokens(mode, found.token_ids, found.log_probabilities, found.decided)
+
+
+def test_tensor_parallel_logits_on_a_mesh_are_those_of_one_device(tiny: Any) -> None:
+    """By the compiler alone, without shard_map: any function of a sharded model."""
+    ids, lengths, _ = ragged(tiny, 4)
+
+    @jax.jit
+    def logits(params: Any) -> jax.Array:
+        (x,) = dense_states(tiny.decoder, params, ids, lengths, depths=(4,))
+        return tiny.decoder.unembed(params, x)
+
+    found = logits(split_params(tiny, split_mesh(1, 2)))
+    np.testing.assert_allclose(found, logits(tiny.params), atol=1e-4)
+
+
+def test_a_checkpoint_is_loaded_in_parts_onto_a_mesh(tiny: Any, tmp_path: Any) -> None:
+    mesh = split_mesh(2, 2)
+    save(tmp_path, tiny.decoder, tiny.params, dtype=jnp.float32)
+    own = load(tmp_path, sharding=mesh)
+    theirs = load(Path(__file__).parent / "huggingface" / "qwen3", sharding=mesh)
+    for loaded in (own, theirs):
+        layers = loaded.params["layers"]
+        for name, axis in (("q_proj", 2), ("o_proj", 1), ("up_proj", 2), ("down_proj", 1)):
+            kernel = layers[name]["kernel"]
+            (part,) = {shard.data.shape for shard in kernel.addressable_shards}
+            assert part[axis] * 2 == kernel.shape[axis]
+        norm = layers["attention_norm"]["scale"]
+        assert {shard.data.shape for shard in norm.addressable_shards} == {norm.shape}
+    for a, b in zip(jax.tree.leaves(own.params), jax.tree.leaves(tiny.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(tiny: Any) -> None:
+    config = tiny.decoder.config
+    with pytest.raises(ValueError, match="an axis 'model'.*Got axes \\('data',\\)"):
+        tensor_parallel(config, mesh_of("auto"))
+    with pytest.raises(ValueError, match="divides num_heads=4 and mlp_dim=64. Got one of 8"):
+        tensor_parallel(config, split_mesh(1, 8))
+    where = tensor_parallel(config, split_mesh(2, 4))  # Two K/V heads over four devices.
+    assert where("layers.k_proj.kernel", (4, 32, 16)).spec == PartitionSpec()
+    assert where("layers.q_proj.bias", (4, 32)).spec == PartitionSpec(None, "model")
+    assert where("layers.o_proj.bias", (4, 32)).spec == PartitionSpec()
+    odd = dataclasses.replace(config, vocab_size=63)
+    assert tensor_parallel(odd, split_mesh(2, 4))("embedding.embedding", (63, 32)).spec == (
+        PartitionSpec()
+    )

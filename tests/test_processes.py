@@ -83,7 +83,7 @@ def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
 ) -> None:
     shards = folder / "shards"
     both = command(folder, "--shards", str(shards))
-    out, err = finish(start("launch", "--processes", "2", *both))
+    out, _ = finish(start("launch", "--processes", "2", *both))
     results = [line for line in out.splitlines() if not line.startswith("[Gloo]")]
     assert len(results) == 1  # Process 0 alone prints.
     assert_same(json.loads(out.splitlines()[-1]), alone)
@@ -153,7 +153,7 @@ def test_a_process_alone_shares_nothing_and_keeps_what_it_is_told_to(kept: Shard
         return {"value": np.asarray([number])}
 
     def all_of(**options: Any) -> list[int]:
-        found = share(None, 3, run, what="items", same="a", **options)
+        found = share(None, 3, run, what="items", same=lambda: "a", **options)
         return [int(each["value"][0]) for each in found]
 
     assert all_of() == [0, 1, 2]
@@ -161,7 +161,7 @@ def test_a_process_alone_shares_nothing_and_keeps_what_it_is_told_to(kept: Shard
     assert all_of(shards=kept) == [0, 1, 2]
     assert ran == [0, 1, 2, 0, 1, 2]
     with pytest.raises(ValueError, match="Wanted results of this model"):
-        list(share(None, 3, run, what="items", same="b", shards=kept))
+        list(share(None, 3, run, what="items", same=lambda: "b", shards=kept))
     file = kept.folder / "items-00001-of-00003.npz"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match="00001-of-00003.npz. It is broken"):

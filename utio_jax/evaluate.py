@@ -67,7 +67,10 @@ def evaluate(
     cost, here = token_cost(decoder, params), local_mesh(mesh)
     totals = dict.fromkeys(policies, Quality())
     params = place(params, here)
-    shared = {name: place(policy, here) for name, policy in policies.items()}
+    shared = {
+        name: policy if isinstance(policy, Sequence) else place(policy, here)
+        for name, policy in policies.items()
+    }
 
     def read(number: int) -> Arrays:
         batch, results = batches[number], {}
@@ -110,9 +113,10 @@ def evaluate(
                 progress()
         return results
 
-    same = digest(
-        [vars(batch) for batch in batches], dict(policies), repr((decoder.config, kv, executor))
-    )
+    def same() -> str:
+        static = repr((decoder.config, kv, executor))
+        return digest([vars(batch) for batch in batches], dict(policies), static)
+
     found = share(mesh, len(batches), read, what="batches", same=same, shards=shards)
     for batch, results in zip(batches, found, strict=True):
         for index, name in enumerate(policies):

@@ -117,7 +117,9 @@ def study_exits(
             progress()
         return {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
 
-    same = digest([vars(batch) for batch in batches], repr(decoder.config))
+    def same() -> str:
+        return digest([vars(batch) for batch in batches], repr(decoder.config))
+
     found = [
         ExitStudy(
             batch=batch,
@@ -168,7 +170,9 @@ def collect_scores(
         found = collect(decoder, params, placed, ids, lengths, states, depths, mesh=here)
         return {"scores": np.asarray(found)[:, : len(batch.lengths)]}
 
-    same = digest([vars(study.batch) for study in studies], signal, depths)
+    def same() -> str:
+        return digest([vars(study.batch) for study in studies], signal, depths)
+
     found = share(mesh, len(studies), read, what=f"scores of {signal.name}", same=same)
     return [each["scores"] for each in found]
 

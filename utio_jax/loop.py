@@ -120,6 +120,12 @@ def run_chunks(
     if chunk < 1:
         raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
     mode.check(decoder)
+    if mesh is not None and mesh.is_multi_process:
+        raise ValueError(
+            "Wanted a mesh of this process' devices, since its host reads tokens. Got "
+            "one over several processes. Give each its own prompts, and the mesh that "
+            "utio_jax.processes.local_mesh returns."
+        )
     row_seeds = np.arange(len(rows)) + seeds if np.ndim(seeds) == 0 else np.asarray(seeds)
     if row_seeds.shape != (len(rows),):
         raise ValueError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbered work shared out over the processes of a mesh: each does its part, all get all results.
 
-    for found in share(mesh, len(batches), read, what="batches", same=digest(batches)):
+    for found in share(mesh, len(batches), read, what="batches", same=lambda: digest(ids)):
         ...                          # in order, on every process
 
 `jax.distributed` is the engine. A pass runs on the devices of one process and waits for nobody;
@@ -79,7 +79,7 @@ def share(
     run: Callable[[int], Arrays],
     *,
     what: str,
-    same: str,
+    same: Callable[[], str],
     shards: Shards | None = None,
 ) -> Iterator[Arrays]:
     """Yields `run(0)` to `run(count - 1)`, each computed by one of the mesh's processes.
@@ -89,7 +89,7 @@ def share(
       count: of items.
       run: computes one item on the devices of this process.
       what: names the items, in messages and files.
-      same: a digest of everything that processes must agree on.
+      same: returns a digest of everything that processes must agree on, and kept results with it.
       shards: where results are kept and looked for.
 
     Raises:
@@ -98,20 +98,23 @@ def share(
     """
     alone = mesh is None or local_mesh(mesh) is mesh
     index, processes = (0, 1) if alone else (jax.process_index(), jax.process_count())
-    identity = hashlib.sha256(f"{same} {'' if shards is None else shards.identity}".encode())
+    if alone and shards is None:
+        yield from map(run, range(count))
+        return
+    identity = digest(what, count, same(), "" if shards is None else shards.identity)
 
     def find(number: int) -> Arrays:
         if shards is None:
             return run(number)
         file = shards.folder / f"{what}-{number:05d}-of-{count:05d}.npz"
         if not file.exists():
-            _save(file, {**run(number), "identity": np.asarray(identity.hexdigest())})
-        return _load(file, identity.hexdigest())
+            _save(file, {**run(number), "identity": np.asarray(identity)})
+        return _load(file, identity)
 
     if alone:
         yield from map(find, range(count))
         return
-    check_same(mesh, [what, count, identity.hexdigest()], what=what)
+    check_same(mesh, identity, what=what)
     # Items come longest first: dealt out in turns, every process has as much to do.
     mine = {number: find(number) for number in range(index, count, processes)}
     found: dict[int, Arrays] = {}

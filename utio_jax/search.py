@@ -247,7 +247,7 @@ class ThresholdSearch:
             loss = -np.asarray(found.log_likelihood).sum(dtype=np.float64)
             return {"spent": np.asarray([flops, loss])}
 
-        spent = share(self.mesh, len(self._tried), read, what="passes", same=digest(policy))
+        spent = share(self.mesh, len(self._tried), read, what="passes", same=lambda: digest(policy))
         flops, loss = np.sum([each["spent"] for each in spent], axis=0).tolist()
         return Spent(flops=flops, loss=loss)
 
