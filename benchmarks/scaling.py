@@ -152,9 +152,9 @@ class Layout:
         self.shares = counts / counts.sum(axis=1, keepdims=True)  # `[row, exit]`.
         self.flops = options.tflops * 1e12
         self.random = np.random.default_rng(options.seed)
-        full = np.zeros((1, len(exits)))
-        full[0, -1] = 1.0
-        self.full = float(self._row(full)[0])
+        self.everything = np.zeros((1, len(exits)))
+        self.everything[0, -1] = 1.0
+        self.full = float(self._row(self.everything)[0])
         self.ratio = float(self._row(self.shares).mean() / self.full)
 
     def _row(self, shares: np.ndarray, start: int = 0, stop: int | None = None) -> np.ndarray:
@@ -226,10 +226,13 @@ class Layout:
                 work = np.stack([self._row(draws, a, b) for a, b in spans], axis=1)
                 return self._flow(work / self.flops, servers)
 
+            def allot(shares: np.ndarray, spans: list[tuple[int, int]] = spans) -> np.ndarray:
+                return _allot(devices, [self._row(shares, a, b).mean() for a, b in spans])
+
             equal = np.full(stages, devices // stages)
-            by_load = _allot(devices, [self._row(self.shares, a, b).mean() for a, b in spans])
+            by_load = allot(self.shares)
             draws = self._draw(devices * rows)
-            full = partial(seconds, servers=equal)
+            full = partial(seconds, servers=allot(self.everything))  # The head is a load as well.
             for name, servers in (("equal", equal), ("by load", by_load)):
                 adaptive = partial(seconds, servers=servers)
                 found.append(
@@ -283,8 +286,7 @@ class Layout:
         Busy: the share of the devices' time that goes into FLOPs of these rows.
         """
         spent = seconds(draws)
-        everything = np.zeros_like(draws)
-        everything[:, -1] = 1.0
+        everything = np.repeat(self.everything, len(draws), axis=0)
         return {
             "devices": devices,
             "speedup": round((full or seconds)(everything) / spent, 3),
