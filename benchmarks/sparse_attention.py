@@ -175,9 +175,7 @@ def loss_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         signal=gate, thresholds=jnp.asarray([-jnp.inf]), depths=(FLOOR, decoder.config.num_layers)
     )
     studies = study_exits(decoder, params, long_windows(model, "calibrate", 16))
-    scores = [
-        collect_scores(decoder, params, gate, study, depths=policy.depths) for study in studies
-    ]
+    scores = collect_scores(decoder, params, gate, studies, depths=policy.depths)
     median = float(np.median(predicted_tokens(studies, scores)))
     fifth, key = decoder.config.context_length // 5, jax.random.key(0)
     histories = {

@@ -25,8 +25,9 @@ from utio_jax.calibration import Calibration, load_calibration
 from utio_jax.decoder import Params
 from utio_jax.lens import Lensed, lens_file, lensed, load_lens
 from utio_jax.models import huggingface
-from utio_jax.models.huggingface import Sharding, is_huggingface, read_json, weight_files
+from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
+from utio_jax.models.tensor_parallel import Sharding, place_of
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
@@ -126,7 +127,8 @@ def load(
         its config names; for a stock model those of its lens, or the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
       sharding: where parameters go: one sharding, or a function of a parameter's dotted path and
-        shape. None means the default device.
+        shape, or a mesh: split over its axis "model", see `utio_jax.models.tensor_parallel`. None
+        means the default device.
       lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
         folder's own where there is one, False none.
 
@@ -152,7 +154,7 @@ def load(
     file = folder / "model.safetensors"
     found = load_tensors(file)
     check_shapes(found, wanted, source=str(file))
-    place = sharding if callable(sharding) else lambda path, shape: sharding
+    place = place_of(sharding, decoder.config)
     params = nest(
         {
             name: jax.device_put(found[name].astype(dtype), place(name, leaf.shape))

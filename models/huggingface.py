@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,8 @@ from safetensors import SafetensorError, safe_open
 from utio_jax.artifacts import broken_file, check_shapes, flatten, nest, refuse_pickle, save_tensors
 from utio_jax.decoder import Params
 from utio_jax.models.families import FAMILIES, Rule, read_config
+from utio_jax.models.tensor_parallel import Sharding, place_of
 from utio_jax.models.transformer import Transformer
-
-Sharding = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
-"""Where arrays go: everywhere the same, or by a parameter's dotted path and shape."""
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -113,10 +111,10 @@ def load_folder(
     found = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (*_, shape) in home.items()}
     check_shapes(found, wanted, source=str(folder))
 
+    place_by = place_of(sharding, settings)
+
     def place(path: str) -> Any:
-        if sharding is None or isinstance(sharding, jax.sharding.Sharding):
-            return sharding
-        return sharding(path, shapes[path].shape)
+        return place_by(path, shapes[path].shape)
 
     params: dict[str, jax.Array] = {}
     # Whole tensors first: the largest, embeddings, pass through while there is little else.

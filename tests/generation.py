@@ -61,7 +61,7 @@ def plain_run() -> Generated:
 class DepthAt:
     """A policy that reads each token's depth off a table by its position: `[batch, position]`."""
 
-    table: Int[Array, "batch position"]
+    table: Int[Array, "batch position"] = dataclasses.field(metadata={"row_axis": 0})
     depths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
     name: str = dataclasses.field(default="table", metadata={"static": True})

@@ -16,8 +16,8 @@ CORE = ROOT / "utio_jax"
 
 # Modules of one floor do not import each other.
 FLOORS = (
-    {"decoder", "ledger", "documents"},
-    {"plan"},  # The words of routing, in terms of a decoder's.
+    {"decoder", "ledger", "documents", "launch"},
+    {"plan", "parallel"},  # The words of routing, in terms of a decoder's.
     {
         "importance",
         "buckets",
@@ -29,7 +29,7 @@ FLOORS = (
         "risk",
         "sampling",
     },
-    {"history", "lens"},
+    {"history", "lens", "processes"},
     {"vertical_slash", "views"},
     {"executors", "query_blocks", "cache"},
     {"dense", "heat", "readout"},
@@ -44,7 +44,7 @@ FLOORS = (
     },
     {"layers", "policies", "learned", "wrappers", "chance", "lens_fitting", "throttled"},
     {"forward", "timing", "calibration", "mode", "descent"},
-    {"guardrails", "exits", "throttle"},
+    {"guardrails", "exits", "throttle", "quality"},
     {"evaluate", "gates", "adaptive", "lossless", "loop"},
     {"search", "oracles", "benchmark", "generate", "online"},
     {"goals", "comparison"},
@@ -73,7 +73,7 @@ FLOOR_OF_MODULE = {module: floor for floor, names in enumerate(FLOORS) for modul
 MODELS = (
     {"corpus", "tokenizer", "rope", "exit_losses"},
     {"transformer", "config_reader"},
-    {"presets", "train", "families"},
+    {"presets", "train", "families", "tensor_parallel"},
     {"huggingface"},
     {"checkpoint"},
     {"recipe", "finetune"},

@@ -36,10 +36,14 @@ class KVCache:
       view: a compact copy of what low-importance tokens see of it; None where there are none.
     """
 
-    keys: Float[Array, "layer batch slot kv_head head_dim"]
-    values: Float[Array, "layer batch slot kv_head head_dim"]
-    filled: Int[Array, "segment batch"]
-    view: View | None = None
+    keys: Float[Array, "layer batch slot kv_head head_dim"] = dataclasses.field(
+        metadata={"row_axis": 1}
+    )
+    values: Float[Array, "layer batch slot kv_head head_dim"] = dataclasses.field(
+        metadata={"row_axis": 1}
+    )
+    filled: Int[Array, "segment batch"] = dataclasses.field(metadata={"row_axis": 1})
+    view: View | None = dataclasses.field(default=None, metadata={"row_axis": 1})
 
     @property
     def num_slots(self) -> int:

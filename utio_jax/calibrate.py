@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.artifacts import versions
 from utio_jax.calibration import Calibration
@@ -43,6 +44,7 @@ def calibrate(
     policies: Sequence[str] = POLICIES,
     goal: Goal = Budgets(budgets=BUDGETS),
     executor: Executor = MicroBatches(),
+    mesh: Mesh | None = None,
     seed: int = 0,
     done: Calibration | None = None,
     keep: Callable[[Calibration], None] | None = None,
@@ -60,6 +62,7 @@ def calibrate(
       goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
         and `info["goals"]` says so.
       executor: how passes will run; padding is part of the budget.
+      mesh: splits the rows of every pass over its axis "data".
       seed: of the gates.
       done: an interrupted calibration of the same model and text: policies that it holds are kept.
       keep: called with all that is fitted so far, after each policy.
@@ -74,7 +77,7 @@ def calibrate(
     if unknown:
         raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {unknown[0]!r}.")
     say("exits of the full pass")
-    studies = study_exits(decoder, params, batches)
+    studies = study_exits(decoder, params, batches, mesh=mesh)
     info = {
         "model_sha256": model_sha256,
         "text": dict(text),
@@ -95,7 +98,7 @@ def calibrate(
             )
         fitted = done
     fitter = SignalFitter(decoder, params, studies, seed=seed)
-    search = ThresholdSearch(decoder, params, studies, executor=executor)
+    search = ThresholdSearch(decoder, params, studies, executor=executor, mesh=mesh)
     of_exits = {
         "exit_nll_increase_pct": search.exit_nll_increase_pct(),
         "exit_agreement": search.exit_agreement(),

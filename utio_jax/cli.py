@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
 try:
@@ -19,7 +20,9 @@ from utio_jax.commands.finetune import Finetune
 from utio_jax.commands.generate import Generate
 from utio_jax.commands.lm_eval import LmEval
 from utio_jax.commands.score import Score
+from utio_jax.commands.shared import is_first
 from utio_jax.commands.train import Train
+from utio_jax.launch import launch
 
 _COMMANDS = {
     "demo": Demo,
@@ -39,6 +42,9 @@ _EXTRAS = {"orbax": "train", "lm_eval": "lm-eval", "datasets": "lm-eval"}
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status: 0, or 2 for input that cannot be used."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["launch"]:
+        return launch(arguments[1:])
     command = tyro.extras.subcommand_cli_from_dict(
         _COMMANDS,
         prog="utio-jax",
@@ -49,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
         result = command.run()
     except ValueError as error:
         print(f"utio-jax: {error}", file=sys.stderr)
+        if getattr(command, "distributed", False):
+            # Leaving in good order would wait for the others, who wait for this process' results.
+            sys.stderr.flush()
+            os._exit(2)
         return 2
     except ImportError as error:
         extra = next((extra for name, extra in _EXTRAS.items() if name in str(error)), "cli")
@@ -57,5 +67,6 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    print(json.dumps(result))
+    if is_first():
+        print(json.dumps(result))
     return 0

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.bootstrap import DocumentSums, HullBootstrap
 from utio_jax.calibration import Calibration
@@ -28,8 +29,10 @@ from utio_jax.forward import Comparison
 from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
 from utio_jax.oracles import Harm, oracle_policies
+from utio_jax.parallel import place
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import GivenDepths
+from utio_jax.processes import local_mesh
 from utio_jax.search import forget_programs
 
 Label = tuple[str, float]
@@ -83,6 +86,7 @@ def compare(
     *,
     budgets: Sequence[float] | None = None,
     executor: Executor = MicroBatches(),
+    mesh: Mesh | None = None,
     draws: int = 2000,
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -99,6 +103,7 @@ def compare(
       calibration: the policies.
       budgets: which of the calibration's; all by default.
       executor: how live slots are run.
+      mesh: splits the rows of every pass over its axis "data".
       draws: of the documents.
       seed: of the draws.
       progress: called with what happens next.
@@ -112,8 +117,9 @@ def compare(
     if not chosen:
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
     say("exits of the full pass")
-    studies = study_exits(decoder, params, batches)
-    reader = _Reader(decoder, params, document_of_window, executor)
+    params = place(params, local_mesh(mesh))
+    studies = study_exits(decoder, params, batches, mesh=mesh)
+    reader = _Reader(decoder, params, document_of_window, executor, mesh)
     exits, shape = decoder.config.exits, batches[0].token_ids.shape
     num_layers, count = exits[-1], len(batches)
 
@@ -151,7 +157,8 @@ def compare(
         }
         scored = None
         if name in calibration.signals:
-            scored = _Correlations(decoder, params, calibration.signals[name], studies)
+            signal = calibration.signals[name]
+            scored = _Correlations(decoder, params, signal, studies, mesh)
         for (_, budget), (quality, sums) in reader.read(batches, policies).items():
             kl, depth = scored.at_first(fitted[budget].depths) if scored else (None, None)
             margin = float(bootstrap.margins(sums)[0])
@@ -172,9 +179,14 @@ class _Reader:
     """Reads a text under policies, and keeps what each document cost and lost."""
 
     def __init__(
-        self, decoder: Decoder, params: Params, document_of_window: np.ndarray, executor: Executor
+        self,
+        decoder: Decoder,
+        params: Params,
+        document_of_window: np.ndarray,
+        executor: Executor,
+        mesh: Mesh | None,
     ):
-        self.decoder, self.params, self.executor = decoder, params, executor
+        self.decoder, self.params, self.executor, self.mesh = decoder, params, executor, mesh
         self.document_of_window = document_of_window
         self.documents = int(document_of_window.max()) + 1
         self.cost = token_cost(decoder, params)
@@ -189,7 +201,6 @@ class _Reader:
         labels = {str(label): label for label in policies}
         nll = {name: np.zeros(self.documents) for name in labels}
         parts = {name: np.zeros(self.documents) for name in labels}
-        total = dict.fromkeys(labels, Quality())
         width, num_layers = batches[0].token_ids.shape[1], self.decoder.config.num_layers
         key_widths = self.executor.key_widths(width)
         of_depth = depth_flops(self.cost, range(num_layers + 1), width=width, key_widths=key_widths)
@@ -202,16 +213,15 @@ class _Reader:
             np.add.at(nll[name], document, lost.sum(axis=1))
             np.add.at(parts[name], document, paid.sum(axis=1))
 
-        for number, batch in enumerate(batches):
-            found = evaluate(
-                self.decoder,
-                self.params,
-                [batch],
-                {name: policies[label][number] for name, label in labels.items()},
-                executor=self.executor,
-                observe=observe,
-            )
-            total = {name: total[name] + found[name] for name in labels}
+        total = evaluate(
+            self.decoder,
+            self.params,
+            batches,
+            {name: policies[label] for name, label in labels.items()},
+            executor=self.executor,
+            mesh=self.mesh,
+            observe=observe,
+        )
         read = {}
         for name, label in labels.items():
             seen = parts[name] > 0
@@ -224,9 +234,14 @@ class _Correlations:
     """Rank correlations of a signal's scores where every token runs on."""
 
     def __init__(
-        self, decoder: Decoder, params: Params, signal: Signal, studies: Sequence[ExitStudy]
+        self,
+        decoder: Decoder,
+        params: Params,
+        signal: Signal,
+        studies: Sequence[ExitStudy],
+        mesh: Mesh | None,
     ):
-        self.decoder, self.params = decoder, params
+        self.decoder, self.params, self.mesh = decoder, params, mesh
         self.signal, self.studies = signal, studies
         self.known: dict[int, tuple[float | None, float | None]] = {}
         self.root = np.sqrt(predicted_tokens(studies, [study.kl for study in studies]))
@@ -244,10 +259,14 @@ class _Correlations:
             return None, None
         scores = predicted_tokens(
             self.studies,
-            [
-                collect_scores(self.decoder, self.params, self.signal, study, depths=depths[:2])
-                for study in self.studies
-            ],
+            collect_scores(
+                self.decoder,
+                self.params,
+                self.signal,
+                self.studies,
+                depths=depths[:2],
+                mesh=self.mesh,
+            ),
         )[0]
         finite = np.isfinite(scores)
         if np.ptp(scores[finite]) == 0:  # Nothing has been seen yet, as for patience.

@@ -146,14 +146,14 @@ class DecodeState:
       memory: what the mode remembers, any pytree.
     """
 
-    token_ids: Int[Array, "batch slot"]
-    lengths: Int[Array, " batch"]
-    prompt_lengths: Int[Array, " batch"]
-    limits: Int[Array, " batch"]
-    reason: Int[Array, " batch"]
-    seeds: UInt32[Array, " batch"]
+    token_ids: Int[Array, "batch slot"] = dataclasses.field(metadata={"row_axis": 0})
+    lengths: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    prompt_lengths: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    limits: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    reason: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    seeds: UInt32[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
     cache: KVCache
-    tally: Tally
+    tally: Tally = dataclasses.field(metadata={"row_axis": 0})
     memory: Any
 
     @property
@@ -250,7 +250,9 @@ def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -
     if not any(ended):
         return state
     reason = np.where(ended, np.int32(_STOP), reason)
-    return dataclasses.replace(state, reason=jax.device_put(reason))
+    # Where it was, or the next step would compile again.
+    home = state.reason.sharding if state.reason.committed else None
+    return dataclasses.replace(state, reason=jax.device_put(reason, home))
 
 
 def _ends_sequence(

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.cost import ideal_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
@@ -20,97 +21,29 @@ from utio_jax.executors import Executor, Work
 from utio_jax.forward import Comparison, Scores, compare_states, full_depth, score
 from utio_jax.guardrails import check_worthwhile
 from utio_jax.layers import check_policy
-from utio_jax.ledger import Ledger
 from utio_jax.microbatches import MicroBatches
+from utio_jax.parallel import Rows, check_mesh, place
 from utio_jax.plan import Policy
+from utio_jax.processes import Arrays, Shards, digest, local_mesh, share
+from utio_jax.quality import Quality, pack, unpack
 from utio_jax.sparse import SparseAttention, attention_flops
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Quality:
-    """Sums over a text, from which a ledger's quality and cost follow.
-
-    Attributes:
-      tokens: real tokens.
-      predicted: tokens that were predicted.
-      nll: summed negative log-likelihood, nats.
-      nll_full: the same at full depth.
-      kl: summed KL(full || policy), nats.
-      agree: predicted tokens with the full model's most probable token.
-      histogram: tokens by decided depth.
-      query_layers: query slots computed, times layers.
-      flops: executed.
-      flops_full: executed by the full-depth pass.
-      flops_ideal: of decided layers, frozen K/V and one head per token.
-      flops_gates: of all decisions, and of heads beyond one per token.
-    """
-
-    tokens: int = 0
-    predicted: int = 0
-    nll: float = 0.0
-    nll_full: float = 0.0
-    kl: float = 0.0
-    agree: int = 0
-    histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    query_layers: float = 0.0
-    flops: float = 0.0
-    flops_full: float = 0.0
-    flops_ideal: float = 0.0
-    flops_gates: float = 0.0
-
-    def __add__(self, other: Quality) -> Quality:
-        added: dict[str, Any] = {
-            field.name: getattr(self, field.name) + getattr(other, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "histogram"
-        }
-        depths = sorted({*self.histogram, *other.histogram})
-        added["histogram"] = {
-            d: self.histogram.get(d, 0) + other.histogram.get(d, 0) for d in depths
-        }
-        return Quality(**added)
-
-    def ledger(self, policy: str, *, budget: float | None, num_layers: int) -> Ledger:
-        """Returns the record's quality and cost; times are left None."""
-        decided = sum(depth * count for depth, count in self.histogram.items())
-        return Ledger(
-            policy=policy,
-            budget=budget,
-            tokens=self.tokens,
-            num_layers=num_layers,
-            depth_decided_mean=decided / self.tokens,
-            depth_executed_mean=self.query_layers / self.tokens,
-            depth_histogram={
-                str(d): round(n / self.tokens, 6) for d, n in self.histogram.items() if n
-            },
-            involuntary_stays=0,
-            involuntary_exits=0,
-            nll_full=self.nll_full / self.predicted,
-            nll=self.nll / self.predicted,
-            nll_increase_pct=100 * (self.nll / self.nll_full - 1),
-            kl_full=self.kl / self.predicted,
-            agreement=self.agree / self.predicted,
-            flops_ratio=self.flops / self.flops_full,
-            gate_pct=100 * self.flops_gates / self.flops_full,
-            padding_ratio=self.query_layers / decided,
-            speedup_ideal=self.flops_full / self.flops_ideal,
-        )
-
-
 # Timing runs the same program, and must not compile it again.
-run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor"))
-_compare = jax.jit(compare_states, static_argnums=0)
+run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor", "mesh"))
+_compare = jax.jit(compare_states, static_argnums=0, static_argnames="mesh")
 
 
 def evaluate(
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],
-    policies: Mapping[str, Policy],
+    policies: Mapping[str, Policy | Sequence[Policy]],
     *,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
-    attention: Mapping[str, SparseAttention] | None = None,
+    attention: Mapping[str, SparseAttention | Sequence[SparseAttention | None]] | None = None,
+    mesh: Mesh | None = None,
+    shards: Shards | None = None,
     observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Quality]:
@@ -120,44 +53,53 @@ def evaluate(
       decoder: the model.
       params: its parameters.
       batches: the text.
-      policies: by a name of the caller's choice.
+      policies: by a name of the caller's choice; one, or one for each batch.
       kv: what others see of frozen tokens.
       executor: how live slots are run; the full pass uses it too.
-      attention: by the same names, who attends sparsely; nobody under the others, nor in the full
-        pass.
+      attention: by the same names, who attends sparsely, or who does in each batch; nobody under
+        the others, nor in the full pass.
+      mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
+        rows that fill up a batch count as cost.
+      shards: where each batch's results are kept, for a run that goes on after an interruption.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       progress: called after every policy and batch.
 
     Raises:
-      ValueError: no batches, or a policy does not fit the model.
+      ValueError: no batches, a policy does not fit the model, or processes disagree on these.
     """
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
-    cost, layers = token_cost(decoder, params), decoder.config.num_layers
-    attention = attention or {}
+    cost, layers, here = token_cost(decoder, params), decoder.config.num_layers, local_mesh(mesh)
     totals = dict.fromkeys(policies, Quality())
-    for batch in batches:
-        ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor)
+    params = place(params, here)
+    choices = [(policies[name], (attention or {}).get(name)) for name in policies]
+    fixed = lambda choice: choice if _varies(choice) else place(choice, here)  # noqa: E731
+    shared: list[tuple[Any, Any]] = [(fixed(policy), fixed(choice)) for policy, choice in choices]
+
+    def read(number: int) -> Arrays:
+        batch, results = batches[number], {}
+        rows = len(batch.lengths)
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=here)
         full = run(policy=full_depth(decoder))
         flops_full = pass_flops(cost, full.work)
-        for name, policy in policies.items():
-            choice = attention.get(name)
+        for index, pair in enumerate(shared):
+            policy, choice = (place(x[number], here) if _varies(x) else x for x in pair)
             # Full depth in question is the pass that was just made.
             same = policy.depths == (layers,) and choice is None
             found = full if same else run(policy=policy, attention=choice)
-            comparison = _compare(decoder, params, ids, lengths, found.x, full.x)
-            comparison = jax.tree.map(np.asarray, comparison)
-            depths, work = np.asarray(found.depths), found.work
+            comparison = _compare(decoder, params, ids, lengths, found.x, full.x, mesh=here)
+            comparison, depths = _first(rows, (comparison, found.depths))
+            work = found.work
             gates = gate_flops(decoder, params, policy, work)
             if choice is not None:
-                size = {"batch": ids.shape[0], "width": ids.shape[1]}
+                size = {"batch": ids.shape[0] // check_mesh(here), "width": ids.shape[1]}
                 segments = len(policy.depths)
                 gates += attention_flops(choice, decoder, params, work, segments=segments, **size)
             # Gates, heads beyond one per token, and what maps an exit's states for the head.
             extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
             values, counts = np.unique(depths[depths > 0], return_counts=True)
-            totals[name] += Quality(
+            quality = Quality(
                 tokens=int(batch.lengths.sum()),
                 predicted=int(np.maximum(batch.lengths - 1, 0).sum()),
                 nll=float(comparison.nll.sum(dtype=np.float64)),
@@ -174,34 +116,55 @@ def evaluate(
                     key_widths=executor.key_widths(ids.shape[1]),
                     deepest=int(depths.max(initial=0)),
                     keep_frozen=kv == "propagate",
-                    sparse_layers=_sparse_layers(found, policy),
+                    sparse_layers=_sparse_layers(found, policy, rows),
                     history=0 if choice is None else choice.history.size,
                 ),
                 flops_gates=gates
                 + cost.head * extra_heads
                 + cost.exit_map * float(np.sum(work.exit_maps)),
             )
-            if observe is not None:
-                observe(name, batch, comparison, depths)
+            results |= pack(index, quality, comparison, depths)
             if progress is not None:
                 progress()
+        return results
+
+    def same() -> str:
+        static = repr((decoder.config, kv, executor))
+        return digest([vars(batch) for batch in batches], choices, static)
+
+    found = share(mesh, len(batches), read, what="batches", same=same, shards=shards)
+    for batch, results in zip(batches, found, strict=True):
+        for index, name in enumerate(policies):
+            quality, comparison, depths = unpack(index, results)
+            totals[name] += quality
+            if observe is not None:
+                observe(name, batch, comparison, depths)
     return totals
 
 
-def _sparse_layers(found: Scores, policy: Policy) -> np.ndarray | int:
+def _varies(choice: Any) -> bool:
+    """Returns whether there is one choice for each batch."""
+    return isinstance(choice, Sequence)
+
+
+def _sparse_layers(found: Scores, policy: Policy, rows: int) -> np.ndarray | int:
     """Returns in how many layers each token attended to its history alone."""
     if found.sparse is None:
         return 0
     layers = np.diff(policy.depths, prepend=0)
-    return np.tensordot(layers, np.asarray(found.sparse.sparse), axes=1)
+    return np.tensordot(layers, np.asarray(found.sparse.sparse), axes=1)[:rows]
+
+
+def _first(rows: int, tree: Any) -> Any:
+    """Returns the arrays on the host, without the rows that fill up a mesh."""
+    return jax.tree.map(lambda each: np.asarray(each)[:rows], tree)
 
 
 def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
     """Returns the FLOPs of a pass's decisions, without the heads that they looked at."""
     per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
-    return float(
-        sum(f * float(n) for f, n in zip(per_slot, np.asarray(work.decisions), strict=False))
-    )
+    decisions = np.atleast_2d(work.decisions).sum(axis=0)  # Of all devices.
+    return float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,6 +205,8 @@ def score_documents(
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     attention: SparseAttention | None = None,
+    mesh: Mesh | None = None,
+    shards: Shards | None = None,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
     progress: Callable[[], None] | None = None,
@@ -253,10 +218,12 @@ def score_documents(
       params: its parameters.
       documents: token ids `[token]` each, at least two; longer than the context: in windows.
       policy: who runs how deep.
-      rows: per pass.
+      rows: per pass, over all devices of a process.
       kv: what others see of frozen tokens.
       executor: how live slots are run.
       attention: who attends sparsely, in batches that do not fall back; None: nobody.
+      mesh: splits rows over its axis "data", and batches over its processes.
+      shards: where each batch's results are kept, for a run that goes on after an interruption.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       progress: called after every batch.
@@ -273,6 +240,7 @@ def score_documents(
             + (f"fewer in documents {short[:8]}." if short else "no documents.")
         )
     check_policy(policy, decoder)
+    parts = check_mesh(local_mesh(mesh))
     context = decoder.config.context_length
     cut = [windows_of([ids], width=context) for ids in documents]
     windows = [window for of_one in cut for window in of_one]
@@ -286,35 +254,38 @@ def score_documents(
                 likelihood[window] = -np.asarray(comparison.nll)[row, :predicted]
                 depths[window] = decided[row, :predicted]
 
-    total, fallbacks = Quality(), {}
-    for batch in batches_of(
-        windows, rows=rows, widths=row_widths(context), vocab_size=decoder.config.vocab_size
-    ):
-        reason = check_worthwhile(
+    batches = list(
+        batches_of(
+            windows, rows=rows, widths=row_widths(context), vocab_size=decoder.config.vocab_size
+        )
+    )
+    reasons = [
+        check_worthwhile(
             decoder,
             params,
             policy,
-            batch=rows,
+            batch=-(-rows // parts),
             width=batch.token_ids.shape[1],
             executor=executor,
             fractions=fractions,
             min_tokens=min_tokens,
         )
-        if reason is not None:
-            fallbacks[reason] = fallbacks.get(reason, 0) + 1
-        used = policy if reason is None else full_depth(decoder)
-        found = evaluate(
-            decoder,
-            params,
-            [batch],
-            {"": used},
-            kv=kv,
-            executor=executor,
-            attention={} if attention is None or reason is not None else {"": attention},
-            observe=observe,
-            progress=progress,
-        )
-        total += found[""]
+        for batch in batches
+    ]
+    full = full_depth(decoder)
+    found = evaluate(
+        decoder,
+        params,
+        batches,
+        {"": [policy if reason is None else full for reason in reasons]},
+        kv=kv,
+        executor=executor,
+        attention={"": [attention if reason is None else None for reason in reasons]},
+        mesh=mesh,
+        shards=shards,
+        observe=observe,
+        progress=progress,
+    )
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
     return TextScore(
@@ -324,6 +295,6 @@ def score_documents(
             )
             for span in spans
         ),
-        quality=total,
-        fallbacks=fallbacks,
+        quality=found[""],
+        fallbacks=Counter(reason for reason in reasons if reason is not None),
     )

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from utio_jax.decoder import Decoder, Params, read_exit
@@ -18,7 +19,9 @@ from utio_jax.dense import dense_states, positions_of
 from utio_jax.documents import Batch
 from utio_jax.executors import flat, map_head
 from utio_jax.forward import compare_logits, labels_of
+from utio_jax.parallel import Rows, StackedRows, over_rows, place
 from utio_jax.plan import Boundary, Signal
+from utio_jax.processes import Arrays, digest, local_mesh, share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,22 @@ class ExitStudy:
     differs: np.ndarray
 
 
-@partial(jax.jit, static_argnums=0)
-def _study(decoder, params, ids, lengths):
+@partial(jax.jit, static_argnums=0, static_argnames="mesh")
+def read_exits(
+    decoder: Decoder,
+    params: Params,
+    ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    *,
+    mesh: Mesh | None = None,
+) -> dict[str, jax.Array]:
+    """Returns the arrays of an `ExitStudy` but `predicted`, by name."""
+    if mesh is not None:
+
+        def on_device(params: Params, rows: Rows) -> StackedRows:
+            return StackedRows(read_exits(decoder, params, *rows.tree))
+
+        return over_rows(mesh, on_device, params, Rows((ids, lengths))).tree
     *states, full = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
     labels, _ = labels_of(ids, lengths)
 
@@ -69,9 +86,17 @@ def study_exits(
     params: Params,
     batches: Sequence[Batch],
     *,
+    mesh: Mesh | None = None,
     progress: Callable[[], None] | None = None,
 ) -> list[ExitStudy]:
     """Runs full depth over a text and returns what each exit makes of its tokens.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: the text.
+      mesh: splits the rows of a batch over its axis "data", and batches over its processes.
+      progress: called after every batch.
 
     Raises:
       ValueError: the model has no exit before its last layer, or the text predicts nothing.
@@ -83,14 +108,30 @@ def study_exits(
             f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
             "config; stock models need exits fitted first."
         )
-    found = []
-    for batch in batches:
-        seen = _study(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
-        predicted = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
-        arrays = {name: np.asarray(value) for name, value in seen.items()}
-        found.append(ExitStudy(batch=batch, predicted=predicted, **arrays))
+    here = local_mesh(mesh)
+    params = place(params, here)
+
+    def read(number: int) -> Arrays:
+        batch = batches[number]
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        seen = read_exits(decoder, params, ids, lengths, mesh=here)
         if progress is not None:
             progress()
+        return {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
+
+    def same() -> str:
+        return digest([vars(batch) for batch in batches], repr(decoder.config))
+
+    found = [
+        ExitStudy(
+            batch=batch,
+            predicted=np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1,
+            **arrays,
+        )
+        for batch, arrays in zip(
+            batches, share(mesh, len(batches), read, what="batches", same=same), strict=True
+        )
+    ]
     if not any(study.predicted.any() for study in found):
         raise ValueError("Wanted a text with predicted tokens. Got none.")
     return found
@@ -106,28 +147,39 @@ def collect_scores(
     decoder: Decoder,
     params: Params,
     signal: Signal,
-    study: ExitStudy,
+    studies: Sequence[ExitStudy],
     *,
     depths: tuple[int, ...],
-) -> np.ndarray:
-    """Returns a signal's scores `[boundary, batch, token]` where every token runs on.
+    mesh: Mesh | None = None,
+) -> list[np.ndarray]:
+    """Returns a signal's scores `[boundary, batch, token]` of each study, where all tokens run on.
 
     Args:
       decoder: the model.
       params: its parameters.
       signal: what scores.
-      study: the states that it reads.
+      studies: the states that it reads.
       depths: exits in use; boundaries are all but the last.
+      mesh: splits the rows over its axis "data", and studies over its processes.
     """
-    exits = decoder.config.exits
-    states = [study.states[exits.index(depth)] for depth in depths[:-1]]
-    ids, lengths = jnp.asarray(study.batch.token_ids), jnp.asarray(study.batch.lengths)
-    return np.asarray(
-        collect(decoder, params, signal, ids, lengths, jnp.asarray(np.stack(states)), depths)
-    )
+    exits, here = decoder.config.exits, local_mesh(mesh)
+    params, placed = place((params, signal), here)
+
+    def read(number: int) -> Arrays:
+        batch, states = studies[number].batch, studies[number].states
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        states = place(StackedRows(states[[exits.index(d) for d in depths[:-1]]]), here).tree
+        found = collect(decoder, params, placed, ids, lengths, states, depths, mesh=here)
+        return {"scores": np.asarray(found)[:, : len(batch.lengths)]}
+
+    def same() -> str:
+        return digest([vars(study.batch) for study in studies], signal, depths)
+
+    found = share(mesh, len(studies), read, what=f"scores of {signal.name}", same=same)
+    return [each["scores"] for each in found]
 
 
-@partial(jax.jit, static_argnums=(0, 6))
+@partial(jax.jit, static_argnums=(0, 6), static_argnames="mesh")
 def collect(
     decoder: Decoder,
     params: Params,
@@ -136,8 +188,18 @@ def collect(
     lengths: Int[Array, " batch"],
     states: Float[Array, "boundary batch token dim"],
     depths: tuple[int, ...],
+    *,
+    mesh: Mesh | None = None,
 ) -> Float[Array, "boundary batch token"]:
     """Returns a signal's scores from the states at `depths[:-1]`, for tokens that all run on."""
+    if mesh is not None:
+
+        def on_device(params: Params, signal: Signal, rows: Rows, states: StackedRows) -> Any:
+            found = collect(decoder, params, signal, *rows.tree, states.tree, depths)
+            return StackedRows(found)
+
+        rows = Rows((token_ids, lengths))
+        return over_rows(mesh, on_device, params, signal, rows, StackedRows(states)).tree
     positions, live = positions_of(token_ids, lengths)
     rows = lambda y: y.reshape(*token_ids.shape, *y.shape[1:])  # noqa: E731
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.decoder import Decoder, Params, read_exit
@@ -18,6 +19,7 @@ from utio_jax.dense import FrozenKV, dense_states, positions_of
 from utio_jax.executors import Executor, Work, flat, map_head
 from utio_jax.layers import staircase
 from utio_jax.microbatches import MicroBatches
+from utio_jax.parallel import Rows, over_rows
 from utio_jax.plan import Policy
 from utio_jax.policies import Uniform
 from utio_jax.readout import Readout
@@ -35,7 +37,7 @@ class Scores:
       log_likelihood: log p(token i+1 | tokens 0..i) in nats; 0 where there is no token i+1.
       predicted: where there is one.
       depths: decided depths in layers; 0 for padding.
-      work: what was executed, padding included.
+      work: what was executed, padding included; on a mesh, by each device.
       x: what the head reads of each token: its state at its decided depth, mapped if the decoder
         does that; padding holds undefined states.
       sparse: who attended sparsely to what; leaves lead with `[segment]`. None without `attention`.
@@ -46,7 +48,7 @@ class Scores:
     depths: Int[Array, "batch token"]
     work: Work
     x: Float[Array, "batch token dim"]
-    sparse: SparseQueries | None = None
+    sparse: SparseQueries | None = dataclasses.field(default=None, metadata={"row_axis": 1})
 
 
 def score(
@@ -59,10 +61,12 @@ def score(
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     attention: SparseAttention | None = None,
+    mesh: Mesh | None = None,
 ) -> Scores:
     """Returns every token's log-likelihood with the depth that the policy gives it.
 
-    Pure; jit it with `decoder`, `kv` and `executor` static. Padding past `lengths` changes nothing.
+    Pure; jit it with `decoder`, `kv`, `executor` and `mesh` static. Padding past `lengths` changes
+    nothing.
 
     Args:
       decoder: the model.
@@ -73,7 +77,23 @@ def score(
       kv: what others see of a frozen token, see `utio_jax.layers.staircase`.
       executor: how live slots are run.
       attention: who attends sparsely; None: nobody.
+      mesh: splits the rows over its axis "data"; every device packs its own. Put parameters and
+        rows there by `utio_jax.parallel.place`. `Scores.work` then leads with a device axis.
+
+    Raises:
+      ValueError: rows that the mesh's devices cannot share evenly.
     """
+    if mesh is not None:
+
+        def on_device(params: Params, rows: Rows, policy: Policy, attention: Any) -> Rows:
+            ids, ends = rows.tree
+            run = partial(score, kv=kv, executor=executor, attention=attention)
+            found = run(decoder, params, ids, ends, policy)
+            work = jax.tree.map(lambda each: each[None], found.work)
+            return Rows(dataclasses.replace(found, work=work))
+
+        rows = Rows((token_ids, lengths))
+        return over_rows(mesh, on_device, params, rows, policy, attention).tree
     labels, predicted = labels_of(token_ids, lengths)
     result = staircase(
         decoder,
@@ -178,8 +198,16 @@ def compare_states(
     lengths: Int[Array, " batch"],
     x: Float[Array, "batch token dim"],
     x_full: Float[Array, "batch token dim"],
+    *,
+    mesh: Mesh | None = None,
 ) -> Comparison:
     """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced."""
+    if mesh is not None:
+
+        def on_device(params: Params, rows: Rows) -> Rows:
+            return Rows(compare_states(decoder, params, *rows.tree))
+
+        return over_rows(mesh, on_device, params, Rows((token_ids, lengths, x, x_full))).tree
     labels, predicted = labels_of(token_ids, lengths)
     found = _read_all(decoder, params, partial(_compare, decoder, params), x, x_full, labels)
     return _where_predicted(predicted, found)

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.cache import bytes_per_slot, key_widths
 from utio_jax.decoder import Decoder, Params
 from utio_jax.emission import REASONS, DecodeState
 from utio_jax.loop import Lengths, Prompts, run_chunks
 from utio_jax.mode import Mode, Plain
+from utio_jax.parallel import check_mesh
 from utio_jax.sampling import Greedy, Sampling
 
 
@@ -57,6 +59,7 @@ class Generated:
       bytes_per_slot: that keys and values of one token take in one layer.
       key_widths: numbers of key slots that attention could read, ascending.
       mode: the mode's name.
+      group: rows that step together, on one device; the last ones may be empty.
     """
 
     token_ids: tuple[np.ndarray, ...]
@@ -80,12 +83,22 @@ class Generated:
     bytes_per_slot: int
     key_widths: tuple[int, ...]
     mode: str
+    group: int
 
     @property
     def acceptance(self) -> float | None:
         """Accepted drafts per verified draft over all rows; None where nothing was drafted."""
         drafts = int(self.drafts.sum())
         return float(self.accepted.sum() / drafts) if drafts else None
+
+    def only(self, rows: slice) -> Generated:
+        """Returns the same of some rows."""
+        per_row = {
+            field.name: getattr(self, field.name)[rows]
+            for field in dataclasses.fields(self)
+            if field.name not in ("key_widths", "mode", "group")
+        }
+        return dataclasses.replace(self, **per_row)
 
     def first(self, counts: Sequence[int], *, finish_reasons: Sequence[str]) -> Generated:
         """Returns the same with each row cut to its first tokens; the others' cost stays charged.
@@ -130,6 +143,7 @@ def generate(
     lengths: Lengths = Lengths(),
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     chunk: int = 16,
+    mesh: Mesh | None = None,
 ) -> Generated:
     """Returns new tokens for each prompt.
 
@@ -148,6 +162,8 @@ def generate(
       stop_when: ends a row when it returns True: called on the host with the row's number and its
         new tokens so far, after every `chunk` of them. The row keeps what it has by then.
       chunk: new tokens per row between two such calls. None are made without `stop_when`.
+      mesh: splits the rows over its axis "data"; those of one device step together, and wait for no
+        others.
 
     Raises:
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
@@ -166,8 +182,9 @@ def generate(
         lengths=lengths,
         chunk=max_new_tokens if stop_when is None else chunk,
         stop_when=stop_when,
+        mesh=mesh,
     )
-    return _collect(state, mode, lengths)
+    return _collect(state, mode, lengths, rows=len(prompts), devices=check_mesh(mesh))
 
 
 def stream(
@@ -183,6 +200,7 @@ def stream(
     stop_sequences: Sequence[Sequence[int]] = (),
     seeds: int | Sequence[int] = 0,
     lengths: Lengths = Lengths(),
+    mesh: Mesh | None = None,
 ) -> Iterator[Chunk]:
     """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
 
@@ -202,26 +220,30 @@ def stream(
         seeds=seeds,
         lengths=lengths,
         chunk=chunk,
+        mesh=mesh,
     ):
+        rows = slice(len(prompts))
         known, decided, ends = (
-            np.asarray(leaf) for leaf in (state.token_ids, state.tally.decided, state.lengths)
+            np.asarray(leaf)[rows] for leaf in (state.token_ids, state.tally.decided, state.lengths)
         )
-        starts = np.asarray(state.prompt_lengths) if seen is None else seen
+        starts = np.asarray(state.prompt_lengths)[rows] if seen is None else seen
         yield Chunk(
             token_ids=_cut(known, starts, ends),
             decided=_cut(decided, starts, ends),
-            running=np.asarray(state.reason) == 0,
+            running=np.asarray(state.reason)[rows] == 0,
         )
         seen = ends.copy()
 
 
-def _collect(state: DecodeState, mode: Mode, lengths: Lengths) -> Generated:
+def _collect(
+    state: DecodeState, mode: Mode, lengths: Lengths, *, rows: int, devices: int
+) -> Generated:
     known, starts, ends, reasons = (
-        np.asarray(leaf)
+        np.asarray(leaf)[:rows]
         for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
     )
     tally = {
-        field.name: np.asarray(getattr(state.tally, field.name))
+        field.name: np.asarray(getattr(state.tally, field.name))[:rows]
         for field in dataclasses.fields(state.tally)
         if field.name != "views"
     }
@@ -257,6 +279,7 @@ def _collect(state: DecodeState, mode: Mode, lengths: Lengths) -> Generated:
         bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
+        group=state.lengths.shape[0] // devices,
     )
 
 

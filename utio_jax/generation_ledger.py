@@ -145,9 +145,23 @@ class Spent:
 def spent_on(
     decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
 ) -> Spent:
-    """Returns what one batch cost, beside what plain decoding of the same tokens costs."""
-    cost, layers, rows = token_cost(decoder, params), decoder.config.num_layers, len(prompts)
-    # All rows of a batch run until the last one ends, and that one was charged in every round.
+    """Returns what one batch cost, beside what plain decoding of the same tokens costs.
+
+    On a mesh, of the rows of each device by themselves; those that only fill it up are charged.
+    """
+    total, rows = Spent(), generated.group
+    for start in range(0, len(prompts), rows):
+        part = slice(start, start + rows)
+        total += _spent_on_group(decoder, params, mode, prompts[part], generated.only(part))
+    return total
+
+
+def _spent_on_group(
+    decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
+) -> Spent:
+    cost, layers = token_cost(decoder, params), decoder.config.num_layers
+    rows = generated.group
+    # All rows of a group run until the last one ends, and that one was charged in every round.
     steps, token_layers, frozen, heads, exit_maps, attended = (
         rows * float(np.max(amounts))
         for amounts in (

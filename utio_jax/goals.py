@@ -211,6 +211,7 @@ class MaxDisagreement:
             list(batches),
             {str(i): search.policy(signal, entry) for i, entry in enumerate(candidates)},
             executor=search.executor,
+            mesh=search.mesh,
             observe=observe,
         )
         return 1 - agree / tokens, tokens

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
 from utio_jax.cache import fill, init_cache, key_widths
@@ -18,6 +19,7 @@ from utio_jax.decode import prefill
 from utio_jax.decoder import Decoder, DecoderConfig, Params
 from utio_jax.emission import DecodeState, StopRules, empty_tally, end_rows, stop_rules
 from utio_jax.mode import Mode, Setting, emit_drawn
+from utio_jax.parallel import PerDevice, Rows, over_rows, place
 from utio_jax.sampling import Sampling
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
@@ -105,8 +107,11 @@ def run_chunks(
     lengths: Lengths,
     chunk: int,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
+    mesh: Mesh | None = None,
 ) -> Iterator[DecodeState]:
     """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
+
+    On a mesh, further rows may follow those of the prompts: empty ones, which end at once.
 
     After each chunk `stop_when`, see `generate`, may end rows on the host.
     """
@@ -115,6 +120,12 @@ def run_chunks(
     if chunk < 1:
         raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
     mode.check(decoder)
+    if mesh is not None and mesh.is_multi_process:
+        raise ValueError(
+            "Wanted a mesh of this process' devices, since its host reads tokens. Got "
+            "one over several processes. Give each its own prompts, and the mesh that "
+            "utio_jax.processes.local_mesh returns."
+        )
     row_seeds = np.arange(len(rows)) + seeds if np.ndim(seeds) == 0 else np.asarray(seeds)
     if row_seeds.shape != (len(rows),):
         raise ValueError(
@@ -129,24 +140,24 @@ def run_chunks(
     for row, ids in zip(padded, rows, strict=True):
         row[: ids.size] = ids
     mode, sampling = _canonical((mode, sampling))
-    state = begin(
-        decoder,
-        params,
-        mode,
-        sampling,
-        stops,
-        padded,
-        ends,
-        ends + np.int32(max_new_tokens),
-        row_seeds.astype(np.uint32),
-        slots=slots,
-    )
+    params, mode, sampling, stops = place((params, mode, sampling, stops), mesh)
+    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds.astype(np.uint32)
+    arrays = place(Rows(arrays), mesh).tree
+    state = begin(decoder, params, mode, sampling, stops, *arrays, slots=slots, mesh=mesh)
     widths = key_widths(slots, key_step=lengths.key_step)
     until = 1
     while True:
         until = min(until + chunk, max_new_tokens)
         state = advance(
-            decoder, params, mode, sampling, stops, state, np.int32(until), widths=widths
+            decoder,
+            params,
+            mode,
+            sampling,
+            stops,
+            state,
+            np.int32(until),
+            widths=widths,
+            mesh=mesh,
         )
         if stop_when is not None:
             state = end_rows(state, stop_when)
@@ -155,7 +166,7 @@ def run_chunks(
             return
 
 
-@partial(jax.jit, static_argnames=("decoder", "slots"))
+@partial(jax.jit, static_argnames=("decoder", "slots", "mesh"))
 def begin(
     decoder: Decoder,
     params: Params,
@@ -168,8 +179,20 @@ def begin(
     seeds: UInt32[Array, " batch"],
     *,
     slots: int,
+    mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Returns the state after prefill and the first new token of each row."""
+    """Returns the state after prefill and the first new token of each row.
+
+    On a mesh, every device's mode has a memory of its own.
+    """
+    if mesh is not None:
+
+        def on_device(params: Params, settings: Any, rows: Rows) -> DecodeState:
+            state = begin(decoder, params, *settings, *rows.tree, slots=slots)
+            return dataclasses.replace(state, memory=PerDevice.of(state.memory))
+
+        rows = Rows((token_ids, lengths, limits, seeds))
+        return over_rows(mesh, on_device, params, (mode, sampling, stops), rows)
     batch, width = token_ids.shape
     dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
     cache = init_cache(
@@ -193,7 +216,7 @@ def begin(
     return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 
-@partial(jax.jit, static_argnames=("decoder", "widths"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("decoder", "widths", "mesh"), donate_argnames="state")
 def advance(
     decoder: Decoder,
     params: Params,
@@ -204,11 +227,23 @@ def advance(
     until: Int[Array, ""],
     *,
     widths: tuple[int, ...],
+    mesh: Mesh | None = None,
 ) -> DecodeState:
     """Returns the state once every running row has `until` new tokens.
 
-    One loop per width of attention, one after the other: rows only ever grow.
+    One loop per width of attention, one after the other: rows only ever grow. On a mesh, every
+    device's loops end with its own rows.
     """
+    if mesh is not None:
+
+        def on_device(
+            params: Params, settings: Any, state: DecodeState, until: jax.Array
+        ) -> DecodeState:
+            state = dataclasses.replace(state, memory=state.memory.mine())
+            state = advance(decoder, params, *settings, state, until, widths=widths)
+            return dataclasses.replace(state, memory=PerDevice.of(state.memory))
+
+        return over_rows(mesh, on_device, params, (mode, sampling, stops), state, until)
     for width in widths:
 
         def goes_on(state: DecodeState) -> jax.Array:

@@ -73,7 +73,7 @@ class GivenDepths:
     A depth that is not in `depths` runs to the next deeper one that is.
     """
 
-    depth_of_token: Int[Array, "batch token"]
+    depth_of_token: Int[Array, "batch token"] = dataclasses.field(metadata={"row_axis": 0})
     depths: tuple[int, ...] = _static()
     causal: bool = _static(default=False)
     name: str = _static(default="given")

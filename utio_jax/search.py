@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from utio_jax.cost import depth_flops, pass_flops, token_cost
 from utio_jax.decoder import Decoder, Params
@@ -17,8 +18,10 @@ from utio_jax.executors import Executor
 from utio_jax.exits import ExitStudy, collect, collect_scores, predicted_tokens
 from utio_jax.forward import full_depth
 from utio_jax.ledger import convex_hull
+from utio_jax.parallel import Rows, place
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import GivenDepths, Thresholded
+from utio_jax.processes import Arrays, digest, local_mesh, share
 from utio_jax.thresholds import Thresholds, fit_thresholds, leave_at
 
 _FIT_BATCHES = 8  # 65,000 tokens of the shipped model: plenty for a handful of thresholds.
@@ -56,8 +59,10 @@ class ThresholdSearch:
         studies: Sequence[ExitStudy],
         *,
         executor: Executor,
+        mesh: Mesh | None = None,
     ):
-        self.decoder, self.params, self.executor = decoder, params, executor
+        self.decoder, self.executor, self.mesh = decoder, executor, mesh
+        self.params = place(params, local_mesh(mesh))
         self.exits = decoder.config.exits
         # Longest first: a stride meets every length.
         self.studies = list(studies[:: -(-len(studies) // _FIT_BATCHES)])
@@ -230,22 +235,29 @@ class ThresholdSearch:
         return (np.inf if at_hull is None else at_hull) - spent.loss
 
     def _run(self, policy: Policy) -> Spent:
-        flops, loss = 0.0, 0.0
-        for number in self._tried:
-            batch = self.studies[number].batch
-            ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+        here = local_mesh(self.mesh)
+        placed = place(policy, here)
+
+        def read(number: int) -> Arrays:
+            batch = self.studies[self._tried[number]].batch
+            ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
             found = run_score(
                 self.decoder,
                 self.params,
                 ids,
                 lengths,
-                policy=policy,
+                policy=placed,
                 kv="propagate",
                 executor=self.executor,
+                mesh=here,
             )
             gates = gate_flops(self.decoder, self.params, policy, found.work)
-            flops += pass_flops(self._cost, found.work, gates=gates)
-            loss -= float(found.log_likelihood.sum())
+            flops = pass_flops(self._cost, found.work, gates=gates)
+            loss = -np.asarray(found.log_likelihood).sum(dtype=np.float64)
+            return {"spent": np.asarray([flops, loss])}
+
+        spent = share(self.mesh, len(self._tried), read, what="passes", same=lambda: digest(policy))
+        flops, loss = np.sum([each["spent"] for each in spent], axis=0).tolist()
         return Spent(flops=flops, loss=loss)
 
     def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
@@ -258,10 +270,9 @@ class ThresholdSearch:
     def _kept(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
         key = (signal.name, depths)
         if key not in self._cache:
-            self._cache[key] = [
-                collect_scores(self.decoder, self.params, signal, study, depths=depths)
-                for study in self.studies
-            ]
+            self._cache[key] = collect_scores(
+                self.decoder, self.params, signal, self.studies, depths=depths, mesh=self.mesh
+            )
         return self._cache[key]
 
 

@@ -175,12 +175,15 @@ def attention_flops(
       params: its parameters.
       work: of the pass.
       segments: of the pass, one per depth.
-      batch: rows.
+      batch: rows of a device.
       width: tokens per row.
     """
     if work.sparse is None:
         raise ValueError("Wanted the work of a pass with `attention`. Got one without.")
-    decisions, heats = (np.asarray(leaf) for leaf in (work.sparse.decisions, work.sparse.heats))
+    # Of all devices, where there are several.
+    decisions, heats = (
+        np.atleast_2d(leaf).sum(axis=0) for leaf in (work.sparse.decisions, work.sparse.heats)
+    )
     asked = decisions[segments - attention.thresholds.shape[0] : segments]
     total = sum(
         attention.signal.flops(index, decoder, params) * float(slots)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax.commands.shared import OfWindows, read_documents
+from utio_jax.commands.shared import OfWindows, is_first, progress_lines, read_documents
 from utio_jax.decoder import DecoderConfig
 from utio_jax.documents import Batch, batches_of, windows_of
 
@@ -60,12 +60,10 @@ class Calibrate(OfWindows):
         from utio_jax.calibration import calibration_file, load_calibration
         from utio_jax.gates import SIGNALS
         from utio_jax.goals import Budgets, Goal, MaxDisagreement, MaxLoss
+        from utio_jax.processes import check_same
 
         started = time.perf_counter()
-
-        def say(what: str) -> None:
-            print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr)
-
+        say = progress_lines(started)
         asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
         if sum(value is not None for value in asked) > 1:
             raise ValueError(
@@ -73,13 +71,20 @@ class Calibrate(OfWindows):
                 f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
                 f"max_disagreement={self.max_disagreement}."
             )
+        mesh = self.mesh()
         if self.fit_lens and self.lens != "auto":
             raise ValueError(
                 f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."
             )
+        if self.fit_lens and jax.process_count() > 1:
+            raise ValueError(
+                f"Wanted --fit-lens in one process. Got {jax.process_count()}. Fit the lens first, "
+                "then calibrate with --lens FILE."
+            )
         model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
         out = calibration_file(self.out if self.out is not None else model.folder)
         documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
+        check_same(mesh, [model.sha256, documents], what="model and text")
         before = None
         if self.fit_lens:
             first, documents = _halves(documents, self.seed)
@@ -110,12 +115,13 @@ class Calibrate(OfWindows):
             goal=goal,
             seed=self.seed,
             done=done,
-            keep=lambda so_far: so_far.save(out),
+            mesh=mesh,
+            keep=(lambda so_far: so_far.save(out)) if is_first() else None,
             progress=say,
         )
         lens = model.lens is not None
         advice = advise(model.decoder, model.params, fitted.info, lens=lens)
-        if advice is not None:
+        if advice is not None and is_first():
             print(advice, file=sys.stderr)
         return {
             "command": "calibrate",

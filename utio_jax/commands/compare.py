@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from utio_jax.commands.shared import OfWindows, calibration_of, read_documents
+from utio_jax.commands.shared import (
+    OfWindows,
+    calibration_of,
+    is_first,
+    progress_lines,
+    read_documents,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,14 +48,17 @@ class Compare(OfWindows):
         from utio_jax.comparison import compare
         from utio_jax.documents import sample_batches
         from utio_jax.ledger import uniform_hull
+        from utio_jax.processes import check_same
         from utio_jax.report import plot_margins, plot_pareto
         from utio_jax.terminal import comparison_table
 
         started = time.perf_counter()
+        mesh = self.mesh()
         model = self.load()
         config = model.decoder.config
         fitted = calibration_of(model, self.calibration)
         documents, described = read_documents(model, self.text, self.token_ids, "test")
+        check_same(mesh, [model.sha256, documents], what="model and text")
         batches, document_of_window = sample_batches(
             documents,
             rows=16,
@@ -68,17 +76,17 @@ class Compare(OfWindows):
             budgets=self.budgets or None,
             draws=self.draws,
             seed=self.seed,
-            progress=lambda what: print(
-                f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr
-            ),
+            mesh=mesh,
+            progress=progress_lines(started),
         )
         tokens = rows[0].ledger.tokens or 0
         title = f"{tokens:,} tokens of {len(set(document_of_window))} documents"
-        Console(stderr=True, width=118).print(comparison_table(rows, title=title))
         pictures = [self.out / "pareto.png", self.out / "margins.png"]
-        ledgers = [row.ledger for row in rows]
-        plot_pareto(ledgers, pictures[0], title=title, hull=uniform_hull(ledgers))
-        plot_margins(rows, pictures[1], title=title)
+        if is_first():
+            Console(stderr=True, width=118).print(comparison_table(rows, title=title))
+            ledgers = [row.ledger for row in rows]
+            plot_pareto(ledgers, pictures[0], title=title, hull=uniform_hull(ledgers))
+            plot_margins(rows, pictures[1], title=title)
         return {
             "command": "compare",
             "seconds_total": round(time.perf_counter() - started, 1),

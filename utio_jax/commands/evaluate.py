@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from utio_jax.commands.scoring import Scoring
+from utio_jax.commands.shared import is_first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +31,12 @@ class Evaluate(Scoring):
         loss = math.fsum(losses) / tokens
         bits = math.fsum(losses) / math.log(2) / read.bytes if read.bytes else None
         perplexity = round(math.exp(loss), 4) if loss < 700 else None  # Else beyond a float.
-        print(
-            f"{loss:.4f} nats per token over {tokens:,} tokens of {len(losses)} documents, "
-            f"perplexity {perplexity}",
-            file=sys.stderr,
-        )
+        if is_first():
+            print(
+                f"{loss:.4f} nats per token over {tokens:,} tokens of {len(losses)} documents, "
+                f"perplexity {perplexity}",
+                file=sys.stderr,
+            )
         return {
             "command": "evaluate",
             "loss": round(loss, 6),

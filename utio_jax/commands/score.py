@@ -11,6 +11,7 @@ from typing import Any
 import tyro
 
 from utio_jax.commands.scoring import Scoring
+from utio_jax.commands.shared import is_first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Score(Scoring):
         """Runs the command and returns its JSON."""
         found, read = self.score(self.files)
         scored = list(zip(read.names, read.documents, found.documents, strict=True))
-        if self.per_token is not None:
+        if self.per_token is not None and is_first():
             self.per_token.parent.mkdir(parents=True, exist_ok=True)
             tokens = {
                 name: {

@@ -46,6 +46,8 @@ class Scoring(OfWindows):
       batch: rows per pass.
       kv: what others see of a token beyond its depth: propagate or drop.
       min_tokens: passes of fewer tokens run at full depth.
+      shards: folder in which each pass' results are kept; an interrupted run goes on from there,
+        with any number of processes.
     """
 
     token_ids: Path | None = None
@@ -56,16 +58,19 @@ class Scoring(OfWindows):
     batch: int = 16
     kv: str = "propagate"
     min_tokens: int = 0
+    shards: Path | None = None
 
     def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
         """Returns the scores of files, or of `token_ids`, and what was read."""
         from utio_jax.dense import check_kv
         from utio_jax.evaluate import score_documents
         from utio_jax.models.corpus import read_files
+        from utio_jax.processes import Shards, check_same
 
         check_kv(self.kv, ("propagate", "drop"))
         if (self.token_ids is None) == (not files):
             raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
+        mesh = self.mesh()
         model, size = self.load(), 0
         if self.token_ids is not None:
             documents = read_token_ids(self.token_ids)
@@ -77,6 +82,8 @@ class Scoring(OfWindows):
         policy, budget, fractions = policy_named(
             model, self.policy, budget=self.budget, depth=self.depth, calibration=self.calibration
         )
+        check_same(mesh, [model.sha256, names, documents], what="model and text")
+        shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
         with progress_bar(None, "scoring") as step:
             found = score_documents(
                 model.decoder,
@@ -85,6 +92,8 @@ class Scoring(OfWindows):
                 policy,
                 rows=self.batch,
                 kv=self.kv,  # type: ignore[arg-type]
+                mesh=mesh,
+                shards=shards,
                 fractions=fractions,
                 min_tokens=self.min_tokens,
                 progress=step,

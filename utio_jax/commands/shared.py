@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,69 @@ class OfModel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfWindows(OfModel):
-    """Which model reads a text, and in windows of what length.
+class OfDevices:
+    """Which devices a command runs on: one, unless more are asked for.
+
+    Attributes:
+      data_parallel: split the rows of each pass over all devices of this machine.
+      distributed: be one of several processes, on one host or many, each with all of its devices.
+        Slurm, Kubernetes and TPU pods say which; elsewhere the next three do. Process 0 prints and
+        writes.
+      coordinator: HOST:PORT at which process 0 listens.
+      num_processes: of them all.
+      process_id: of this one, from 0.
+    """
+
+    data_parallel: bool = False
+    distributed: bool = False
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+    def mesh(self) -> Any:
+        """Joins the other processes; returns the `jax.sharding.Mesh` of all devices, or None.
+
+        Before anything else asks JAX for a device.
+
+        Raises:
+          ValueError: the processes do not find each other.
+        """
+        import jax
+
+        told = (self.coordinator, self.num_processes, self.process_id)
+        if not self.distributed and any(value is not None for value in told):
+            raise ValueError(
+                "Wanted --distributed with --coordinator, --num-processes and --process-id."
+            )
+        if self.distributed:
+            try:
+                # A process that dies is missed after so long, and the runtime ends the others.
+                jax.distributed.initialize(*told, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(
+                    "Wanted --distributed on a cluster that JAX knows (Slurm, Kubernetes, TPU pod, "
+                    "MPI), or --coordinator HOST:PORT, --num-processes and --process-id. Got: "
+                    f"{error}"
+                ) from error
+        if not self.distributed and not self.data_parallel:
+            return None
+        auto = (jax.sharding.AxisType.Auto,)
+        return jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+
+
+_HEARTBEAT_SECONDS = 30
+
+
+def is_first() -> bool:
+    """Returns whether this process prints and writes: it is alone, or number 0."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfWindows(OfModel, OfDevices):
+    """Which model reads a text, in windows of what length, and on which devices.
 
     Attributes:
       context: tokens of the windows that documents are cut into; at most the model's own.
@@ -157,5 +219,18 @@ def progress_bar(total: int | None, what: str) -> Iterator[Any]:
     """Shows a progress bar on stderr; the context's value advances it by one."""
     from tqdm.auto import tqdm
 
-    with tqdm(total=total, desc=what, file=sys.stderr, mininterval=1.0, leave=False) as bar:
+    quiet = not is_first()
+    with tqdm(
+        total=total, desc=what, file=sys.stderr, mininterval=1.0, leave=False, disable=quiet
+    ) as bar:
         yield bar.update
+
+
+def progress_lines(started: float) -> Callable[[str], None]:
+    """Returns what prints each next thing on stderr, with the seconds since `started`."""
+
+    def say(what: str) -> None:
+        if is_first():
+            print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr)
+
+    return say

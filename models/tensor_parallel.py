@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a `Transformer`'s parameters go when it is larger than one device: `load(sharding=mesh)`.
+
+Heads and the MLP's hidden width are split over the mesh's axis "model", as in Megatron-LM
+(arXiv 1909.08053): a layer then adds two sums over devices. States are whole on each of them, so
+every device takes the same decisions and leaves its loops at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from utio_jax.models.transformer import TransformerConfig
+
+MODEL = "model"
+"""The mesh axis that parameters are split over."""
+
+Place = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
+"""Where a parameter goes, by its dotted path and shape; None means the default device."""
+
+Sharding = jax.sharding.Sharding | Mesh | Place
+"""One place for all parameters, a mesh to split them over, or a place for each."""
+
+# By what a projection's kernel is split along: its outputs, or its inputs.
+_BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_BY_INPUT = ("o_proj", "down_proj")
+
+
+def tensor_parallel(
+    config: TransformerConfig, mesh: Mesh
+) -> Callable[[str, tuple[int, ...]], NamedSharding]:
+    """Returns the sharding of each parameter, by its dotted path and shape.
+
+    Whole on each device stay: norms, learned positions, keys' and values' projections where there
+    are fewer K/V heads than devices, and the embedding and head where the vocabulary has no even
+    share for each.
+
+    Args:
+      config: of the model.
+      mesh: with an axis "model"; along others, such as "data", everything is copied.
+
+    Raises:
+      ValueError: no such axis, or heads or MLP that it does not divide.
+    """
+    if MODEL not in mesh.axis_names:
+        raise ValueError(
+            f"Wanted a mesh with an axis {MODEL!r}, over which parameters are split. Got axes "
+            f"{mesh.axis_names}. For example: jax.make_mesh((4, 2), ('data', {MODEL!r}), "
+            "axis_types=(AxisType.Auto,) * 2)."
+        )
+    parts = mesh.shape[MODEL]
+    if config.num_heads % parts or config.mlp_dim % parts:
+        raise ValueError(
+            f"Wanted an axis {MODEL!r} that divides num_heads={config.num_heads} and "
+            f"mlp_dim={config.mlp_dim}. Got one of {parts} devices."
+        )
+    whole = {"k_proj", "v_proj"} if config.num_kv_heads % parts else set[str]()
+
+    def axis_of(path: str, shape: tuple[int, ...]) -> int | None:
+        *_, module, leaf = path.split(".")
+        if module in _BY_OUTPUT:
+            return None if module in whole else len(shape) - 1
+        if module in _BY_INPUT and leaf == "kernel":
+            return len(shape) - 2
+        if config.vocab_size % parts == 0 and (module, leaf) == ("embedding", "embedding"):
+            return 0
+        if config.vocab_size % parts == 0 and (module, leaf) == ("head", "kernel"):
+            return 1
+        return None
+
+    def place(path: str, shape: tuple[int, ...]) -> NamedSharding:
+        axis = axis_of(path, shape)
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, MODEL)
+        return NamedSharding(mesh, spec)
+
+    return place
+
+
+def place_of(sharding: Sharding | None, config: TransformerConfig) -> Place:
+    """Returns where each parameter goes, of whatever form `sharding` has."""
+    if isinstance(sharding, Mesh):
+        return tensor_parallel(config, sharding)
+    if sharding is None or isinstance(sharding, jax.sharding.Sharding):
+        return lambda path, shape: sharding
+    return sharding
