@@ -33,10 +33,10 @@ from utio_jax import models
 from utio_jax.adaptive import Adaptive
 from utio_jax.cache import bytes_per_slot, init_cache
 from utio_jax.chance import Chance
+from utio_jax.dense import dense_states
 from utio_jax.documents import windows_of
 from utio_jax.emission import DecodeState, empty_tally, stop_rules
 from utio_jax.history import History
-from utio_jax.layers import dense_states
 from utio_jax.loop import advance, begin
 from utio_jax.mode import Mode, Plain, Setting
 from utio_jax.models.corpus import standard_library

@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.mark.parametrize(
     ("file", "number"),
-    [("README.md", 4), ("docs/bring_your_own.md", 3)],
+    [("README.md", 6), ("docs/bring_your_own.md", 3)],
 )
 def test_the_examples_run(file: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depth, attention and KV by importance on the shipped model, alone and together: loss and time.
+
+    python benchmarks/cascade.py
+
+One signal, the learned gate, decides everything. `depth`: the calibrated policy at `--budget`.
+`attention` and `kv`: half of the tokens, those that the gate scores below its median on the
+calibrate split, see a fifth of the context (98 recent tokens and 4 sinks) beyond the first exit in
+scoring, in all layers in decoding. Scoring reads windows of the test split. Decoding is fed the
+second half of each window token by token, so its loss is on the same text for all. Programs take
+turns; a speed-up is the median of the rounds' ratios. Ends with one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from throttle import EXITS, Forced, medians, read_on, text_of
+
+from utio_jax import History, SparseAttention, full_depth, models
+from utio_jax.adaptive import Adaptive
+from utio_jax.documents import batches_of
+from utio_jax.emission import DecodeState, stop_rules
+from utio_jax.evaluate import evaluate, run_score
+from utio_jax.loop import begin
+from utio_jax.mode import Mode, Plain
+from utio_jax.policies import never_stops
+from utio_jax.throttle import Throttle
+from utio_jax.timing import time_programs
+
+HISTORY = History(recent=98, sinks=4)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark; see `--help`."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--budget", type=float, default=0.6, help="flops_ratio of the depth policy")
+    parser.add_argument("--windows", type=int, default=32, help="of 512 tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args(argv)
+    model = models.load()
+    texts = {split: text_of(model, split, arguments.windows) for split in ("calibrate", "test")}
+    gate = model.calibration.signals["learned"]
+    depth: Any = model.calibration.policy("learned", arguments.budget)
+    known = dict(zip(EXITS[:-1], medians(model, gate, texts["calibrate"])[1:], strict=True))
+    if not {*depth.depths[:-1]} <= {*known}:
+        raise ValueError(
+            f"Wanted a budget whose policy decides at some of {(*known,)}. Got one that decides at "
+            f"{depth.depths[:-1]}. Name another --budget."
+        )
+    setting = (model, gate, depth, known, texts["test"], arguments.rounds)
+    found = {"scoring": score_rows(*setting), "decoding": decode_rows(*setting)}
+    print(json.dumps({"command": "benchmarks/cascade.py", "budget": arguments.budget, **found}))
+
+
+def thresholds(known: dict[int, jax.Array], policy: Any) -> jax.Array:
+    """Returns the median scores at a policy's boundaries."""
+    return jnp.stack([known[depth] for depth in policy.depths[:-1]])
+
+
+def score_rows(
+    model: Any,
+    gate: Any,
+    depth: Any,
+    known: dict[int, jax.Array],
+    ids: np.ndarray,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Returns loss, FLOPs and speed of scoring under each switch."""
+    decoder, params, everything = model.decoder, model.params, never_stops(EXITS)
+
+    def sparse(policy: Any) -> SparseAttention:
+        return SparseAttention(signal=gate, thresholds=thresholds(known, policy), history=HISTORY)
+
+    ways: dict[str, tuple[Any, SparseAttention | None]] = {
+        "full": (full_depth(decoder), None),
+        "depth": (depth, None),
+        "attention": (everything, sparse(everything)),
+        "depth, attention": (depth, sparse(depth)),
+    }
+    vocab_size, width = decoder.config.vocab_size, ids.shape[1]
+    quality = evaluate(
+        decoder,
+        params,
+        list(batches_of(list(ids), rows=16, widths=[width], vocab_size=vocab_size)),
+        {name: policy for name, (policy, _) in ways.items()},
+        attention={name: choice for name, (_, choice) in ways.items() if choice is not None},
+    )
+    rows, lengths = jnp.asarray(ids[:16]), jnp.full(16, width)
+    programs = {
+        name: partial(run_score, decoder, params, rows, lengths, policy, attention=choice)
+        for name, (policy, choice) in ways.items()
+    }
+    times = time_programs(programs, rounds=rounds)
+    ledgers = {
+        name: each.ledger(name, budget=None, num_layers=decoder.config.num_layers)
+        for name, each in quality.items()
+    }
+    return [
+        {
+            "way": name,
+            "nll_increase_pct": ledgers[name].nll_increase_pct,
+            "flops_ratio": ledgers[name].flops_ratio,
+            "speedup": times[name].speedup_over(times["full"]),
+            "compiles": times[name].compiles,
+        }
+        for name in ways
+    ]
+
+
+def decode_rows(
+    model: Any,
+    gate: Any,
+    depth: Any,
+    known: dict[int, jax.Array],
+    ids: np.ndarray,
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """Returns loss, bytes and speed of decoding under each switch; times are of 8 rows."""
+    decoder, params, everything = model.decoder, model.params, never_stops(EXITS)
+    width = ids.shape[1]
+
+    def throttle(policy: Any) -> Throttle:
+        cuts = thresholds(known, policy)
+        return Throttle(signal=gate, thresholds=jnp.concatenate([cuts[:1], cuts]), history=HISTORY)
+
+    ways: dict[str, Mode] = {
+        "plain": Plain(),
+        "depth": Adaptive(policy=depth),
+        "KV": Adaptive(policy=everything, throttle=throttle(everything)),
+        "depth, KV": Adaptive(policy=depth, throttle=throttle(depth)),
+    }
+
+    def read(mode: Mode, ids: jax.Array) -> DecodeState:
+        half = np.full(len(ids), width // 2, np.int32)
+        first: Any = Forced(token_ids=ids[:, width // 2])
+        state = begin(
+            decoder, params, mode, first, stop_rules(()), ids[:, : width // 2], half,
+            half * 0 + width, np.arange(len(ids), dtype=np.uint32), slots=width,
+        )  # fmt: skip
+        return read_on(decoder, params, mode, state, ids)
+
+    few = jnp.asarray(ids[:8])
+    times = time_programs(
+        {name: partial(lambda mode: read(mode, few).lengths, mode) for name, mode in ways.items()},
+        rounds=rounds,
+    )
+    states = {name: read(mode, jnp.asarray(ids)) for name, mode in ways.items()}
+    # The first token after the prompt is prefill's, the same for all.
+    losses = {
+        name: -np.asarray(state.tally.log_probability)[:, width // 2 + 1 :].mean()
+        for name, state in states.items()
+    }
+    slots = {name: float(np.sum(state.tally.key_slots)) for name, state in states.items()}
+    return [
+        {
+            "way": name,
+            "nll_increase_pct": 100 * float(losses[name] / losses["plain"] - 1),
+            "kv_slots_read_pct": 100 * slots[name] / slots["plain"],
+            "speedup": times[name].speedup_over(times["plain"]),
+            "compiles": times[name].compiles,
+        }
+        for name in ways
+    ]
+
+
+if __name__ == "__main__":
+    main()
