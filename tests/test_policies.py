@@ -129,7 +129,7 @@ def study_of(model: Any, ids: Any, lengths: Any, exits: tuple[int, ...] = DEPTHS
 def scores_of(model: Any, signal: Signal, ids: Any, depths: tuple[int, ...] = DEPTHS) -> np.ndarray:
     lengths = np.full(len(ids), ids.shape[1], np.int32)
     study = study_of(model, ids, lengths)
-    return collect_scores(model.decoder, model.params, signal, study, depths=depths)
+    return collect_scores(model.decoder, model.params, signal, [study], depths=depths)[0]
 
 
 def thresholded(model: Any, signal: Signal) -> Thresholded:
