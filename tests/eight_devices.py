@@ -491,11 +491,7 @@ def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mo
 
 def test_tensor_parallel_logits_on_a_mesh_are_those_of_one_device(tiny: Any) -> None:
     """By the compiler alone, without shard_map: any function of a sharded model."""
-<<<<<<< HEAD
     ids, lengths = (jnp.asarray(each) for each in ragged(tiny, 4)[:2])
-=======
-    ids, lengths = map(jnp.asarray, ragged(tiny, 4)[:2])
->>>>>>> parallel
 
     @jax.jit
     def logits(params: Any) -> jax.Array:

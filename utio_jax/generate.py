@@ -151,7 +151,7 @@ def generate(
       decoder: the model.
       params: its parameters.
       prompts: token ids, any lengths from 1.
-      mode: `Plain()`, `Adaptive(policy=..., kv=...)` or `Lossless(...)`.
+      mode: `Plain()`, `Adaptive(policy=..., kv=..., throttle=...)` or `Lossless(...)`.
       sampling: `Greedy()`, or a method of `utio_jax.sampling` to draw by.
       max_new_tokens: new tokens per prompt at most.
       eos_ids: tokens that end a row; None takes the model's own, `()` none.
