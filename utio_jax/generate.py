@@ -96,7 +96,7 @@ class Generated:
         per_row = {
             field.name: getattr(self, field.name)[rows]
             for field in dataclasses.fields(self)
-            if field.name not in ("key_widths", "mode", "group")
+            if field.name not in ("key_widths", "mode", "group", "bytes_per_slot")
         }
         return dataclasses.replace(self, **per_row)
 
