@@ -17,7 +17,7 @@ TESTS ?=
 PEERS := .venv-peers
 ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
-SPREAD := -n auto --dist loadfile
+SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 # And two thirds of that LLVM's optimisation, which programs that run once for a moment do not need.
 QUICK := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 

@@ -86,6 +86,7 @@ def test_lossless_tokens_are_full_depths_own(
         assert 0.3 < accepted / drafts < 1  # Not vacuous: drafts were made, and some were wrong.
 
 
+@pytest.mark.slow
 def test_fifty_prompts_of_mixed_lengths_compile_nothing(model: Any, count_compiles: Any) -> None:
     modes = [Plain(), LOSSLESS, Adaptive(policy=model.calibration.policy("learned", 0.6))]
     lengths = Lengths(prompt_step=32, key_step=128)
