@@ -57,7 +57,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], *, status: int = 0) -> tuple[str, str]:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == status, out + err
     return out, err
 
