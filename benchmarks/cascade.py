@@ -14,6 +14,7 @@ turns; a speed-up is the median of the rounds' ratios. Ends with one line of JSO
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from functools import partial
@@ -55,29 +56,43 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"Wanted a budget whose policy decides at some of {(*known,)}. Got one that decides at "
             f"{depth.depths[:-1]}. Name another --budget."
         )
-    setting = (model, gate, depth, known, texts["test"], arguments.rounds)
-    found = {"scoring": score_rows(*setting), "decoding": decode_rows(*setting)}
+    setting = Setting(model, gate, depth, known, texts["test"], arguments.rounds)
+    found = {"scoring": score_rows(setting), "decoding": decode_rows(setting)}
     print(json.dumps({"command": "benchmarks/cascade.py", "budget": arguments.budget, **found}))
 
 
-def thresholds(known: dict[int, jax.Array], policy: Any) -> jax.Array:
-    """Returns the median scores at a policy's boundaries."""
-    return jnp.stack([known[depth] for depth in policy.depths[:-1]])
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What scoring and decoding share.
+
+    Attributes:
+      model: the shipped one.
+      gate: the signal that decides.
+      depth: the policy of depth.
+      medians: the gate's median score at each of `EXITS` but the last.
+      ids: windows to read, `[row, token]`.
+      rounds: timed turns.
+    """
+
+    model: Any
+    gate: Any
+    depth: Any
+    medians: dict[int, jax.Array]
+    ids: np.ndarray
+    rounds: int
+
+    def thresholds(self, policy: Any) -> jax.Array:
+        """Returns the median scores at a policy's boundaries."""
+        return jnp.stack([self.medians[depth] for depth in policy.depths[:-1]])
 
 
-def score_rows(
-    model: Any,
-    gate: Any,
-    depth: Any,
-    known: dict[int, jax.Array],
-    ids: np.ndarray,
-    rounds: int,
-) -> list[dict[str, Any]]:
+def score_rows(setting: Setting) -> list[dict[str, Any]]:
     """Returns loss, FLOPs and speed of scoring under each switch."""
+    model, gate, depth, ids = setting.model, setting.gate, setting.depth, setting.ids
     decoder, params, everything = model.decoder, model.params, never_stops(EXITS)
 
     def sparse(policy: Any) -> SparseAttention:
-        return SparseAttention(signal=gate, thresholds=thresholds(known, policy), history=HISTORY)
+        return SparseAttention(signal=gate, thresholds=setting.thresholds(policy), history=HISTORY)
 
     ways: dict[str, tuple[Any, SparseAttention | None]] = {
         "full": (full_depth(decoder), None),
@@ -98,7 +113,7 @@ def score_rows(
         name: partial(run_score, decoder, params, rows, lengths, policy, attention=choice)
         for name, (policy, choice) in ways.items()
     }
-    times = time_programs(programs, rounds=rounds)
+    times = time_programs(programs, rounds=setting.rounds)
     ledgers = {
         name: each.ledger(name, budget=None, num_layers=decoder.config.num_layers)
         for name, each in quality.items()
@@ -115,20 +130,14 @@ def score_rows(
     ]
 
 
-def decode_rows(
-    model: Any,
-    gate: Any,
-    depth: Any,
-    known: dict[int, jax.Array],
-    ids: np.ndarray,
-    rounds: int,
-) -> list[dict[str, Any]]:
+def decode_rows(setting: Setting) -> list[dict[str, Any]]:
     """Returns loss, bytes and speed of decoding under each switch; times are of 8 rows."""
+    model, gate, depth, ids = setting.model, setting.gate, setting.depth, setting.ids
     decoder, params, everything = model.decoder, model.params, never_stops(EXITS)
     width = ids.shape[1]
 
     def throttle(policy: Any) -> Throttle:
-        cuts = thresholds(known, policy)
+        cuts = setting.thresholds(policy)
         return Throttle(signal=gate, thresholds=jnp.concatenate([cuts[:1], cuts]), history=HISTORY)
 
     ways: dict[str, Mode] = {
@@ -150,7 +159,7 @@ def decode_rows(
     few = jnp.asarray(ids[:8])
     times = time_programs(
         {name: partial(lambda mode: read(mode, few).lengths, mode) for name, mode in ways.items()},
-        rounds=rounds,
+        rounds=setting.rounds,
     )
     states = {name: read(mode, jnp.asarray(ids)) for name, mode in ways.items()}
     # The first token after the prompt is prefill's, the same for all.

@@ -179,7 +179,7 @@ def test_a_calibration_survives_its_files_and_refuses_other_models(
         ours, theirs = fitted.policy(name, 0.8), loaded.policy(name, 0.8)
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             np.testing.assert_array_equal(numbers_of(a), numbers_of(b))
-    with pytest.raises(ValueError, match="belongs to aaaaaaaaaaaa. Calibrate this model"):
+    with pytest.raises(ValueError, match="belongs to aaaaaaaaaaaa. Make one for this model"):
         load_calibration(tmp_path, model_sha256="b" * 64)
     with pytest.raises(
         ValueError, match=r"a budget of \[0.8\], for which 'learned' was calibrated. Got 0.5"

@@ -277,7 +277,7 @@ def test_files(lens: Lens, model: Model, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.matrix, lens.matrix)
     np.testing.assert_array_equal(found.bias, lens.bias)
     assert found.exits == lens.exits
-    with pytest.raises(ValueError, match="Fit one for this model"):
+    with pytest.raises(ValueError, match="Make one for this model"):
         load_lens(tmp_path, model_sha256="b" * 64)
     with pytest.raises(ValueError, match=r"calibrate --fit-lens` makes one"):
         load_lens(tmp_path / "none", model_sha256="a" * 64)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,36 @@ def check_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, source:
             + "; ".join(wrong)
             + ". Do weights and config.json belong together?"
         )
+
+
+def read_owned(
+    file: Path, *, what: str, command: str, model_sha256: str, owner: Callable[[Any], str]
+) -> Any:
+    """Returns what a JSON file holds, once it is known to belong to a model.
+
+    Args:
+      file: to read.
+      what: it is, for errors: `"a calibration"`.
+      command: that writes one.
+      model_sha256: of the model.
+      owner: finds the model's hash in what was read.
+
+    Raises:
+      ValueError: the file is missing, cannot be read, or belongs to another model.
+    """
+    if not file.is_file():
+        raise ValueError(f"Wanted {what} at {file}. There is none. `{command}` makes one.")
+    try:
+        stored = json.loads(file.read_text())
+        found = owner(stored)
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"Wanted {what} at {file}. It cannot be read: {error!r}.") from error
+    if found != model_sha256:
+        raise ValueError(
+            f"Wanted {what} of the model with SHA-256 {model_sha256[:12]}. {file} belongs to "
+            f"{found[:12]}. Make one for this model: {command}."
+        )
+    return stored
 
 
 def hash_file(file: str | Path) -> str:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from utio_jax import learned, signals, wrappers
-from utio_jax.artifacts import load_tensors, nest, save_tensors
+from utio_jax.artifacts import load_tensors, nest, read_owned, save_tensors
 from utio_jax.plan import Policy, Signal
 from utio_jax.policies import Random, Thresholded
 from utio_jax.thresholds import Thresholds
@@ -141,26 +141,23 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
       ValueError: a file is missing or broken, or the calibration belongs to another model.
     """
     path = calibration_file(path)
-    if not path.is_file():
-        raise ValueError(
-            f"Wanted a calibration at {path}. There is none. `utio-jax calibrate` writes one."
-        )
+    stored = read_owned(
+        path,
+        what="a calibration",
+        command="utio-jax calibrate",
+        model_sha256=model_sha256,
+        owner=lambda stored: stored["info"]["model_sha256"],
+    )
     try:
-        stored = json.loads(path.read_text())
         entries = {
             name: {float(budget): Thresholds.from_json(entry) for budget, entry in fitted.items()}
             for name, fitted in stored["entries"].items()
         }
-        owner, described = stored["info"]["model_sha256"], stored["signals"]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        described = stored["signals"]
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"Wanted a calibration at {path}. It cannot be read: {error!r}."
         ) from error
-    if owner != model_sha256:
-        raise ValueError(
-            f"Wanted a calibration of the model with SHA-256 {model_sha256[:12]}. {path} belongs "
-            f"to {owner[:12]}. Calibrate this model: utio-jax calibrate."
-        )
     file = path.with_suffix(".safetensors")
     tensors = nest(load_tensors(file)) if file.is_file() else {}
     try:

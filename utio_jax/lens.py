@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.artifacts import load_tensors, save_tensors
+from utio_jax.artifacts import load_tensors, read_owned, save_tensors
 from utio_jax.decoder import Decoder, DecoderConfig, LayerParams, Params, Places
 
 
@@ -183,20 +183,17 @@ def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
       ValueError: a file is missing or broken, or the lens belongs to another model.
     """
     file = lens_file(path)
-    if not file.is_file():
-        raise ValueError(
-            f"Wanted a lens at {file}. There is none. `utio-jax calibrate --fit-lens` makes one."
-        )
+    stored = read_owned(
+        file,
+        what="a lens",
+        command="utio-jax calibrate --fit-lens",
+        model_sha256=model_sha256,
+        owner=lambda stored: stored["model_sha256"],
+    )
     try:
-        stored = json.loads(file.read_text())
-        exits, owner = tuple(int(depth) for depth in stored["exits"]), stored["model_sha256"]
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        exits = tuple(int(depth) for depth in stored["exits"])
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Wanted a lens at {file}. It cannot be read: {error!r}.") from error
-    if owner != model_sha256:
-        raise ValueError(
-            f"Wanted a lens for the model with SHA-256 {model_sha256[:12]}. {file} belongs to "
-            f"{owner[:12]}. Fit one for this model: utio-jax calibrate --fit-lens."
-        )
     tensors = load_tensors(file.with_suffix(".safetensors"))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     dim = shapes.get("bias", (0,))[-1]
