@@ -18,8 +18,14 @@ PEERS := .venv-peers
 ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
-# And two thirds of that LLVM's optimisation, which programs that run once for a moment do not need.
-QUICK := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
+# Programs that run once, for a moment, need neither LLVM's optimisation, two thirds of that time, nor
+# (where jaxlib still has the choice) its new code for fused loops, a third of the rest. Programs
+# seen before come from a cache: a second run takes half as long.
+OLD_LOOPS = $$($(BIN)/python -c 'import jaxlib; print("--xla_cpu_use_fusion_emitters=false" * \
+    jaxlib.__version__.startswith("0.10."))')
+QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)" \
+    JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .PHONY: help demo install test test-slow test-generation parity benchmark-transformers lint types clean FORCE
 
