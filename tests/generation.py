@@ -90,11 +90,19 @@ def depth_table(depths: Sequence[int], *, seed: int = 0, shape: tuple[int, int])
 
 
 def true_logits(
-    model: Any, prompt: Sequence[int], new: np.ndarray, decided: np.ndarray, kv: str
+    model: Any,
+    prompt: Sequence[int],
+    new: np.ndarray,
+    decided: np.ndarray,
+    kv: str,
+    *,
+    prompt_depths: Any = None,
+    sparse: Any = None,
 ) -> np.ndarray:
     """Returns the oracle's logits `[new, vocab]` at the tokens before each new one, from scratch.
 
-    `decided[j]` is the depth of the token before new token `j`; prompts run all layers.
+    `decided[j]` is the depth of the token before new token `j`; prompts run all layers, or those of
+    `prompt_depths`. `sparse` is who attends to what, by layer, of 72 tokens.
     """
     num_layers = model.decoder.config.num_layers
     # One length for all, so that the oracle compiles once: later tokens change nothing.
@@ -102,18 +110,21 @@ def true_logits(
     known = [*prompt, *new]
     ids[0, : len(known)] = known
     depths = np.full(ids.shape, num_layers, np.int32)
+    if prompt_depths is not None:
+        depths[0, : len(prompt)] = prompt_depths
     depths[0, len(prompt) - 1 : len(known) - 1] = decided
-    states = _oracle(model.decoder, model.params, ids, np.array([72], np.int32), depths, kv)
+    ends = np.array([72], np.int32)
+    states = _oracle(model.decoder, model.params, ids, ends, depths, sparse, kv)
     return np.asarray(model.decoder.unembed(model.params, states))[
         0, len(prompt) - 1 : len(known) - 1
     ]
 
 
 _oracle = jax.jit(
-    lambda decoder, params, ids, lengths, depths, kv: oracle(
-        decoder, params, ids, lengths, depths, kv=kv
+    lambda decoder, params, ids, lengths, depths, sparse, kv: oracle(
+        decoder, params, ids, lengths, depths, kv=kv, sparse=sparse
     ),
-    static_argnums=(0, 5),
+    static_argnums=(0, 6),
 )
 
 

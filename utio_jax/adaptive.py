@@ -93,8 +93,11 @@ class Adaptive:
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
         decoder, (batch, slots) = setting.decoder, state.token_ids.shape
         kv = scores = None
-        if self.kv == "drop":  # Layers at which each slot may be seen. Prompts ran them all.
+        if self.kv == "drop":  # Layers at which each slot may be seen.
             kv = jnp.full((batch, slots), decoder.config.num_layers, jnp.int32)
+            if state.prompt is not None:
+                width = state.prompt.depths.shape[1]
+                kv = kv.at[:, :width].set(state.prompt.depths)
         if self.kv == "full":  # States at each depth but the last, from which to catch up.
             x = jax.eval_shape(decoder.embed, setting.params, state.token_ids, state.token_ids)
             kv = jnp.zeros((len(self.policy.depths) - 1, *x.shape), x.dtype)

@@ -118,6 +118,23 @@ def write(
     )
 
 
+def write_prompt(
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    keys: Float[Array, "batch token kv_head head_dim"],
+    values: Float[Array, "batch token kv_head head_dim"],
+) -> KVCache:
+    """Returns the cache with one layer's K/V of each row's first tokens.
+
+    One contiguous copy. Those of padding land beyond the watermarks, where they do not count.
+    """
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), (layer, 0, 0, 0, 0))
+
+    return dataclasses.replace(cache, keys=put(cache.keys, keys), values=put(cache.values, values))
+
+
 def read(
     cache: KVCache, layer: int | Int[Array, ""], *, width: int
 ) -> tuple[Float[Array, "batch key kv_head head_dim"], Float[Array, "batch key kv_head head_dim"]]:

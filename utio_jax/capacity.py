@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention import attend, visible_keys
+from utio_jax.cache import KVCache
 from utio_jax.decoder import Decoder, Params, Places
 from utio_jax.executors import Work, flat, layer_at
 from utio_jax.plan import check_min_bucket
@@ -107,7 +108,14 @@ class CapacityPrefix:
         slots: PrefixSlots,
         layers: tuple[int, int],
         only_live_keys: bool,
-    ) -> Float[Array, "batch token dim"]:
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
+        if cache is not None:
+            raise ValueError(
+                "Wanted an executor that keeps keys and values, to fill a cache. Got a "
+                "CapacityPrefix, through whose choices a cache would be copied whole. Use "
+                "executor=MicroBatches()."
+            )
         del only_live_keys  # K/V of hidden keys cost little here; `keys_shown` hides them.
         batch, width, _ = x.shape
         rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
@@ -136,7 +144,7 @@ class CapacityPrefix:
 
             return lambda: jax.lax.fori_loop(*layers, run_layer, x)
 
-        return self._choose(slots, run, x)
+        return self._choose(slots, run, x), None
 
     def map_slots(
         self, slots: PrefixSlots, function: Callable[..., Any], *arrays: jax.Array

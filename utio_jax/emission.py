@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.cache import KVCache
+from utio_jax.executors import Work
 
 REASONS = ("running", "eos", "stop", "length")
 """Why a row ended, indexed by `DecodeState.reason`."""
@@ -128,6 +129,20 @@ def empty_tally(batch: int, slots: int) -> Tally:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptPass:
+    """How prompts were read by a `Prefill`.
+
+    Attributes:
+      depths: decided layers of each prompt token; 0 for padding.
+      work: what the pass executed, `[batch, segment]`: that of all rows, noted in each.
+    """
+
+    depths: Int[Array, "batch token"]
+    work: Work
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
     """Everything that a token loop carries. Donated: the caller keeps only what comes back.
 
@@ -144,6 +159,7 @@ class DecodeState:
       cache: keys and values.
       tally: what it cost so far.
       memory: what the mode remembers, any pytree.
+      prompt: how prompts were read, where not by the dense program.
     """
 
     token_ids: Int[Array, "batch slot"] = dataclasses.field(metadata={"row_axis": 0})
@@ -155,6 +171,7 @@ class DecodeState:
     cache: KVCache
     tally: Tally = dataclasses.field(metadata={"row_axis": 0})
     memory: Any
+    prompt: PromptPass | None = dataclasses.field(default=None, metadata={"row_axis": 0})
 
     @property
     def active(self) -> Bool[Array, " batch"]:

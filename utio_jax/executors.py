@@ -14,8 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.cache import KVCache
 from utio_jax.decoder import Decoder, LayerParams, Params, Places
 from utio_jax.vertical_slash import SparseQueries
 
@@ -30,8 +32,8 @@ class SparseWork:
       heats: times that heavy hitters were looked for, in all rows.
     """
 
-    decisions: Int[Array, "*segment"]
-    heats: Int[Array, "*segment"]
+    decisions: Int[Array | np.ndarray, "*segment"]
+    heats: Int[Array | np.ndarray, "*segment"]
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +53,12 @@ class Work:
       sparse: what choosing attention took; None where there was nothing to choose.
     """
 
-    queries: Int[Array, "*segment"]
-    keys_values: Int[Array, "*segment"]
-    key_slots: Float[Array, "*segment"]
-    decisions: Int[Array, "*segment"]
-    heads: Int[Array, "*segment"]
-    exit_maps: Int[Array, "*segment"]
+    queries: Int[Array | np.ndarray, "*segment"]
+    keys_values: Int[Array | np.ndarray, "*segment"]
+    key_slots: Float[Array | np.ndarray, "*segment"]
+    decisions: Int[Array | np.ndarray, "*segment"]
+    heads: Int[Array | np.ndarray, "*segment"]
+    exit_maps: Int[Array | np.ndarray, "*segment"]
     sparse: SparseWork | None = None
 
 
@@ -106,10 +108,12 @@ class Executor(Protocol):
         slots: Any,
         layers: tuple[int, int],
         only_live_keys: bool,
-    ) -> Float[Array, "batch token dim"]:
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
         """Returns the states after layers `[start, stop)`; tokens without a slot are unchanged.
 
         Keys are seen where `keys_shown`; with `only_live_keys` only the slots' own are projected.
+        A cache receives all K/V that are projected, token by token from slot 0 on.
         """
         ...
 

@@ -20,9 +20,11 @@ from jax.sharding import Mesh
 from utio_jax.cache import bytes_per_slot, key_widths
 from utio_jax.decoder import Decoder, Params
 from utio_jax.emission import REASONS, DecodeState
-from utio_jax.loop import Lengths, Prompts, run_chunks
+from utio_jax.executors import Work
+from utio_jax.loop import Lengths, Prompts, round_up, run_chunks
 from utio_jax.mode import Mode, Plain
 from utio_jax.parallel import check_mesh
+from utio_jax.prefill import Prefill
 from utio_jax.sampling import Greedy, Sampling
 
 
@@ -58,6 +60,10 @@ class Generated:
         `kv_bytes_read`.
       bytes_per_slot: that keys and values of one token take in one layer.
       key_widths: numbers of key slots that attention could read, ascending.
+      prompt_depths: decided layers of each prompt token, `[prompt]`.
+      prompt_width: tokens that the prompts were padded to.
+      prompt_work: what reading the prompts executed, `[row, segment]`: that of a group in each of
+        its rows; None where the dense program read them.
       mode: the mode's name.
       group: rows that step together, on one device; the last ones may be empty.
     """
@@ -80,6 +86,9 @@ class Generated:
     throttled: tuple[np.ndarray, ...]
     view_bytes_read: np.ndarray
     refresh_bytes_read: np.ndarray
+    prompt_depths: tuple[np.ndarray, ...]
+    prompt_width: int
+    prompt_work: Work | None
     bytes_per_slot: int
     key_widths: tuple[int, ...]
     mode: str
@@ -96,8 +105,10 @@ class Generated:
         per_row = {
             field.name: getattr(self, field.name)[rows]
             for field in dataclasses.fields(self)
-            if field.name not in ("key_widths", "mode", "group", "bytes_per_slot")
+            if field.name
+            not in ("key_widths", "mode", "group", "bytes_per_slot", "prompt_width", "prompt_work")
         }
+        per_row["prompt_work"] = jax.tree.map(lambda leaf: leaf[rows], self.prompt_work)
         return dataclasses.replace(self, **per_row)
 
     def first(self, counts: Sequence[int], *, finish_reasons: Sequence[str]) -> Generated:
@@ -141,6 +152,7 @@ def generate(
     stop_sequences: Sequence[Sequence[int]] = (),
     seeds: int | Sequence[int] = 0,
     lengths: Lengths = Lengths(),
+    prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     chunk: int = 16,
     mesh: Mesh | None = None,
@@ -159,6 +171,8 @@ def generate(
       seeds: one per prompt, or one number for all, to which the prompt's index is added. A row's
         draws depend on its seed and prompt alone.
       lengths: how lengths are rounded.
+      prefill: how deep and how densely prompts are read. None: every token in full, by whichever
+        of the two programs is faster.
       stop_when: ends a row when it returns True: called on the host with the row's number and its
         new tokens so far, after every `chunk` of them. The row keeps what it has by then.
       chunk: new tokens per row between two such calls. None are made without `stop_when`.
@@ -167,7 +181,7 @@ def generate(
 
     Raises:
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
-        context, or a mode that does not fit the model.
+        context, or a mode or prefill that do not fit the model or each other.
     """
     *_, state = run_chunks(
         decoder,
@@ -180,6 +194,7 @@ def generate(
         stop_sequences=stop_sequences,
         seeds=seeds,
         lengths=lengths,
+        prefill=prefill,
         chunk=max_new_tokens if stop_when is None else chunk,
         stop_when=stop_when,
         mesh=mesh,
@@ -200,6 +215,7 @@ def stream(
     stop_sequences: Sequence[Sequence[int]] = (),
     seeds: int | Sequence[int] = 0,
     lengths: Lengths = Lengths(),
+    prefill: Prefill | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[Chunk]:
     """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
@@ -219,6 +235,7 @@ def stream(
         stop_sequences=stop_sequences,
         seeds=seeds,
         lengths=lengths,
+        prefill=prefill,
         chunk=chunk,
         mesh=mesh,
     ):
@@ -255,8 +272,13 @@ def _collect(
         if views is None
         else (np.asarray(views.key_slots, np.float64), np.asarray(views.refresh_bytes, np.float64))
     )
-    held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
+    model_layers = state.cache.keys.shape[0]
+    held = (ends.astype(np.int64) - 1) * per_slot * model_layers
     held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // len(ends)
+    prompt_depths, prompt_work = tuple(np.full(end, model_layers, np.int32) for end in starts), None
+    if state.prompt is not None:
+        prompt_depths = _cut(np.asarray(state.prompt.depths)[:rows], np.zeros_like(starts), starts)
+        prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
     return Generated(
         token_ids=_cut(known, starts, ends),
         finish_reasons=tuple(REASONS[reason] for reason in reasons),
@@ -276,6 +298,9 @@ def _collect(
         throttled=_cut(layers, starts, ends),
         view_bytes_read=view_slots * per_slot,
         refresh_bytes_read=refresh_bytes,
+        prompt_depths=prompt_depths,
+        prompt_width=round_up(int(starts.max()), lengths.prompt_step),
+        prompt_work=prompt_work,
         bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,

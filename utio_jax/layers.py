@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from utio_jax.cache import KVCache
 from utio_jax.decoder import Decoder, Params, check_depths, read_exit, reads_exits
 from utio_jax.dense import FrozenKV, check_kv, positions_of
 from utio_jax.executors import Executor, SparseWork, Work, map_head, stack_work
@@ -47,6 +48,7 @@ class StaircaseResult:
       work: what was executed, padding included.
       read: what the readout found, `[batch, token, ...]`, 0 for padding; None without one.
       sparse: who attended sparsely to what; leaves lead with `[segment]`. None without `attention`.
+      cache: with the K/V of the layers that ran; None without one.
     """
 
     x: Float[Array, "batch token dim"]
@@ -54,6 +56,7 @@ class StaircaseResult:
     work: Work
     read: Any = None
     sparse: SparseQueries | None = None
+    cache: KVCache | None = None
 
 
 def staircase(
@@ -67,6 +70,7 @@ def staircase(
     executor: Executor = MicroBatches(),
     readout: Readout | None = None,
     attention: SparseAttention | None = None,
+    cache: KVCache | None = None,
 ) -> StaircaseResult:
     """Runs every token to the depth that the policy decides, and only that deep.
 
@@ -84,6 +88,8 @@ def staircase(
       readout: what to make of every token's logits at its depth. Each token runs one head for it;
         where the policy looked at the logits of a token that stops, no further one.
       attention: who attends to its recent tokens and a few others alone; None: nobody.
+      cache: receives the K/V that the pass projects; layers that nobody reaches it leaves alone.
+        Its watermarks are the caller's.
 
     Raises:
       ValueError: unknown kv, a policy whose depths do not fit the model, or an attention whose
@@ -144,8 +150,8 @@ def staircase(
                 heats = attention.heats(chosen)
                 choices.append((chosen, SparseWork(decisions=glanced.decisions, heats=heats)))
         with jax.named_scope(f"segment_{done}_{depth}"):
-            x = executor.run_layers(
-                decoder, params, x, places, keys_shown, slots, (done, depth), kv == "drop"
+            x, cache = executor.run_layers(
+                decoder, params, x, places, keys_shown, slots, (done, depth), kv == "drop", cache
             )
         looks, deciding, asked, stops = list[Any](), slots, False, live
         # What the head reads of tokens here: their states, or the exit's map of them.
@@ -201,7 +207,9 @@ def staircase(
     if choices:
         sparse, spent = jax.tree.map(lambda *leaves: jnp.stack(leaves), *choices)
         total = dataclasses.replace(total, sparse=spent)
-    return StaircaseResult(x=out, depths=depth_of_token, work=total, read=read, sparse=sparse)
+    return StaircaseResult(
+        x=out, depths=depth_of_token, work=total, read=read, sparse=sparse, cache=cache
+    )
 
 
 def check_policy(policy: Policy, decoder: Decoder) -> tuple[int, ...]:

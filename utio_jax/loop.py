@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int, UInt32
 
 from utio_jax.cache import fill, init_cache, key_widths
-from utio_jax.decode import prefill
+from utio_jax.decode import prefill as read_prompts
 from utio_jax.decoder import Decoder, DecoderConfig, Params
 from utio_jax.emission import DecodeState, StopRules, empty_tally, end_rows, stop_rules
 from utio_jax.mode import Mode, Setting, emit_drawn
-from utio_jax.parallel import PerDevice, Rows, over_rows, place
+from utio_jax.parallel import PerDevice, Rows, check_mesh, over_rows, place
+from utio_jax.prefill import Prefill, fastest_prefill
 from utio_jax.sampling import Sampling
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
@@ -106,6 +107,7 @@ def run_chunks(
     seeds: int | Sequence[int],
     lengths: Lengths,
     chunk: int,
+    prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[DecodeState]:
@@ -120,6 +122,8 @@ def run_chunks(
     if chunk < 1:
         raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
     mode.check(decoder)
+    if prefill is not None:
+        prefill.check(decoder, kv=mode.kv)
     if mesh is not None and mesh.is_multi_process:
         raise ValueError(
             "Wanted a mesh of this process' devices, since its host reads tokens. Got "
@@ -134,16 +138,19 @@ def run_chunks(
     stops = stop_rules(config.eos_ids if eos_ids is None else eos_ids, stop_sequences)
 
     ends = np.asarray([row.size for row in rows], np.int32)
-    width = _round_up(int(ends.max()), lengths.prompt_step)
-    slots = _round_up(width + max_new_tokens + mode.block, lengths.key_step)
+    width = round_up(int(ends.max()), lengths.prompt_step)
+    slots = round_up(width + max_new_tokens + mode.block, lengths.key_step)
     padded = np.zeros((len(rows), width), np.int32)
     for row, ids in zip(padded, rows, strict=True):
         row[: ids.size] = ids
-    mode, sampling = _canonical((mode, sampling))
-    params, mode, sampling, stops = place((params, mode, sampling, stops), mesh)
+    if prefill is None:
+        prefill = fastest_prefill(-(-len(rows) // check_mesh(mesh)), width)
+    mode, sampling, prefill = _canonical((mode, sampling, prefill))
+    params, mode, sampling, stops, prefill = place((params, mode, sampling, stops, prefill), mesh)
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds.astype(np.uint32)
     arrays = place(Rows(arrays), mesh).tree
-    state = begin(decoder, params, mode, sampling, stops, *arrays, slots=slots, mesh=mesh)
+    fixed = decoder, params, mode, sampling, stops
+    state = begin(*fixed, *arrays, slots=slots, prefill=prefill, mesh=mesh)
     widths = key_widths(slots, key_step=lengths.key_step)
     until = 1
     while True:
@@ -179,6 +186,7 @@ def begin(
     seeds: UInt32[Array, " batch"],
     *,
     slots: int,
+    prefill: Prefill | None = None,
     mesh: Mesh | None = None,
 ) -> DecodeState:
     """Returns the state after prefill and the first new token of each row.
@@ -188,17 +196,23 @@ def begin(
     if mesh is not None:
 
         def on_device(params: Params, settings: Any, rows: Rows) -> DecodeState:
-            state = begin(decoder, params, *settings, *rows.tree, slots=slots)
+            *settings, prefill = settings
+            state = begin(decoder, params, *settings, *rows.tree, slots=slots, prefill=prefill)
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
         rows = Rows((token_ids, lengths, limits, seeds))
-        return over_rows(mesh, on_device, params, (mode, sampling, stops), rows)
+        return over_rows(mesh, on_device, params, (mode, sampling, stops, prefill), rows)
     batch, width = token_ids.shape
     dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
     cache = init_cache(
         decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
     )
-    logits, cache = prefill(decoder, params, token_ids, lengths, cache)
+    depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
+    if prefill is None:
+        logits, cache = read_prompts(decoder, params, token_ids, lengths, cache)
+    else:
+        logits, cache, prompt = prefill.read(decoder, params, token_ids, lengths, cache, kv=mode.kv)
+        depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
     state = DecodeState(
         token_ids=jnp.pad(token_ids, ((0, 0), (0, slots - width))),
         lengths=lengths,
@@ -209,8 +223,8 @@ def begin(
         cache=fill(cache, lengths),
         tally=empty_tally(batch, slots),
         memory=None,
+        prompt=prompt,
     )
-    depth = jnp.full_like(lengths, decoder.config.num_layers)
     setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=width)
     state = mode.start(setting, state)
     return emit_drawn(setting, state, logits, decided=depth, executed=depth)
@@ -258,7 +272,8 @@ def advance(
     return state
 
 
-def _round_up(length: int, step: int) -> int:
+def round_up(length: int, step: int) -> int:
+    """Returns the smallest multiple of `step` that is at least `length`."""
     return -(-length // step) * step
 
 

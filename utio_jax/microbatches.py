@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.cache import KVCache, write_prompt
 from utio_jax.decoder import Decoder, Params, Places
 from utio_jax.executors import Work, flat, layer_at
 from utio_jax.plan import check_min_bucket
@@ -149,7 +150,8 @@ class MicroBatches:
         slots: PackedSlots,
         layers: tuple[int, int],
         only_live_keys: bool,
-    ) -> Float[Array, "batch token dim"]:
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
         batch, width, _ = x.shape
         config = decoder.config
         margin = slots.token_of_slot.shape[0]
@@ -162,9 +164,9 @@ class MicroBatches:
 
         # Live states are carried twice: packed, for blocks to read, and in token order, for K/V.
         def run_layer(
-            index: jax.Array, carry: tuple[jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array]:
-            states, packed = carry
+            index: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache | None]
+        ) -> tuple[jax.Array, jax.Array, KVCache | None]:
+            states, packed, cache = carry
             layer = layer_at(decoder, params, index)
 
             def project(start: jax.Array, size: int, carry: Any) -> Any:
@@ -186,6 +188,8 @@ class MicroBatches:
                 keys, values = decoder.keys_values(layer, states, places)
             queries = jnp.zeros((margin, config.num_heads, config.head_dim), x.dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
+            if cache is not None:
+                cache = write_prompt(cache, index, rows(keys), rows(values))
             attended = attend_blocks(
                 queries,
                 rows(keys),
@@ -207,13 +211,14 @@ class MicroBatches:
                 states = states.at[slot(slots.token_of_slot, start, size)].set(new, mode="drop")
                 return states, put(packed, new, start, 0)
 
-            return self._over_blocks(slots.total, finish, (states, packed))
+            return *self._over_blocks(slots.total, finish, (states, packed)), cache
 
         states, (start, stop) = flat(x), layers
         # Where nobody has come this far, nobody needs the K/V of those who stopped.
         stop = jnp.where(slots.total > 0, stop, start)
-        carry = jax.lax.fori_loop(start, stop, run_layer, (states, pack(states)))
-        return carry[0].reshape(x.shape)
+        carry = (states, pack(states), cache)
+        states, _, cache = jax.lax.fori_loop(start, stop, run_layer, carry)
+        return states.reshape(x.shape), cache
 
     def map_slots(
         self, slots: PackedSlots, function: Callable[..., Any], *arrays: jax.Array

@@ -54,6 +54,11 @@ class Mode(Protocol):
         """The most tokens that one row may run ahead of its last one, that one included."""
         ...
 
+    @property
+    def kv(self) -> str:
+        """What new tokens see of a prompt token that stopped early; `"full"`: none may have."""
+        ...
+
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError where the mode and the model do not fit."""
         ...
@@ -83,6 +88,10 @@ class Plain:
     @property
     def block(self) -> int:
         return 1
+
+    @property
+    def kv(self) -> str:
+        return "propagate"
 
     def check(self, decoder: Decoder) -> None:
         del decoder  # Every decoder can.
