@@ -156,13 +156,17 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
             *("--enable-utio", "--policy", "full", "--throttle", "inf"),
             *("--history", "5", "2", "4"),
         ],
+        "prompts": [
+            *("--enable-utio", "--budget", "0.8", "--route-prompt"),
+            *("--sparse-prompt", "inf", "--history", "5", "2", "0"),
+        ],
     }.items():
         assert main([*arguments, *more]) == 0
         captured = capsys.readouterr()
         assert captured.out.count("\n") == 1
         rows[mode] = found = json.loads(captured.out)
         assert found["command"] == "generate"
-        assert found["mode"] == ("adaptive" if mode == "throttled" else mode)
+        assert found["mode"] == {"throttled": "adaptive", "prompts": "adaptive"}.get(mode, mode)
         assert found["prompts"] == [PROMPT, "import"]
         assert [len(ids) for ids in found["token_ids"]] == [len(d) for d in found["depths"]]
         assert found["tokens"] == sum(len(ids) for ids in found["token_ids"])
@@ -182,6 +186,11 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     assert rows["throttled"]["throttled"][0] == [0, *[4] * 19]
     assert 0.9 < rows["throttled"]["throttled_ratio"] < 1
     assert rows["throttled"]["kv_bytes_ratio"] < 0.5
+    assert rows["adaptive"]["prompt"] is None
+    assert rows["prompts"]["prompt"]["tokens"] > 2
+    assert rows["prompts"]["prompt"]["depth_mean"] <= 4
+    assert 0 < rows["prompts"]["prompt"]["flops_ratio"] < 1.1
+    assert rows["prompts"]["throttled_ratio"] == 0
     assert rows["lossless"]["token_ids"] == rows["plain"]["token_ids"]
     assert rows["lossless"]["texts"] == rows["plain"]["texts"]
     assert 0 <= rows["lossless"]["acceptance"] <= 1
@@ -285,7 +294,13 @@ def test_a_model_without_exits_cannot_draft(
         ),
         (["generate", "x", "--throttle", "inf"], "--enable-utio with --throttle"),
         (["generate", "x", "--lossless", "--throttle", "1"], "without a policy or a throttle"),
-        (["generate", "x", "--enable-utio", "--history", "9", "1", "1"], "--throttle with"),
+        (["generate", "x", "--enable-utio", "--history", "9", "1", "1"], "--sparse-prompt with"),
+        (["generate", "x", "--lossless", "--route-prompt"], "Got --route-prompt"),
+        (["generate", "x", "--sparse-prompt", "1"], "--enable-utio with --sparse-prompt"),
+        (
+            ["generate", "x", "--enable-utio", "--kv", "full", "--route-prompt"],
+            'with dense attention for a mode with kv="full"',
+        ),
         (
             ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1", "1"],
             "History of at least 1 recent token",

@@ -31,8 +31,11 @@ class Generate(OfModel):
       depth: layers, for uniform.
       throttle: tokens that score at most this read a compact history instead of all of it; inf for
         all. In the unit of the policy's scores, or of the learned gate's where it has none.
-      history: of throttled tokens: how many recent ones they see, first ones, and ones between that
-        got most attention. By default 98 4 0.
+      sparse_prompt: prompt tokens that score at most this attend to the history alone, from the
+        policy's first depth on; inf for all. In the unit of --throttle.
+      route_prompt: prompt tokens, too, stop where the policy says.
+      history: of throttled and sparse tokens: how many recent ones they see, first ones, and ones
+        between that got most attention. By default 98 4 0.
       max_new_tokens: new tokens per prompt at most.
       temperature: 0 takes the most probable token, always; above it tokens are drawn.
       top_p: draws among the most probable tokens that reach this probability together.
@@ -50,6 +53,8 @@ class Generate(OfModel):
     calibration: Path | None = None
     depth: int | None = None
     throttle: float | None = None
+    sparse_prompt: float | None = None
+    route_prompt: bool = False
     history: tuple[int, int, int] | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -62,13 +67,16 @@ class Generate(OfModel):
         """Runs the command and returns its JSON."""
         from utio_jax.generation_benchmark import measure_modes
         from utio_jax.mode import Plain
+        from utio_jax.prompt_ledger import prompt_cost
         from utio_jax.text import generate_until, read_text
 
         if not self.prompts:
             raise ValueError("Wanted at least one prompt. Got none.")
         model, sampling = self.load(), self._sampling()
-        mode, budget = self._mode(model)
+        mode, prefill, budget = self._mode(model)
         mode.check(model.decoder)
+        if prefill is not None:
+            prefill.check(model.decoder, kv=mode.kv)
         prompts = model.encode(list(self.prompts))
         modes = {"plain": Plain(), mode.name: mode}
         with progress_bar((len(modes) + 1) * (self.rounds + 1), "decoding") as step:
@@ -84,6 +92,7 @@ class Generate(OfModel):
                     prompts,
                     stop_strings=self.stop,
                     mode=mode,
+                    prefill=None if isinstance(mode, Plain) else prefill,
                     sampling=sampling,
                     max_new_tokens=self.max_new_tokens,
                     seeds=self.seed,
@@ -96,6 +105,14 @@ class Generate(OfModel):
         (generated,) = measured.results
         found = read_text(model.tokenizer, prompts, generated, stop_strings=self.stop)
         self._show(found, mode, model.decoder.config.num_layers)
+        prompt = None
+        if prefill is not None:
+            spent = prompt_cost(model.decoder, model.params, prefill, prompts, generated)
+            prompt = {
+                "tokens": spent.tokens,
+                "depth_mean": round(spent.depth_mean, 4),
+                "flops_ratio": round(spent.flops_ratio, 4),
+            }
         return {
             "command": "generate",
             "mode": mode.name,
@@ -103,19 +120,22 @@ class Generate(OfModel):
             "token_ids": [ids.tolist() for ids in generated.token_ids],
             "texts": list(found.texts),
             "depths": [depths.tolist() for depths in generated.decided],
+            "prompt": prompt,
             "throttled": [layers.tolist() for layers in generated.throttled],
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
             **measured.to_dict(),
         }
 
-    def _mode(self, model: Any) -> tuple[Any, float | None]:
-        """Returns the mode, and the budget of its policy if it has one."""
+    def _mode(self, model: Any) -> tuple[Any, Any, float | None]:
+        """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
         from utio_jax.adaptive import Adaptive
         from utio_jax.controller import Controller
         from utio_jax.dense import check_kv
         from utio_jax.lossless import Lossless
         from utio_jax.mode import Plain
+        from utio_jax.policies import never_stops
+        from utio_jax.prefill import Prefill
 
         routing = {
             "--policy": self.policy,
@@ -123,6 +143,8 @@ class Generate(OfModel):
             "--depth": self.depth,
             "--calibration": self.calibration,
             "--throttle": self.throttle,
+            "--sparse-prompt": self.sparse_prompt,
+            "--route-prompt": self.route_prompt or None,
             "--history": self.history,
         }
         given = [name for name, value in routing.items() if value is not None]
@@ -134,7 +156,7 @@ class Generate(OfModel):
                     "out one or the other."
                 )
             kv = "full" if self.kv is None else self.kv
-            return Lossless(controller=Controller(), max_draft=_DRAFTS, kv=kv), None
+            return Lossless(controller=Controller(), max_draft=_DRAFTS, kv=kv), None, None
         if not self.enable_utio:
             if given or self.kv is not None:
                 named = [*given, *(["--kv"] if self.kv is not None else [])]
@@ -142,7 +164,7 @@ class Generate(OfModel):
                     f"Wanted --enable-utio with {', '.join(named)}: the plain model has no use "
                     "for it. Add --enable-utio."
                 )
-            return Plain(), None
+            return Plain(), None, None
         kv: Any = "propagate" if self.kv is None else self.kv
         check_kv(kv)
         policy, budget, _ = policy_named(
@@ -152,43 +174,61 @@ class Generate(OfModel):
             depth=self.depth,
             calibration=self.calibration,
         )
-        policy, throttle = self._throttled(model, policy)
-        return Adaptive(policy=policy, kv=kv, throttle=throttle), budget
+        throttle = attention = None
+        if self.throttle is not None or self.sparse_prompt is not None:
+            policy, signal = self._scored(model, policy)
+            throttle, attention = self._spared(policy, signal)
+        elif self.history is not None:
+            raise ValueError(
+                "Wanted --throttle or --sparse-prompt with --history: who shall see no more than "
+                "that? For example: --throttle 0.5, or --throttle inf for all."
+            )
+        mode = Adaptive(policy=policy, kv=kv, throttle=throttle)
+        if attention is None and not self.route_prompt:
+            return mode, None, budget
+        if not self.route_prompt:
+            policy = never_stops((*policy.depths[:-1], model.decoder.config.num_layers))
+        return mode, Prefill(policy=policy, attention=attention), budget
 
-    def _throttled(self, model: Any, policy: Any) -> tuple[Any, Any]:
-        """Returns the policy, with boundaries to throttle at, and the throttle; None without."""
+    def _spared(self, policy: Any, signal: Any) -> tuple[Any, Any]:
+        """Returns the throttle and the prompts' attention, None where not asked for."""
         import jax.numpy as jnp
 
         from utio_jax.history import History
-        from utio_jax.policies import Thresholded, never_stops
+        from utio_jax.sparse import SparseAttention
         from utio_jax.throttle import Throttle
 
-        if self.throttle is None:
-            if self.history is not None:
-                raise ValueError(
-                    "Wanted --throttle with --history: who shall see no more than that? "
-                    "For example: --throttle 0.5, or --throttle inf for all."
-                )
-            return policy, None
-        if isinstance(policy, Thresholded):
-            signal = policy.signal
-        else:  # The control, or no policy at all: scores are the learned gate's.
-            fitted: Any = calibration_of(model, self.calibration).signals
-            if "learned" not in fitted:
-                raise ValueError(
-                    "Wanted a calibration with a learned gate, to score tokens by. "
-                    f"Got {[*fitted]}. Calibrate: utio-jax calibrate."
-                )
-            signal = fitted["learned"]
-            if len(policy.depths) == 1:
-                last = policy.depths[0]
-                early = tuple(depth for depth in signal.exits if depth < last)
-                full = last == model.decoder.config.num_layers
-                policy = never_stops((*early, last), name="full" if full else policy.name)
         recent, sinks, heavy = (98, 4, 0) if self.history is None else self.history
-        thresholds = jnp.full(len(policy.depths), self.throttle, jnp.float32)
         history = History(recent=recent, sinks=sinks, heavy=heavy)
-        return policy, Throttle(history=history, signal=signal, thresholds=thresholds)
+        throttle = attention = None
+        if self.throttle is not None:
+            thresholds = jnp.full(len(policy.depths), self.throttle, jnp.float32)
+            throttle = Throttle(history=history, signal=signal, thresholds=thresholds)
+        if self.sparse_prompt is not None:
+            thresholds = jnp.full(len(policy.depths) - 1, self.sparse_prompt, jnp.float32)
+            attention = SparseAttention(history=history, signal=signal, thresholds=thresholds)
+        return throttle, attention
+
+    def _scored(self, model: Any, policy: Any) -> tuple[Any, Any]:
+        """Returns the policy, with boundaries where tokens get scores, and what scores them."""
+        from utio_jax.policies import Thresholded, never_stops
+
+        if isinstance(policy, Thresholded):
+            return policy, policy.signal
+        # The control, or no policy at all: scores are the learned gate's.
+        fitted: Any = calibration_of(model, self.calibration).signals
+        if "learned" not in fitted:
+            raise ValueError(
+                "Wanted a calibration with a learned gate, to score tokens by. "
+                f"Got {[*fitted]}. Calibrate: utio-jax calibrate."
+            )
+        signal = fitted["learned"]
+        if len(policy.depths) == 1:
+            last = policy.depths[0]
+            early = tuple(depth for depth in signal.exits if depth < last)
+            full = last == model.decoder.config.num_layers
+            policy = never_stops((*early, last), name="full" if full else policy.name)
+        return policy, signal
 
     def _sampling(self) -> Any:
         from utio_jax.sampling import Chain, Greedy, Temperature, TopP
