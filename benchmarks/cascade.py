@@ -7,8 +7,10 @@ One signal, the learned gate, decides everything. `depth`: the calibrated policy
 `attention` and `kv`: half of the tokens, those that the gate scores below its median on the
 calibrate split, see a fifth of the context (98 recent tokens and 4 sinks) beyond the first exit in
 scoring, in all layers in decoding. Scoring reads windows of the test split. Decoding is fed the
-second half of each window token by token, so its loss is on the same text for all. Programs take
-turns; a speed-up is the median of the rounds' ratios. Ends with one line of JSON.
+second half of each window token by token, so its loss is on the same text for all; prompts, the
+first halves, may be spared as well. `by chance` is the control: the same shares of tokens, drawn
+blindly. Programs take turns; a speed-up is the median of the rounds' ratios. Ends with one line of
+JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from throttle import EXITS, Forced, medians, read_on, text_of
 
-from utio_jax import History, SparseAttention, full_depth, models
+from utio_jax import Chance, History, SparseAttention, full_depth, models
 from utio_jax.adaptive import Adaptive
 from utio_jax.documents import batches_of
 from utio_jax.emission import DecodeState, stop_rules
@@ -33,6 +35,7 @@ from utio_jax.evaluate import evaluate, run_score
 from utio_jax.loop import begin
 from utio_jax.mode import Mode, Plain
 from utio_jax.policies import never_stops
+from utio_jax.prefill import Prefill, fastest_prefill
 from utio_jax.throttle import Throttle
 from utio_jax.timing import time_programs
 
@@ -56,50 +59,62 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"Wanted a budget whose policy decides at some of {(*known,)}. Got one that decides at "
             f"{depth.depths[:-1]}. Name another --budget."
         )
-    setting = Setting(model, gate, depth, known, texts["test"], arguments.rounds)
-    found = {"scoring": score_rows(setting), "decoding": decode_rows(setting)}
+    gated = Decider(depth, gate, known)
+    chance = Decider(
+        model.calibration.policy("random", arguments.budget),
+        Chance(key=jax.random.key(0)),
+        dict.fromkeys(known, jnp.float32(0.5)),
+    )
+    deciders, ids = {"": gated, "by chance: ": chance}, texts["test"]
+    found = {
+        "scoring": score_rows(model, deciders, ids, rounds=arguments.rounds),
+        "decoding": decode_rows(model, deciders, ids, rounds=arguments.rounds),
+    }
     print(json.dumps({"command": "benchmarks/cascade.py", "budget": arguments.budget, **found}))
 
 
 @dataclasses.dataclass(frozen=True)
-class Setting:
-    """What scoring and decoding share.
+class Decider:
+    """Who decides which tokens are spared.
 
     Attributes:
-      model: the shipped one.
-      gate: the signal that decides.
       depth: the policy of depth.
-      medians: the gate's median score at each of `EXITS` but the last.
-      ids: windows to read, `[row, token]`.
-      rounds: timed turns.
+      signal: scores tokens for attention and KV.
+      medians: its median score at each of `EXITS` but the last: half of the tokens lie below.
     """
 
-    model: Any
-    gate: Any
     depth: Any
-    medians: dict[int, jax.Array]
-    ids: np.ndarray
-    rounds: int
+    signal: Any
+    medians: Mapping[int, Any]
 
     def thresholds(self, policy: Any) -> jax.Array:
         """Returns the median scores at a policy's boundaries."""
         return jnp.stack([self.medians[depth] for depth in policy.depths[:-1]])
 
+    def attention(self, policy: Any) -> SparseAttention:
+        """Returns half of the tokens sparse, from the policy's first boundary on."""
+        cuts = self.thresholds(policy)
+        return SparseAttention(signal=self.signal, thresholds=cuts, history=HISTORY)
 
-def score_rows(setting: Setting) -> list[dict[str, Any]]:
-    """Returns loss, FLOPs and speed of scoring under each switch."""
-    model, gate, depth, ids = setting.model, setting.gate, setting.depth, setting.ids
+    def throttle(self, policy: Any) -> Throttle:
+        """Returns half of the tokens throttled."""
+        cuts = self.thresholds(policy)
+        cuts = jnp.concatenate([cuts[:1], cuts])
+        return Throttle(signal=self.signal, thresholds=cuts, history=HISTORY)
+
+
+def score_rows(
+    model: Any, deciders: Mapping[str, Decider], ids: np.ndarray, *, rounds: int
+) -> list[dict[str, Any]]:
+    """Returns loss, FLOPs and speed of scoring under each switch; times are of 16 rows."""
     decoder, params, everything = model.decoder, model.params, never_stops(EXITS)
-
-    def sparse(policy: Any) -> SparseAttention:
-        return SparseAttention(signal=gate, thresholds=setting.thresholds(policy), history=HISTORY)
-
-    ways: dict[str, tuple[Any, SparseAttention | None]] = {
-        "full": (full_depth(decoder), None),
-        "depth": (depth, None),
-        "attention": (everything, sparse(everything)),
-        "depth, attention": (depth, sparse(depth)),
-    }
+    ways: dict[str, tuple[Any, SparseAttention | None]] = {"full": (full_depth(decoder), None)}
+    for name, by in deciders.items():
+        ways |= {
+            f"{name}depth": (by.depth, None),
+            f"{name}attention": (everything, by.attention(everything)),
+            f"{name}depth, attention": (by.depth, by.attention(by.depth)),
+        }
     vocab_size, width = decoder.config.vocab_size, ids.shape[1]
     quality = evaluate(
         decoder,
@@ -113,7 +128,7 @@ def score_rows(setting: Setting) -> list[dict[str, Any]]:
         name: partial(run_score, decoder, params, rows, lengths, policy, attention=choice)
         for name, (policy, choice) in ways.items()
     }
-    times = time_programs(programs, rounds=setting.rounds)
+    times = time_programs(programs, rounds=rounds)
     ledgers = {
         name: each.ledger(name, budget=None, num_layers=decoder.config.num_layers)
         for name, each in quality.items()
@@ -130,41 +145,41 @@ def score_rows(setting: Setting) -> list[dict[str, Any]]:
     ]
 
 
-def decode_rows(setting: Setting) -> list[dict[str, Any]]:
+def decode_rows(
+    model: Any, deciders: Mapping[str, Decider], ids: np.ndarray, *, rounds: int
+) -> list[dict[str, Any]]:
     """Returns loss, bytes and speed of decoding under each switch; times are of 8 rows."""
-    model, gate, depth, ids = setting.model, setting.gate, setting.depth, setting.ids
     decoder, params, everything = model.decoder, model.params, never_stops(EXITS)
     width = ids.shape[1]
+    ways: dict[str, tuple[Mode, Prefill | None]] = {"plain": (Plain(), None)}
+    for name, by in deciders.items():
+        sparse = Prefill(policy=everything, attention=by.attention(everything))
+        routed = Prefill(policy=by.depth, attention=by.attention(by.depth))
+        spared = Adaptive(policy=by.depth, throttle=by.throttle(by.depth))
+        ways |= {
+            f"{name}prompt's attention": (Plain(), sparse),
+            f"{name}depth": (Adaptive(policy=by.depth), None),
+            f"{name}KV": (Adaptive(policy=everything, throttle=by.throttle(everything)), None),
+            f"{name}depth, KV": (spared, None),
+            f"{name}depth, KV, prompt's depth and attention": (spared, routed),
+        }
 
-    def throttle(policy: Any) -> Throttle:
-        cuts = setting.thresholds(policy)
-        return Throttle(signal=gate, thresholds=jnp.concatenate([cuts[:1], cuts]), history=HISTORY)
-
-    ways: dict[str, Mode] = {
-        "plain": Plain(),
-        "depth": Adaptive(policy=depth),
-        "KV": Adaptive(policy=everything, throttle=throttle(everything)),
-        "depth, KV": Adaptive(policy=depth, throttle=throttle(depth)),
-    }
-
-    def read(mode: Mode, ids: jax.Array) -> DecodeState:
+    def read(mode: Mode, prefill: Prefill | None, ids: jax.Array) -> DecodeState:
         half = np.full(len(ids), width // 2, np.int32)
         first: Any = Forced(token_ids=ids[:, width // 2])
+        how = fastest_prefill(len(ids), width // 2) if prefill is None else prefill
         state = begin(
             decoder, params, mode, first, stop_rules(()), ids[:, : width // 2], half,
-            half * 0 + width, np.arange(len(ids), dtype=np.uint32), slots=width,
+            half * 0 + width, np.arange(len(ids), dtype=np.uint32), slots=width, prefill=how,
         )  # fmt: skip
         return read_on(decoder, params, mode, state, ids)
 
     few = jnp.asarray(ids[:8])
-    times = time_programs(
-        {name: partial(lambda mode: read(mode, few).lengths, mode) for name, mode in ways.items()},
-        rounds=setting.rounds,
-    )
-    states = {name: read(mode, jnp.asarray(ids)) for name, mode in ways.items()}
-    # The first token after the prompt is prefill's, the same for all.
+    programs = {name: partial(read, *way, few) for name, way in ways.items()}
+    times = time_programs(programs, rounds=rounds)
+    states = {name: read(*ways[name], jnp.asarray(ids)) for name in ways}
     losses = {
-        name: -np.asarray(state.tally.log_probability)[:, width // 2 + 1 :].mean()
+        name: -np.asarray(state.tally.log_probability)[:, width // 2 :].mean()
         for name, state in states.items()
     }
     slots = {name: float(np.sum(state.tally.key_slots)) for name, state in states.items()}

@@ -34,6 +34,7 @@ from utio_jax import (
     full_depth,
     models,
 )
+from utio_jax.cache import KVCache, init_cache
 from utio_jax.cost import ideal_flops, pass_flops, token_cost
 from utio_jax.documents import Batch, batches_of, windows_of
 from utio_jax.evaluate import evaluate, run_score
@@ -41,6 +42,7 @@ from utio_jax.exits import collect_scores, predicted_tokens, study_exits
 from utio_jax.models import Transformer
 from utio_jax.models.corpus import Split, standard_library
 from utio_jax.models.transformer import TransformerConfig
+from utio_jax.prefill import Prefill
 from utio_jax.query_blocks import attend_blocks
 from utio_jax.sparse import attention_flops
 from utio_jax.timing import time_programs
@@ -92,17 +94,27 @@ def time_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         )
         for name, choice in choices.items()
     }
-    programs |= attention_alone(config, history, chunk, executor, tokens)
     works = {name: programs[name]().work for name in choices}
+    programs |= attention_alone(config, history, chunk, executor, tokens)
+
+    @jax.jit
+    def prefill(attention: SparseAttention | None) -> tuple[jax.Array, KVCache]:
+        cache = init_cache(config, batch=1, slots=tokens)
+        how = Prefill(attention=attention, executor=executor)
+        logits, cache, _ = how.read(decoder, params, ids, lengths, cache, kv="propagate")
+        return logits, cache
+
+    programs |= {f"prefill {name}": partial(prefill, choice) for name, choice in choices.items()}
     times = time_programs(programs, rounds=arguments.rounds)
     cost, rows = token_cost(decoder, params), []
     for name, timing in times.items():
-        alone = name.startswith("attention")
+        part = name.split()[0]
+        alone = part in ("attention", "prefill")
         row = {
             "program": name,
             "tokens": tokens,
             "seconds": timing.median,
-            "speedup": timing.speedup_over(times["attention dense" if alone else "dense"]),
+            "speedup": timing.speedup_over(times[f"{part} dense" if alone else "dense"]),
             "compiles": timing.compiles,
         }
         if not alone:
