@@ -15,6 +15,7 @@ PYTHON ?= $(shell $(BIN)/python -c '' 2>/dev/null && echo $(BIN)/python || echo 
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 TESTS ?=
 PEERS := .venv-peers
+FLAX := .venv-flax
 ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
@@ -27,7 +28,7 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test test-slow test-generation parity benchmark-transformers lint types clean FORCE
+.PHONY: help demo install test test-slow test-generation parity benchmark-transformers benchmark-flax lint types clean FORCE
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,10p'
@@ -67,6 +68,15 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed
 # ARGS="--model FOLDER"
 benchmark-transformers: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/transformers_full_depth.py $(ARGS)
+
+# The same beside transformers' Flax models: make benchmark-flax ARGS="--layers 4"
+benchmark-flax: $(FLAX)/.installed
+	$(FLAX)/bin/python benchmarks/flax_full_depth.py $(ARGS)
+
+$(FLAX)/.installed: benchmarks/requirements-flax.txt
+	$(PYTHON) -m venv $(FLAX)
+	$(FLAX)/bin/python -m pip install --quiet --requirement benchmarks/requirements-flax.txt --editable .
+	@touch $@
 
 $(PEERS)/.installed: benchmarks/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)

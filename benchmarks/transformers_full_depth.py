@@ -10,10 +10,7 @@ reports is over its own full-depth program; this is how fast that one is.
 
 import argparse
 import json
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from side_by_side import row
 
 from utio_jax import models
 from utio_jax.artifacts import conditions
@@ -46,32 +44,6 @@ def random_llama(folder: str, dim: int, layers: int, vocab: int) -> str:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     return folder
-
-
-def turns(programs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Returns seconds per program and round; each round runs all of them, in alternating order."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for run in programs.values():
-        run()
-    for turn in range(rounds):
-        order = list(programs) if turn % 2 == 0 else list(programs)[::-1]
-        for name in order:
-            start = time.perf_counter()
-            programs[name]()
-            times[name].append(time.perf_counter() - start)
-    return times
-
-
-def row(what: str, tokens: int, ours: Callable, theirs: Callable, rounds: int) -> dict[str, Any]:
-    """Returns tokens a second of both programs, and the quartiles of their ratio by round."""
-    times = turns({"utio_jax": ours, "transformers": theirs}, rounds)
-    ratios = [b / a for a, b in zip(times["utio_jax"], times["transformers"], strict=True)]
-    speeds = {
-        f"{name}_tokens_per_second": round(tokens / statistics.median(seconds), 1)
-        for name, seconds in times.items()
-    }
-    quartiles = [round(q, 3) for q in statistics.quantiles(ratios, n=4)]
-    return {"what": what, **speeds, "ratio": quartiles}
 
 
 def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int) -> dict[str, Any]:
@@ -101,7 +73,9 @@ def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int) -> dic
         return -losses.reshape(batch, -1).numpy()
 
     apart = float(np.abs(ours()[:, : width - 1] - theirs()).max())
-    found = row(f"score, batch {batch} x {width}", batch * width, ours, theirs, rounds)
+    found = row(
+        f"score, batch {batch} x {width}", batch * width, ours, theirs, rounds, peer="transformers"
+    )
     return {**found, "max_log_likelihood_difference": apart}
 
 
@@ -124,7 +98,14 @@ def decoding(
         return found[:, width:].numpy()
 
     same = float((ours() == theirs()).mean())
-    found = row(f"decode, batch {batch}, {width} + {new}", batch * new, ours, theirs, rounds)
+    found = row(
+        f"decode, batch {batch}, {width} + {new}",
+        batch * new,
+        ours,
+        theirs,
+        rounds,
+        peer="transformers",
+    )
     return {**found, "same_tokens": round(same, 4)}
 
 

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full depth beside another JAX implementation: transformers' Flax Llama, on the same weights.
+
+    python benchmarks/flax_full_depth.py [--dim 512] [--layers 8] [--rounds 7]
+
+Turn by turn in one process, on a random Llama of the proportions of the released ones. Needs
+transformers 4, the last with Flax models; `make benchmark-flax` sets it up. Both are jitted whole.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import transformers
+from safetensors.numpy import save_file
+from side_by_side import row
+
+from utio_jax import models
+from utio_jax.artifacts import conditions
+from utio_jax.evaluate import run_score
+from utio_jax.forward import full_depth, next_token_nll
+from utio_jax.generate import generate
+
+
+def save(peer: Any, folder: Path) -> None:
+    """Writes a Flax Llama as the safetensors and config that PyTorch models of it have."""
+    tensors = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(peer.params):
+        *names, kind = (key.key for key in path)
+        array = np.asarray(leaf)
+        tensors[".".join([*names, "weight"])] = array.T.copy() if kind == "kernel" else array
+    save_file(tensors, folder / "model.safetensors")
+    peer.config.architectures = ["LlamaForCausalLM"]
+    peer.config.save_pretrained(folder)
+
+
+def main() -> None:
+    """Prints one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--width", type=int, default=512)
+    options = parser.parse_args()
+    config = transformers.LlamaConfig(
+        vocab_size=options.vocab,
+        hidden_size=options.dim,
+        intermediate_size=int(options.dim * 2.6875),
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.dim // 64,
+        num_key_value_heads=max(1, options.dim // 256),
+        max_position_embeddings=1024,
+        eos_token_id=None,
+        tie_word_embeddings=False,
+    )
+    peer = transformers.FlaxLlamaForCausalLM(config, input_shape=(1, 8))
+    with tempfile.TemporaryDirectory() as made:
+        save(peer, Path(made))
+        model = models.load(Path(made))
+    decoder, params, policy = model.decoder, model.params, full_depth(model.decoder)
+
+    @jax.jit
+    def theirs_scored(params: Any, ids: jax.Array) -> jax.Array:
+        logits = peer(ids, params=params).logits[:, :-1]
+        return -jax.vmap(next_token_nll)(logits.astype(jnp.float32), ids[:, 1:])
+
+    @jax.jit  # Left alone, their generate compiles its loop on every call.
+    def theirs_generated(params: Any, prompts: jax.Array) -> jax.Array:
+        found = peer.generate(
+            prompts,
+            params=params,
+            max_new_tokens=options.new,
+            do_sample=False,
+            pad_token_id=0,
+            eos_token_id=options.vocab,  # They want an end; this one no token is.
+        )
+        return found.sequences
+
+    rows, rng = [], np.random.default_rng(0)
+    for batch in (1, 8):
+        ids = rng.integers(3, options.vocab, (batch, options.width)).astype(np.int32)
+        tokens, lengths, prompts = jnp.asarray(ids), jnp.full(batch, options.width), ids[:, :16]
+
+        def ours(tokens: Any = tokens, lengths: Any = lengths) -> np.ndarray:
+            found = run_score(decoder, params, tokens, lengths, policy=policy)
+            return np.asarray(found.log_likelihood)[:, :-1]
+
+        def theirs(tokens: Any = tokens) -> np.ndarray:
+            return np.asarray(theirs_scored(peer.params, tokens))
+
+        def ours_new(prompts: np.ndarray = prompts) -> np.ndarray:
+            found = generate(decoder, params, list(prompts), max_new_tokens=options.new, eos_ids=())
+            return np.stack(found.token_ids)
+
+        def theirs_new(prompts: np.ndarray = prompts) -> np.ndarray:
+            found = theirs_generated(peer.params, prompts)
+            return np.asarray(found)[:, 16:]
+
+        apart = float(np.abs(ours() - theirs()).max())
+        what, size = f"score, batch {batch} x {options.width}", batch * options.width
+        found = row(what, size, ours, theirs, options.rounds, peer="flax")
+        rows.append({**found, "max_log_likelihood_difference": apart})
+        same = float((ours_new() == theirs_new()).mean())
+        what, size = f"decode, batch {batch}, 16 + {options.new}", batch * options.new
+        found = row(what, size, ours_new, theirs_new, options.rounds, peer="flax")
+        rows.append({**found, "same_tokens": round(same, 4)})
+    result = {
+        "model": "random Llama",
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "layers": options.layers,
+        "embed_dim": options.dim,
+        "transformers": transformers.__version__,
+        **conditions(params),
+        "rows": rows,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
