@@ -96,6 +96,28 @@ def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
     assert [f.stat().st_mtime_ns for f in files if f != files[1]] == before
 
 
+def test_two_processes_calibrate_and_compare_as_one_does(folder: Path) -> None:
+    text = ("--model", str(folder / "model"), "--token-ids", str(folder / "ids.json"))
+    fitted, compared = [], []
+    for name, prefix in (("one", []), ("two", ["launch", "--processes", "2"])):
+        out = folder / name
+        fit = ("calibrate", *text, "--policy", "position", "--budget", "0.8", "--out", str(out))
+        found, _ = finish(start(*prefix, *fit))
+        fitted.append(json.loads(found.splitlines()[-1]))
+        look = ("compare", *text, "--calibration", str(out), "--batches", "0", "--draws", "100")
+        found, _ = finish(start(*prefix, *look, "--out", str(out / "pictures")))
+        compared.append(json.loads(found.splitlines()[-1]))
+        assert (out / "pictures" / "pareto.png").exists()
+    one, two = (each["entries"]["position"]["0.8"] for each in fitted)
+    assert one["depths"] == two["depths"]
+    np.testing.assert_allclose(one["thresholds"], two["thresholds"], rtol=1e-5)
+    for one, two in zip(*(each["rows"] for each in compared), strict=True):
+        for name in ("policy", "budget", "tokens", "depth_histogram"):
+            assert one[name] == two[name]
+        for name in ("nll", "nll_full", "agreement"):
+            assert one[name] == pytest.approx(two[name], abs=1e-5)
+
+
 def test_processes_with_different_files_are_refused(folder: Path) -> None:
     """The model's are the same; one document of one process has another last token."""
     documents = json.loads((folder / "ids.json").read_text())
