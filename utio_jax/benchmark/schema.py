@@ -142,12 +142,14 @@ class Row:
     def _problems(self) -> list[str]:
         found = []
         for name, kinds in _TYPES.items():
-            value: Any = getattr(self, name)
+            value = getattr(self, name)
             # A bool is an int to Python, and no number to a reader.
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 found.append(f"{name} is {value!r}")
-            elif name in _KEYS_OF and value is not None and set(value) != _KEYS_OF[name]:
-                found.append(f"{name} has the keys {sorted(value)}")
+        for name, keys in _KEYS_OF.items():
+            record: dict[str, Any] | None = getattr(self, name)
+            if isinstance(record, dict) and set(record) != keys:
+                found.append(f"{name} has the keys {sorted(record)}")
         if found:
             return found
         if self.part not in PARTS:
