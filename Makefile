@@ -5,6 +5,8 @@
 #   make test                     # everything, then lint, format, types, doctests, tests
 #   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
 #   make test TESTS=tests/test_buckets.py
+#   make bench                    # speed, cost and memory here, in two minutes
+#   make bench-accelerator        # what a GPU or TPU can tell, in under ten
 #
 # An existing .venv keeps its Python unless PYTHON is given. Stamps inside .venv remember what is
 # installed, so a second run installs nothing.
@@ -28,10 +30,11 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test test-slow test-generation parity benchmark-transformers benchmark-flax lint types clean FORCE
+.PHONY: help demo install test test-slow test-generation parity bench bench-accelerator \
+        benchmark-transformers benchmark-flax lint types clean FORCE
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,10p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,12p'
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/utio-jax demo
@@ -63,6 +66,15 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed
 	        --out $(PEERS)/made/tuned-$$case > /dev/null || exit 1; \
 	    $(PEERS)/bin/python tests/huggingface/check.py $(PEERS)/made/tuned-$$case/model || exit 1; \
 	done
+
+# Speed, cost and memory on this machine: make bench ARGS="--suite cpu --resume"
+bench: $(VENV)/.installed-cli
+	$(BIN)/utio-jax bench $(ARGS)
+
+# What only a GPU or TPU can tell, in under ten minutes. `ARGS=--dry-run` shows on a CPU that it
+# runs. JAX comes without CUDA here: on a GPU, first $(BIN)/python -m pip install 'jax[cuda12]'.
+bench-accelerator: $(VENV)/.installed-cli
+	$(BIN)/utio-jax bench --suite accelerator --out out/bench-accelerator $(ARGS)
 
 # Full depth against transformers' on the same weights and cores: make benchmark-transformers
 # ARGS="--model FOLDER"

@@ -43,16 +43,20 @@ FLOORS = (
         "sparse",
     },
     {"layers", "policies", "learned", "wrappers", "chance", "lens_fitting", "throttled"},
-    {"forward", "timing", "calibration", "mode", "descent", "prefill"},
+    {"forward", "timing", "calibration", "mode", "descent", "prefill", "profit"},
     {"guardrails", "exits", "throttle", "quality"},
     {"evaluate", "gates", "adaptive", "lossless", "loop"},
-    {"search", "oracles", "benchmark", "generate", "online"},
+    {"search", "oracles", "benchmark.scoring", "benchmark.schema", "generate", "online"},
     {"goals", "comparison"},
     {"calibrate", "report", "advice"},
     {"generation_ledger", "prompt_ledger", "text", "terminal"},
-    {"generation_benchmark", "request_ledger"},
-    {"demo", "lm_eval"},
-    {"commands.shared"},
+    {"benchmark.decoding", "benchmark.environment", "request_ledger"},
+    {"demo", "lm_eval", "benchmark.subjects", "benchmark.results"},
+    {"benchmark.rows"},
+    {"benchmark.passes", "benchmark.startup", "benchmark.texts", "benchmark.throttling"},
+    {"benchmark.sparse", "benchmark.growth", "benchmark.execution", "benchmark.profitability"},
+    {"benchmark.suite"},
+    {"commands.shared", "commands.bench_subjects"},
     {"commands.scoring"},
     {
         "commands.demo",
@@ -60,14 +64,18 @@ FLOORS = (
         "commands.score",
         "commands.evaluate",
         "commands.finetune",
+        "commands.bench",
         "commands.calibrate",
         "commands.compare",
+        "commands.first_call",
         "commands.lm_eval",
     },
     {"commands.train"},
     {"cli"},
-    {"__init__", "__main__", "commands.__init__"},
+    {"__init__", "__main__", "commands.__init__", "benchmark.__init__", "benchmark.__main__"},
 )
+# Folders of modules; importing a name from one names a module.
+PACKAGES = ("commands", "benchmark")
 FLOOR_OF_MODULE = {module: floor for floor, names in enumerate(FLOORS) for module in names}
 # The models use the core up to its studies, and have floors of their own.
 MODELS = (
@@ -108,8 +116,10 @@ def imports_of(source: str) -> list[tuple[str, bool]]:
 
 
 def modules_of(folder: Path) -> dict[str, str]:
-    """Returns the source of every module in a folder and its `commands`, by dotted name."""
-    files = sorted([*folder.glob("*.py"), *folder.glob("commands/*.py")])
+    """Returns the source of every module in a folder and its `PACKAGES`, by dotted name."""
+    files = sorted(
+        [*folder.glob("*.py"), *(f for package in PACKAGES for f in folder.glob(f"{package}/*.py"))]
+    )
     return {
         ".".join(file.relative_to(folder).with_suffix("").parts): file.read_text(encoding="utf-8")
         for file in files
@@ -133,7 +143,7 @@ def test_a_module_imports_only_from_lower_floors(module):
             assert not runs_on_import, f"{module} imports {name} at once; import it in a function"
             continue
         first, *others = rest.split(".")
-        target = f"{first}.{others[0]}" if first == "commands" and others else first
+        target = f"{first}.{others[0]}" if first in PACKAGES and others else first
         assert target in FLOOR_OF_MODULE, f"{module} imports the unknown {name}"
         assert FLOOR_OF_MODULE[target] < FLOOR_OF_MODULE[module], f"{module} imports {name}"
 
@@ -177,6 +187,7 @@ def run_python(code: str) -> str:
 def test_importing_the_core_loads_neither_flax_nor_what_the_command_line_needs():
     face = {"__init__", "__main__", "cli", "demo", "report", "terminal", "calibrate", "lm_eval"}
     modules = {name for name in modules_of(CORE) if not name.startswith("commands")} - face
+    modules -= {"benchmark.__init__", "benchmark.__main__"}
     core = [f"utio_jax.{name}" for name in sorted(modules)]
     heavy = (
         "flax",
