@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of ledger rows and depths. Needs the extra `cli` (matplotlib)."""
+"""Pictures of ledger rows and depths, and what all pictures share. Needs the extra `cli`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -11,20 +12,44 @@ import matplotlib
 matplotlib.use("Agg")  # Files only: no window, no display.
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.colors import BoundaryNorm, ListedColormap
+from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm, ListedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from utio_jax.comparison import ComparisonRow
 from utio_jax.ledger import Ledger
 
-_COLOURS = {
+COLOURS = {
     "uniform": "#777777",
     "uniform_hull": "#777777",
     "random": "#d08b2c",
     "utio_surrogate": "#7a5aa6",
     "learned": "#11806a",
 }
+
+# Of policies without a colour of their own.
+OTHER_COLOURS = ("#33658a", "#b0413e", "#7d9d2f", "#c06aa1", "#3fa7bf", "#8a5a33")
+
+
+def colour_of(name: str, names: Iterable[str]) -> str:
+    """Returns a policy's colour: its own, or one by its place among those of `names` without."""
+    if name in COLOURS:
+        return COLOURS[name]
+    others = [each for each in dict.fromkeys(names) if each not in COLOURS]
+    return OTHER_COLOURS[others.index(name) % len(OTHER_COLOURS)]
+
+
+def plain(text: str, width: int = 60) -> str:
+    r"""Returns a text as one line that matplotlib shows as it is: no mathematics, nothing hidden.
+
+    >>> print(plain("$x$ and y"))
+    \$x\$ and y
+    """
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    line = line if len(line) <= width else line[: width - 3] + "..."
+    # A label that begins with an underscore would be left out of legends.
+    return (" " if line.startswith("_") else "") + line.replace("$", r"\$")
 
 
 def plot_pareto(
@@ -37,73 +62,97 @@ def plot_pareto(
     """Draws loss increase (%) over `flops_ratio`: policies, single exits and their hull."""
     figure, axes = plt.subplots(figsize=(7.2, 4.6), layout="constrained")
     exits = sorted(
-        (row.flops_ratio, row.nll_increase_pct, row.depth_decided_mean)
+        (row.flops_ratio, row.nll_increase_pct, f"{row.depth_decided_mean:.0f} layers")
         for row in rows
         if row.policy in ("uniform", "full")
         and row.flops_ratio is not None
         and row.nll_increase_pct is not None
         and row.depth_decided_mean is not None
     )
+    names = dict.fromkeys(row.policy for row in rows)
+    curves = {
+        name: sorted(
+            (r.flops_ratio, r.nll_increase_pct)
+            for r in rows
+            if r.policy == name
+            and r.budget is not None
+            and r.flops_ratio is not None
+            and r.nll_increase_pct is not None
+        )
+        for name in names
+        if name not in ("uniform", "full", "uniform_hull")
+    }
+    draw_pareto(axes, exits, curves, hull=hull)
+    axes.set(
+        xlabel="executed FLOPs / FLOPs of the full pass (padding, gates and frozen K/V included)",
+        ylabel="loss increase over full depth (%)",
+        title=title,
+    )
+    axes.legend(frameon=False)
+    save(figure, file)
+
+
+def draw_pareto(
+    axes: Axes,
+    exits: Sequence[tuple[float, float, str]],
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    *,
+    hull: Callable[[float], float | None],
+) -> None:
+    """Draws single exits, their hull, and a curve per policy.
+
+    Args:
+      axes: to draw on.
+      exits: cost, loss increase (%) and name of each single exit and of full depth.
+      curves: cost and loss increase of each policy at its budgets, by its name.
+      hull: loss increase of mixed exits at a cost; None where there are none so cheap.
+    """
+    points = [point for curve in curves.values() for point in curve]
     # The shallowest exits would squeeze everything of interest into the bottom edge.
-    others = [
-        r.nll_increase_pct
-        for r in rows
-        if r.policy not in ("uniform", "full") and r.nll_increase_pct
-    ]
-    top = 1.35 * max([0.5, *others])
-    xs = np.linspace(min(x for x, *_ in exits), 1.0, 400)
+    shown = [y for x, y in points for y in (y, hull(x) or 0.0)] or [y for _, y, _ in exits]
+    top = 1.35 * max(0.5, *shown)
+    costs = [x for x, *_ in exits]
+    xs = np.linspace(min(costs), max(costs), 400)
     axes.plot(
         xs,
         np.asarray([hull(float(x)) for x in xs], np.float64),
-        color=_COLOURS["uniform_hull"],
+        color=COLOURS["uniform_hull"],
         linewidth=1,
         linestyle="--",
         label="uniform_hull (random mix of exits)",
     )
     axes.scatter(
-        [x for x, *_ in exits],
+        costs,
         [y for _, y, _ in exits],
-        color=_COLOURS["uniform"],
+        color=COLOURS["uniform"],
         s=22,
         zorder=3,
         label="uniform (one exit for all)",
     )
-    for x, y, depth in exits:
+    for x, y, name in exits:
         if y <= top:
             axes.annotate(
-                f"{depth:.0f} layers",
+                name,
                 (x, y),
                 textcoords="offset points",
                 xytext=(4, 6),
                 fontsize=8,
                 color="#555555",
             )
-    for name in dict.fromkeys(row.policy for row in rows):
-        points = sorted(
-            (r.flops_ratio, r.nll_increase_pct)
-            for r in rows
-            if r.policy == name and r.budget is not None
-        )
-        if name == "uniform_hull" or not points:
-            continue
-        axes.plot(
-            *zip(*points, strict=True),
-            marker="o",
-            markersize=5,
-            color=_COLOURS.get(name),
-            label=name,
-        )
-    left = min(r.flops_ratio for r in rows if r.budget is not None and r.flops_ratio) - 0.06
-    axes.set(
-        xlabel="executed FLOPs / FLOPs of the full pass (padding, gates and frozen K/V included)",
-        ylabel="loss increase over full depth (%)",
-        ylim=(-0.06 * top, top),
-        xlim=(left, 1.03),
-        title=title,
-    )
+    for name, curve in curves.items():
+        if curve:
+            axes.plot(
+                *zip(*curve, strict=True),
+                marker="o",
+                markersize=5,
+                color=colour_of(name, curves),
+                label=name,
+            )
+    left = min(x for x, *_ in points or exits) - 0.06
+    right = max(x for x, *_ in (*points, *exits)) + 0.03
+    bottom = min([-0.06 * top, *(1.1 * y for _, y in points)])
+    axes.set(ylim=(bottom, top), xlim=(left, right))
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    _save(figure, file)
 
 
 def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str) -> None:
@@ -126,8 +175,8 @@ def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str)
             if row.ledger.policy == name and row.hull_margin_pct
         )
         x, low, mid, high = np.asarray(points).T
-        axes.axhline(0, color=_COLOURS["uniform_hull"], linewidth=1, linestyle="--")
-        colour = _COLOURS.get(name, "#33658a")
+        axes.axhline(0, color=COLOURS["uniform_hull"], linewidth=1, linestyle="--")
+        colour = COLOURS.get(name, OTHER_COLOURS[0])
         axes.fill_between(x, low, high, color=colour, alpha=0.2)
         axes.plot(x, mid, marker="o", markersize=3, color=colour)
         axes.set_title(name, fontsize=9)
@@ -140,7 +189,7 @@ def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str)
     figure.suptitle(title, fontsize=10)
     figure.supxlabel("executed FLOPs / FLOPs of the full pass", fontsize=9)
     figure.supylabel("loss below the hull (%), 95 % interval over documents", fontsize=9)
-    _save(figure, file)
+    save(figure, file)
 
 
 def plot_depths(
@@ -204,10 +253,55 @@ def plot_depths(
         frameon=False,
         fontsize=8,
     )
-    _save(figure, file)
+    save(figure, file)
 
 
-def _save(figure: Figure, file: str | Path) -> None:
+def save(figure: Figure, file: str | Path) -> None:
+    """Writes a figure to a file and closes it."""
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
     plt.close(figure)
+
+
+def small_multiples(
+    number: int, columns: int, *, height: float, width: float = 10.5
+) -> tuple[Figure, list[Axes]]:
+    """Returns a figure and `number` axes of it in rows of at most `columns`.
+
+    Args:
+      number: of axes, at least one.
+      columns: at most so many in a row.
+      height: of a row, in inches.
+      width: of a figure whose rows are full, in inches.
+    """
+    rows, across = -(-number // columns), min(columns, number)
+    figure, grid = plt.subplots(
+        rows,
+        across,
+        figsize=(max(5.2, width * across / columns), height * rows + 0.6),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes in list(grid.flat)[number:]:
+        axes.axis("off")
+    return figure, list(grid.flat)[:number]
+
+
+def method_colours(family_of_method: Mapping[str, str]) -> dict[str, str]:
+    """Returns a colour per method: its family's, from light to dark in the order of its names."""
+    families = list(dict.fromkeys(family_of_method.values()))
+    colours = dict[str, str]()
+    for family in families:
+        members = sorted((m for m, of in family_of_method.items() if of == family), key=_numbered)
+        base = np.asarray(to_rgb(colour_of(family, families)))
+        shades = np.linspace(-0.45, 0.45, len(members)) if len(members) > 1 else [0.0]
+        for shade, method in zip(shades, members, strict=True):
+            towards = 1.0 if shade < 0 else 0.0  # White or black.
+            colours[method] = to_hex(base + (towards - base) * abs(shade))
+    return {method: colours[method] for method in family_of_method}
+
+
+def _numbered(method: str) -> list[tuple[float, str]]:
+    """Sorts uniform:8 before uniform:10."""
+    pieces = re.split(r"(\d+(?:\.\d+)?)", method)
+    return [(float(piece), "") if n % 2 else (0.0, piece) for n, piece in enumerate(pieces)]
