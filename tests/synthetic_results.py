@@ -127,7 +127,7 @@ def _score(make: _Maker) -> None:
                 flops_ratio=ratio,
                 speedup_ideal=ideal,
                 fallbacks={} if own else {"full depth": 7},
-                note="" if own else "fell back: 512 tokens are too few to pay at this budget",
+                note="" if own else "512 tokens are too few to pay at this budget",
                 compiles=2 if batch == 4 and method == "random@0.75" else 0,
                 tokens_per_second=512 * batch / seconds,
                 quality={

@@ -294,7 +294,7 @@ def method_colours(family_of_method: Mapping[str, str]) -> dict[str, str]:
     for family in families:
         members = sorted((m for m, of in family_of_method.items() if of == family), key=_numbered)
         base = np.asarray(to_rgb(colour_of(family, families)))
-        shades = np.linspace(-0.45, 0.45, len(members)) if len(members) > 1 else [0.0]
+        shades = np.linspace(-0.45, 0.3, len(members)) if len(members) > 1 else [0.0]
         for shade, method in zip(shades, members, strict=True):
             towards = 1.0 if shade < 0 else 0.0  # White or black.
             colours[method] = to_hex(base + (towards - base) * abs(shade))

@@ -26,6 +26,21 @@ from utio_jax.report.tables import (
 )
 from utio_jax.report.work_plots import draw_losses, draw_roofline, draw_utilisation, in_roofline
 
+_READING = (
+    "A speed-up is the median of paired ratios over the baseline, the fastest full-depth program, "
+    "with first and third quartiles; the ideal has neither padding nor gates, and efficiency is "
+    "measured over ideal. What fell back or did not run has no speed-up, and says why.",
+    "Speed-up by batch: bars with quartiles, the ideal in black; hatched are the controls, "
+    "truncation (uniform) and chance (random).",
+    "Loss over work and time: executed FLOPs on the left, measured time on the right, with the "
+    "speed-up above. The dashed hull of single exits is what mixing them at random reaches: a "
+    "policy is worth its name below it.",
+    "Growth: medians with quartiles, and the power of the varied setting that fits them, by least "
+    "squares of logarithms, with its standard error.",
+    "The machine: its ceilings are a large matrix product and a large copy, measured in the same "
+    "run.",
+)
+
 _PARTS = {
     "routing": ("Routing alone", "Scores and packing with none of the model's arithmetic."),
     "score": ("Scoring", "Whole passes over prompts; nothing is generated."),
@@ -35,7 +50,7 @@ _PARTS = {
     "throttle": ("Throttled KV", "Tokens of low importance read a part of the cache; decoding."),
     "compile": ("Compilation", "A fresh process' first call, without and with the stored cache."),
     "memory": ("Memory", "Of the compiled programs."),
-    "growth": ("Growth", "One setting varies; seconds ~ setting ** power, by least squares."),
+    "growth": ("Growth", "One setting varies, all else stays."),
     "profit": ("Predicted and measured time", "From a histogram of depths, before it is run."),
     "peer": ("Other systems", "What others' programs do on the same machine, where they run."),
 }
@@ -47,7 +62,7 @@ class Picture:
 
     Attributes:
       file: a PNG.
-      caption: what it shows and how to read it.
+      caption: what it shows.
     """
 
     file: Path
@@ -71,6 +86,11 @@ class Section:
     text: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
     tables: tuple[Table, ...] = ()
+
+
+def reading_section() -> Section:
+    """Returns the section on how to read all others."""
+    return Section(title="How to read this", level=2, text=_READING)
 
 
 def sections_of(results: Results, out: Path, *, name: str) -> list[Section]:
@@ -102,13 +122,17 @@ def sections_of(results: Results, out: Path, *, name: str) -> list[Section]:
         for number, model in enumerate(models if part != "growth" else ()):
             of_model = [row for row in members if row.model == model]
             after = f"-{number + 1}" if len(models) > 1 else ""
-            pictures += picture(draw_speedups(of_model), f"speedup-{part}{after}", _SPEEDUP)
-            pictures += picture(draw_losses(of_model), f"loss-{part}{after}", _LOSS)
+            pictures += picture(
+                draw_speedups(of_model), f"speedup-{part}{after}", f"Speed-up by batch: {model}"
+            )
+            pictures += picture(
+                draw_losses(of_model), f"loss-{part}{after}", f"Loss over work and time: {model}"
+            )
         if part == "growth":
-            pictures += picture(draw_growth(members), part, _GROWTH)
+            pictures += picture(draw_growth(members), part, "Growth of time")
             tables.insert(0, growth_table(growth_series(members)))
         if part == "profit":
-            pictures += picture(draw_profit(members), part, _PROFIT)
+            pictures += picture(draw_profit(members), part, "Predicted and measured time")
             about = " ".join([about, *_profit_errors(members)])
         found.append(
             Section(
@@ -125,28 +149,21 @@ def sections_of(results: Results, out: Path, *, name: str) -> list[Section]:
     placed = {row.key for row in in_roofline(usual)} if roofline is not None else set[str]()
     others = [row for row in usual if row.key not in placed]
     machine = (
-        *picture(draw_efficiency(usual), "efficiency", _EFFICIENCY),
-        *picture(roofline, "roofline", _ROOFLINE),
-        *picture(draw_utilisation(others), "utilisation", _UTILISATION),
+        *picture(
+            draw_efficiency(usual),
+            "efficiency",
+            "Measured over ideal speed-up; lines of equal efficiency",
+        ),
+        *picture(roofline, "roofline", "FLOP/s reached, under this machine's measured ceilings"),
+        *picture(
+            draw_utilisation(others),
+            "utilisation",
+            "Share of the measured ceilings: points are rows, bars their range",
+        ),
     )
     if machine:
         found.append(Section(title="Efficiency and the machine", level=3, pictures=machine))
     return found
-
-
-_SPEEDUP = (
-    "Measured speed-up by batch: median of paired ratios, with quartiles; black: the ideal, without "
-    "padding and gates. Hatched: the controls, truncation (uniform) and chance (random)."
-)
-_LOSS = (
-    "Loss increase over executed FLOPs, and over measured time (speed-up on top). The dashed line is "
-    "the hull of single exits, which mixing them at random reaches: a policy earns its name below it."
-)
-_GROWTH = "Median seconds with quartiles, and the fitted power with its standard error."
-_PROFIT = "Predicted and measured seconds; filled points were held out of the fit."
-_EFFICIENCY = "Measured over ideal speed-up; lines of equal efficiency."
-_ROOFLINE = "FLOP/s that were reached, under this machine's own measured ceilings."
-_UTILISATION = "Share of the measured ceilings; a point per row, a bar from the least to the most."
 
 
 def comparison_sections(found: ResultsComparison, before: Results, after: Results) -> list[Section]:
@@ -158,9 +175,9 @@ def comparison_sections(found: ResultsComparison, before: Results, after: Result
         f"Before: {before.file} ({before.started}). After: {after.file} ({after.started}).",
         f"{len(worse)} regressions, {len(better)} improvements, {len(rest)} others; "
         f"{len(found.only_before)} rows only before, {len(found.only_after)} only after.",
-        f"A regression or an improvement is a ratio of medians beyond {THRESHOLD - 1:.0%}, each median "
-        "beyond the other run's quartiles. A speed-up is a ratio of programs that took turns; seconds "
-        "also feel the machine.",
+        f"A regression or an improvement is a ratio of medians beyond {THRESHOLD - 1:.0%}, each "
+        "median beyond the other run's quartiles. A speed-up is a ratio of programs that took "
+        "turns; seconds also feel the machine.",
     ]
     if found.conditions:
         text.append(
@@ -211,8 +228,10 @@ def _conditions(results: Results, title: str) -> Section:
 
 def _counts(rows: Sequence[Row]) -> Table:
     cells = list[tuple[str, ...]]()
-    for part in dict.fromkeys(row.part for row in rows):
+    for part in PARTS:
         members = [row for row in rows if row.part == part]
+        if not members:
+            continue
         gains = [row.speedup.median for row in members if row.speedup is not None]
         counts = (
             len(members),

@@ -54,7 +54,7 @@ def row_table(rows: Sequence[Row]) -> Table:
 
 def missing_table(rows: Sequence[Row]) -> Table:
     """Returns a table of rows that another run lacks, by key."""
-    names = ("time [quartiles]", "speed-up [quartiles]", "loss +%")
+    names = ("time (quartiles)", "speed-up (quartiles)", "loss +%")
     columns = {"row": lambda row: row.key, **{name: _MEASURED[name] for name in names}}
     return _table({**columns, "note": _note}, rows)
 
@@ -143,7 +143,7 @@ def show_seconds(value: float) -> str:
     """Returns a time in the unit that suits it.
 
     >>> show_seconds(0.0123), show_seconds(4.5e-5), show_seconds(1234.5)
-    ('12.3 ms', '45 µs', '1234 s')
+    ('12.3 ms', '45.0 µs', '1234 s')
     """
     scale, unit = _unit(value)
     return f"{_digits(value * scale)} {unit}"
@@ -155,7 +155,7 @@ def _unit(value: float) -> tuple[float, str]:
 
 
 def _digits(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
 
 
 def _seconds(spread: Spread | None) -> str:
@@ -163,12 +163,12 @@ def _seconds(spread: Spread | None) -> str:
         return ""
     scale, unit = _unit(spread.median)
     low, high = _digits(spread.low * scale), _digits(spread.high * scale)
-    return f"{_digits(spread.median * scale)} {unit} [{low}, {high}]"
+    return f"{_digits(spread.median * scale)} {unit} ({low} to {high})"
 
 
 def _speedup(row: Row) -> str:
     if row.speedup is not None:
-        return f"{row.speedup.median:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
+        return f"{row.speedup.median:.2f} ({row.speedup.low:.2f} to {row.speedup.high:.2f})"
     if not row.ran:
         return "did not run"
     return "fell back" if row.fallbacks else ""
@@ -225,9 +225,9 @@ def _mebibytes(name: str) -> _Column:
 
 
 _MEASURED: dict[str, _Column] = {
-    "time [quartiles]": lambda row: _seconds(row.seconds),
+    "time (quartiles)": lambda row: _seconds(row.seconds),
     "baseline's": lambda row: _seconds(row.baseline_seconds),
-    "speed-up [quartiles]": _speedup,
+    "speed-up (quartiles)": _speedup,
     "ideal": lambda row: _number(row.speedup_ideal, ".2f"),
     "efficiency": lambda row: _number(row.efficiency, ".2f"),
     "FLOPs / full": lambda row: _number(row.flops_ratio, ".3f"),

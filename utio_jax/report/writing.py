@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import dataclasses
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from utio_jax.report.regressions import ResultsComparison, compare_results
-from utio_jax.report.results import Results
-from utio_jax.report.sections import Section, comparison_sections, sections_of
+from utio_jax.report.results import Results, Row
+from utio_jax.report.sections import Section, comparison_sections, reading_section, sections_of
 from utio_jax.report.tables import Table
 
 _TITLE = "Benchmark of utio_jax"
@@ -63,9 +64,10 @@ def write_report(
     names = ("before", "after") if compared is not None else ("",)
     for name, each in zip(names, results, strict=True):
         sections += sections_of(each, out, name=name)
+    sections.append(reading_section())
     files = [out / name for name in ("report.md", "rows.csv", "report.html")]
     files[0].write_text(_markdown(sections), encoding="utf-8")
-    _write_csv(files[1], {str(each.file): each for each in results})
+    _write_csv(files[1], results)
     files[2].write_text(_html(sections), encoding="utf-8")
     return [*files, *(p.file for section in sections for p in section.pictures)], compared
 
@@ -77,8 +79,8 @@ def _markdown(sections: Sequence[Section]) -> str:
         for paragraph in section.text:
             lines += [_plain(paragraph), ""]
         for picture in section.pictures:
-            lines += [f"![{_plain(picture.caption)}]({picture.file.name})", ""]
-            lines += [_plain(picture.caption), ""]
+            caption = _plain(picture.caption)
+            lines += [f"![{caption}]({picture.file.name})", "", f"*{caption}*", ""]
         for table in section.tables:
             lines += _markdown_table(table)
     return "\n".join(lines)
@@ -146,16 +148,19 @@ def _html_table(table: Table) -> str:
     return f'{note}<div class="scroll"><table><tr>{head}</tr>\n{rows}</table></div>'
 
 
-def _write_csv(file: Path, results: Mapping[str, Results]) -> None:
-    """Writes every value of every row; a column per member of an object, deeper ones as JSON."""
+def _write_csv(file: Path, results: Sequence[Results]) -> None:
+    """Writes every value of every row: nothing for null, a column for each member of an object.
+
+    Members that are null say so, which tells them from objects that are null.
+    """
     rows = [
-        {"file": name, **_flat(row.to_dict())}
-        for name, each in results.items()
-        for row in each.rows
+        {"file": str(each.file), **_flat(row.to_dict())} for each in results for row in each.rows
     ]
-    columns = dict.fromkeys(name for row in rows for name in row)
+    found = dict.fromkeys(name for row in rows for name in row)
+    order = ["file", *(field.name for field in dataclasses.fields(Row))]
+    columns = sorted(found, key=lambda name: order.index(name.split(".")[0]))
     with file.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, list(columns))
+        writer = csv.DictWriter(stream, columns)
         writer.writeheader()
         writer.writerows(rows)
 
@@ -163,13 +168,14 @@ def _write_csv(file: Path, results: Mapping[str, Results]) -> None:
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     found = dict[str, Any]()
     for name, value in row.items():
-        if isinstance(value, Mapping) and value:
-            found |= {f"{name}.{inner}": _cell(each) for inner, each in value.items()}
-        else:
+        if isinstance(value, Mapping):
+            members = {f"{name}.{inner}": _cell(each) for inner, each in value.items()}
+            found |= members or {name: "{}"}
+        elif value is not None:
             found[name] = _cell(value)
     return found
 
 
-def _cell(value: Any) -> Any:
-    """Returns text as it is, null as nothing, and all else as JSON."""
-    return value if isinstance(value, str) else "" if value is None else json.dumps(value)
+def _cell(value: Any) -> str:
+    """Returns text as it is, and all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
