@@ -21,7 +21,8 @@ SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 # And two thirds of that LLVM's optimisation, which programs that run once for a moment do not need.
 QUICK := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 
-.PHONY: help demo install test test-slow test-generation parity benchmark-transformers lint types clean FORCE
+.PHONY: help demo install test test-slow test-generation parity bench bench-accelerator \
+        benchmark-transformers lint types clean FORCE
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,10p'
@@ -56,6 +57,15 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed
 	        --out $(PEERS)/made/tuned-$$case > /dev/null || exit 1; \
 	    $(PEERS)/bin/python tests/huggingface/check.py $(PEERS)/made/tuned-$$case/model || exit 1; \
 	done
+
+# Speed, cost and memory on this machine: make bench ARGS="--suite cpu --resume"
+bench: $(VENV)/.installed-cli
+	$(BIN)/utio-jax bench $(ARGS)
+
+# What only a GPU or TPU can tell, in under ten minutes. `ARGS=--dry-run` shows on a CPU that it
+# runs. JAX comes without CUDA here: on a GPU, first $(BIN)/python -m pip install 'jax[cuda12]'.
+bench-accelerator: $(VENV)/.installed-cli
+	$(BIN)/utio-jax bench --suite accelerator --out out/bench-accelerator $(ARGS)
 
 # Full depth against transformers' on the same weights and cores: make benchmark-transformers
 # ARGS="--model FOLDER"

@@ -24,17 +24,17 @@ import numpy as np
 
 from utio_jax import models
 from utio_jax.adaptive import Adaptive
-from utio_jax.controller import Controller, EntropyAbove
-from utio_jax.documents import batches_of, windows_of
-from utio_jax.evaluate import evaluate
-from utio_jax.generate import Generated, generate
-from utio_jax.generation_benchmark import (
+from utio_jax.benchmark.decoding import (
     STAGE_REPEATS,
     measure_marginal,
     measure_modes,
     middles,
     stage_program,
 )
+from utio_jax.controller import Controller, EntropyAbove
+from utio_jax.documents import batches_of, windows_of
+from utio_jax.evaluate import evaluate
+from utio_jax.generate import Generated, generate
 from utio_jax.loop import Prompts
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Mode, Plain

@@ -27,23 +27,19 @@ from utio_jax import (
     Chance,
     History,
     MicroBatches,
-    Position,
     SparseAttention,
     Thresholded,
     attend_vertical_slash,
-    full_depth,
     models,
 )
-from utio_jax.cost import ideal_flops, pass_flops, token_cost
+from utio_jax.benchmark.sparse import HISTORY, SHARES, time_sparse
 from utio_jax.documents import Batch, batches_of, windows_of
-from utio_jax.evaluate import evaluate, run_score
+from utio_jax.evaluate import evaluate
 from utio_jax.exits import collect_scores, predicted_tokens, study_exits
 from utio_jax.models import Transformer
 from utio_jax.models.corpus import Split, standard_library
 from utio_jax.models.transformer import TransformerConfig
 from utio_jax.query_blocks import attend_blocks
-from utio_jax.sparse import attention_flops
-from utio_jax.timing import time_programs
 
 FLOOR = 4
 
@@ -77,54 +73,31 @@ def time_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     )
     decoder, executor = Transformer(config), MicroBatches()
     params = jax.jit(decoder.init)(jax.random.key(0))
-    history = History(recent=256, sinks=4, heavy=60)
-    choose = partial(SparseAttention, history=history, chunk=chunk)
-    choices = {
-        "dense": None,
-        "all": choose(signal=Position(), thresholds=jnp.asarray([jnp.inf])),
-        "half": choose(signal=Chance(key=jax.random.key(1)), thresholds=jnp.asarray([0.5])),
-    }
-    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2048, (1, tokens)), jnp.int32)
-    lengths, policy = jnp.full(1, tokens), full_depth(decoder)
-    programs: dict[str, Callable[[], Any]] = {
-        name: partial(
-            run_score, decoder, params, ids, lengths, policy, executor=executor, attention=choice
-        )
-        for name, choice in choices.items()
-    }
-    programs |= attention_alone(config, history, chunk, executor, tokens)
-    works = {name: programs[name]().work for name in choices}
-    times = time_programs(programs, rounds=arguments.rounds)
-    cost, rows = token_cost(decoder, params), []
-    for name, timing in times.items():
+    found = time_sparse(
+        decoder,
+        params,
+        tokens=tokens,
+        chunk=chunk,
+        rounds=arguments.rounds,
+        executor=executor,
+        others=attention_alone(config, HISTORY, chunk, executor, tokens),
+    )
+    rows, full = [], found["dense"].flops
+    for name, one in found.items():
         alone = name.startswith("attention")
+        speedup = one.timing.speedup_over(found["attention dense" if alone else "dense"].timing)
         row = {
             "program": name,
             "tokens": tokens,
-            "seconds": timing.median,
-            "speedup": timing.speedup_over(times["attention dense" if alone else "dense"]),
-            "compiles": timing.compiles,
+            "seconds": one.timing.median,
+            "speedup": speedup,
+            "compiles": one.timing.compiles,
         }
-        if not alone:
-            choice, work = choices[name], works[name]
-            size = {"segments": 1, "batch": 1, "width": tokens}
-            gates = (
-                0.0 if choice is None else attention_flops(choice, decoder, params, work, **size)
-            )
-            share = {"dense": 0.0, "all": 1.0, "half": 0.5}[name]
-            flops = pass_flops(cost, work, gates=gates)
-            row["flops_ratio"] = flops / pass_flops(cost, works["dense"])
-            row["heat_pct"] = 100 * gates / pass_flops(cost, works["dense"])
-            row["speedup_ideal"] = pass_flops(cost, works["dense"]) / ideal_flops(
-                cost,
-                np.full((1, tokens), config.num_layers),
-                key_widths=executor.key_widths(tokens),
-                deepest=config.num_layers,
-                keep_frozen=True,
-                sparse_layers=np.full((1, tokens), share * config.num_layers),
-                history=history.size,
-            )
-            row["efficiency"] = row["speedup"] / row["speedup_ideal"]
+        if name in SHARES:
+            row["flops_ratio"] = one.flops / full
+            row["heat_pct"] = 100 * one.flops_choosing / full
+            row["speedup_ideal"] = full / one.flops_ideal
+            row["efficiency"] = speedup / row["speedup_ideal"]
         rows.append(row)
     return rows
 

@@ -31,21 +31,18 @@ import numpy as np
 
 from utio_jax import models
 from utio_jax.adaptive import Adaptive
-from utio_jax.cache import bytes_per_slot, init_cache
+from utio_jax.benchmark.throttling import time_throttle
 from utio_jax.chance import Chance
 from utio_jax.dense import dense_states
 from utio_jax.documents import windows_of
-from utio_jax.emission import DecodeState, empty_tally, stop_rules
+from utio_jax.emission import DecodeState, stop_rules
 from utio_jax.history import History
-from utio_jax.loop import advance, begin
-from utio_jax.mode import Mode, Plain, Setting
+from utio_jax.loop import begin
+from utio_jax.mode import Mode, Setting
 from utio_jax.models.corpus import standard_library
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.policies import never_stops
-from utio_jax.sampling import Greedy
-from utio_jax.signals import SignalBase, static
 from utio_jax.throttle import Throttle
-from utio_jax.timing import time_programs
 
 MODEL = TransformerConfig(
     vocab_size=8192,
@@ -94,139 +91,37 @@ def report(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # --- Time.
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowNumber(SignalBase):
-    """Scores tokens by their row, so that a threshold throttles a known share of the rows."""
-
-    name: str = static(default="row")
-
-    def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        rows = jnp.arange(token_ids.shape[0], dtype=jnp.float32)
-        return jnp.broadcast_to(rows[:, None], token_ids.shape)
-
-    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
-        return memory, memory
-
-
 def measure_time(arguments: argparse.Namespace, context: int) -> list[dict[str, Any]]:
     """Returns one record per mode at one context."""
     recent, sinks, heavy = arguments.history
-    history = History(recent=recent, sinks=sinks, heavy=heavy)
-
-    def throttled(threshold: float) -> Adaptive:
-        throttle = Throttle(
-            history=history,
-            signal=RowNumber(),
-            thresholds=jnp.full(2, threshold, jnp.float32),
-            refresh=arguments.refresh,
-        )
-        return Adaptive(policy=never_stops((4, 8)), throttle=throttle)
-
-    modes: dict[str, Mode] = {
-        "plain": Plain(),
-        "rows": throttled(-jnp.inf),
-        "half": throttled(arguments.batch / 2 - 0.5),
-        "all": throttled(jnp.inf),
-    }
     decoder = Transformer(MODEL)
-    params = decoder.init(jax.random.key(0))
-    steps = arguments.refresh
-    slots = -(-(context + steps * (arguments.rounds + 2)) // 128) * 128
-    setting = Setting(
-        decoder=decoder, params=params, sampling=Greedy(), stops=stop_rules(()), width=slots
+    found = time_throttle(
+        decoder,
+        decoder.init(jax.random.key(0)),
+        context=context,
+        batch=arguments.batch,
+        history=History(recent=recent, sinks=sinks, heavy=heavy),
+        refresh=arguments.refresh,
+        rounds=arguments.rounds,
     )
-    ids = jax.random.randint(jax.random.key(1), (arguments.batch, slots), 0, MODEL.vocab_size)
-
-    @jax.jit
-    def start(mode: Mode, cache: Any) -> DecodeState:
-        return without_cache(mode.start(setting, fresh_state(ids, cache, context)))
-
-    cache = random_cache(arguments.batch, slots)
-    per_slot = bytes_per_slot(cache)
-    states = {name: start(mode, cache) for name, mode in modes.items()}
-    shared = [(cache.keys, cache.values)]  # One for all: it is donated and handed on.
-    del cache
-
-    def turn(name: str) -> jax.Array:
-        state = states[name]
-        keys, values = shared.pop()
-        full = dataclasses.replace(state.cache, keys=keys, values=values)
-        until = np.int32(int(state.lengths[0] - state.prompt_lengths[0]) + steps)
-        state = dataclasses.replace(state, cache=full)
-        rules = (setting.sampling, setting.stops)
-        state = advance(decoder, params, modes[name], *rules, state, until, widths=(slots,))
-        shared.append((state.cache.keys, state.cache.values))
-        states[name] = without_cache(state)
-        return state.lengths
-
-    programs = {name: partial(turn, name) for name in modes}
-    times = time_programs(programs, rounds=arguments.rounds)
-    dense = min(("plain", "rows"), key=lambda name: times[name].median)
+    dense = min(("plain", "rows"), key=lambda name: found[name].timing.median)
     return [
         {
             "mode": name,
             "context": context,
             "batch": arguments.batch,
-            "ms_per_step": round(1e3 * times[name].median / steps, 2),
+            "ms_per_step": round(1e3 * one.timing.median / one.steps, 2),
             "ms_per_step_range": [
-                round(1e3 * float(f(times[name].seconds)) / steps, 2) for f in (np.min, np.max)
+                round(1e3 * float(f(one.timing.seconds)) / one.steps, 2) for f in (np.min, np.max)
             ],
             "fastest_dense": dense,
-            "speedup": round(times[name].speedup_over(times[dense]), 3),
-            "compiles": times[name].compiles,
-            **read_by(states[name], per_slot, slots),
+            "speedup": round(one.timing.speedup_over(found[dense].timing), 3),
+            "compiles": one.timing.compiles,
+            "first_row_read_pct": 100 * one.read[0],
+            "last_row_read_pct": 100 * one.read[1],
         }
-        for name in modes
+        for name, one in found.items()
     ]
-
-
-def read_by(state: DecodeState, per_slot: int, slots: int) -> dict[str, Any]:
-    """Returns what the first and the last row read per step, as a share of all their slots."""
-    tally, steps = state.tally, float(state.tally.steps[0])
-    whole = MODEL.num_layers * slots * per_slot
-    read = np.asarray(tally.key_slots, np.float64) * per_slot / steps
-    if tally.views is not None:  # The look at the prompt's end is prefill's.
-        read += (np.asarray(tally.views.refresh_bytes, np.float64) - whole) / steps
-    return {
-        "first_row_read_pct": 100 * read[0] / whole,
-        "last_row_read_pct": 100 * read[-1] / whole,
-    }
-
-
-def without_cache(state: DecodeState) -> DecodeState:
-    """Returns the state with keys and values left to another."""
-    bare: Any = {"keys": None, "values": None}
-    return dataclasses.replace(state, cache=dataclasses.replace(state.cache, **bare))
-
-
-def fresh_state(token_ids: jax.Array, cache: Any, count: int) -> DecodeState:
-    """Returns rows of `count` tokens and one more that has not run yet."""
-    batch, slots = token_ids.shape
-    lengths = jnp.full((batch,), count, jnp.int32)
-    return DecodeState(
-        token_ids=token_ids,
-        lengths=lengths + 1,
-        prompt_lengths=lengths,
-        limits=jnp.full((batch,), slots, jnp.int32),
-        reason=jnp.zeros((batch,), jnp.int32),
-        seeds=jnp.arange(batch, dtype=jnp.uint32),
-        cache=dataclasses.replace(cache, filled=cache.filled + lengths),
-        tally=empty_tally(batch, slots),
-        memory=None,
-    )
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def random_cache(batch: int, slots: int) -> Any:
-    """Returns a cache of random keys and values: what is read does not change the time."""
-    empty = init_cache(MODEL, batch=batch, slots=slots)
-    keys = jax.random.split(jax.random.key(2))
-    return dataclasses.replace(
-        empty,
-        keys=jax.random.normal(keys[0], empty.keys.shape),
-        values=jax.random.normal(keys[1], empty.values.shape),
-    )
 
 
 # --- Loss.

@@ -42,3 +42,52 @@ TINY = TransformerConfig(
     eos_ids=(0,),
 )
 """For tests and first steps: random weights, milliseconds on any machine."""
+
+_LLAMA_7B = TransformerConfig(
+    vocab_size=32_000,
+    num_layers=32,
+    embed_dim=4096,
+    num_heads=32,
+    num_kv_heads=32,
+    head_dim=128,
+    mlp_dim=11_008,
+    context_length=4096,
+    activation="swiglu",
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    bos_id=1,
+    eos_ids=(2,),
+)
+
+SHAPES = {
+    "llama-7b": _LLAMA_7B,
+    "llama-13b": dataclasses.replace(
+        _LLAMA_7B,
+        num_layers=40,
+        exits=(),
+        embed_dim=5120,
+        num_heads=40,
+        num_kv_heads=40,
+        mlp_dim=13_824,
+    ),
+    "llama-70b": dataclasses.replace(
+        _LLAMA_7B,
+        num_layers=80,
+        exits=(),
+        embed_dim=8192,
+        num_heads=64,
+        num_kv_heads=8,
+        mlp_dim=28_672,
+    ),
+    "mistral-7b": dataclasses.replace(
+        _LLAMA_7B, num_kv_heads=8, mlp_dim=14_336, context_length=32_768
+    ),
+    "tiny": TINY,
+}
+"""Shapes to measure speed at, with random weights: of Llama 2 and of Mistral, and a tiny one."""
+
+
+def with_layers(config: TransformerConfig, num_layers: int) -> TransformerConfig:
+    """Returns a model of the same widths with so many layers, and exits at quarters of them."""
+    exits = {round(num_layers * quarter / 4) for quarter in (1, 2, 3, 4)} - {0}
+    return dataclasses.replace(config, num_layers=num_layers, exits=tuple(sorted(exits)))

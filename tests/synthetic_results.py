@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from utio_jax.benchmark.results import Row
+
 MATMUL, COPY = 2.5e11, 1.5e10  # FLOPs and bytes per second of the machine that is made up.
 
 # Share of the FLOPs, loss increase (%), agreement and efficiency of what the shipped model runs.
@@ -32,11 +34,15 @@ class _Maker:
         self.random = np.random.default_rng(seed)
         self.rows: list[dict[str, Any]] = []
 
-    def spread(self, median: float, *, rounds: int | None = 7) -> dict[str, Any]:
+    def spread(self, median: float) -> dict[str, Any]:
         median *= float(self.random.uniform(0.995, 1.005))
         low, high = self.random.uniform(0.01, 0.03, 2)
-        found = {"median": median, "low": median * (1 - low), "high": median * (1 + high)}
-        return found if rounds is None else {**found, "rounds": rounds}
+        return {
+            "median": median,
+            "low": median * (1 - low),
+            "high": median * (1 + high),
+            "rounds": 7,
+        }
 
     def add(
         self,
@@ -85,7 +91,7 @@ class _Maker:
         }
         own = row["ran"] and not row["fallbacks"]
         if seconds and full_seconds and own:
-            row["speedup"] = self.spread(full_seconds / seconds, rounds=None)
+            row["speedup"] = self.spread(full_seconds / seconds)
             if row["speedup_ideal"]:
                 row["efficiency"] = row["speedup"]["median"] / row["speedup_ideal"]
         if seconds and flops:
@@ -316,7 +322,7 @@ def synthetic_results(seed: int = 0) -> dict[str, Any]:
             "matmul_flops_per_second": MATMUL,
             "copy_bytes_per_second": COPY,
         },
-        "rows": make.rows,
+        "rows": [Row.from_dict(row).to_dict() for row in make.rows],
     }
 
 

@@ -16,13 +16,8 @@ CORE = ROOT / "utio_jax"
 
 # Modules of one floor do not import each other.
 FLOORS = (
-    {"decoder", "ledger", "documents", "launch", "report.results"},
-    {
-        "plan",
-        "parallel",
-        "report.grouping",
-        "report.regressions",
-    },  # The words of routing, in terms of a decoder's.
+    {"decoder", "ledger", "documents", "launch"},
+    {"plan", "parallel"},  # The words of routing, in terms of a decoder's.
     {
         "importance",
         "buckets",
@@ -33,9 +28,8 @@ FLOORS = (
         "bootstrap",
         "risk",
         "sampling",
-        "report.growth",
     },
-    {"history", "lens", "processes", "report.tables"},
+    {"history", "lens", "processes"},
     {"vertical_slash", "views"},
     {"executors", "query_blocks", "cache"},
     {"dense", "heat", "readout"},
@@ -49,16 +43,32 @@ FLOORS = (
         "sparse",
     },
     {"layers", "policies", "learned", "wrappers", "chance", "lens_fitting", "throttled"},
-    {"forward", "timing", "calibration", "mode", "descent"},
+    {"forward", "timing", "calibration", "mode", "descent", "profit"},
     {"guardrails", "exits", "throttle", "quality"},
     {"evaluate", "gates", "adaptive", "lossless", "loop"},
-    {"search", "oracles", "benchmark", "generate", "online"},
-    {"goals", "comparison"},
-    {"calibrate", "plots", "advice"},
-    {"generation_ledger", "text", "terminal", "report.speed_plots", "report.work_plots"},
-    {"generation_benchmark", "request_ledger", "report.sections"},
-    {"demo", "lm_eval", "report.writing"},
-    {"commands.shared"},
+    {"search", "oracles", "benchmark.scoring", "benchmark.results", "generate", "online"},
+    {"goals", "comparison", "report.results"},
+    {"calibrate", "plots", "advice", "report.grouping", "report.regressions"},
+    {"generation_ledger", "text", "terminal", "report.growth"},
+    {"benchmark.decoding", "benchmark.environment", "request_ledger"},
+    {"demo", "lm_eval", "benchmark.subjects", "report.tables"},
+    {"benchmark.rows", "report.speed_plots", "report.work_plots"},
+    {
+        "benchmark.passes",
+        "benchmark.startup",
+        "benchmark.texts",
+        "benchmark.throttling",
+        "report.sections",
+    },
+    {
+        "benchmark.sparse",
+        "benchmark.growth",
+        "benchmark.execution",
+        "benchmark.profitability",
+        "report.writing",
+    },
+    {"benchmark.suite"},
+    {"commands.shared", "commands.bench_subjects"},
     {"commands.scoring"},
     {
         "commands.demo",
@@ -66,15 +76,26 @@ FLOORS = (
         "commands.score",
         "commands.evaluate",
         "commands.finetune",
+        "commands.bench",
         "commands.calibrate",
         "commands.compare",
+        "commands.first_call",
         "commands.lm_eval",
         "commands.report",
     },
     {"commands.train"},
     {"cli"},
-    {"__init__", "__main__", "commands.__init__", "report.__init__"},
+    {
+        "__init__",
+        "__main__",
+        "commands.__init__",
+        "benchmark.__init__",
+        "benchmark.__main__",
+        "report.__init__",
+    },
 )
+# Folders of modules; importing a name from one names a module.
+PACKAGES = ("commands", "benchmark", "report")
 FLOOR_OF_MODULE = {module: floor for floor, names in enumerate(FLOORS) for module in names}
 # The models use the core up to its studies, and have floors of their own.
 MODELS = (
@@ -115,12 +136,13 @@ def imports_of(source: str) -> list[tuple[str, bool]]:
 
 
 def modules_of(folder: Path) -> dict[str, str]:
-    """Returns the source of every module in a folder and its packages, by dotted name."""
-    # `utio_jax/models` is a link to the models, which have floors of their own.
-    files = {*folder.glob("*.py"), *folder.glob("*/*.py")} - {*folder.glob("models/*.py")}
+    """Returns the source of every module in a folder and its `PACKAGES`, by dotted name."""
+    files = sorted(
+        [*folder.glob("*.py"), *(f for package in PACKAGES for f in folder.glob(f"{package}/*.py"))]
+    )
     return {
         ".".join(file.relative_to(folder).with_suffix("").parts): file.read_text(encoding="utf-8")
-        for file in sorted(files)
+        for file in files
     }
 
 
@@ -140,8 +162,10 @@ def test_a_module_imports_only_from_lower_floors(module):
             assert module.startswith("commands."), f"{module} imports {name}; only commands may"
             assert not runs_on_import, f"{module} imports {name} at once; import it in a function"
             continue
-        assert rest in FLOOR_OF_MODULE, f"{module} imports the unknown {name}"
-        assert FLOOR_OF_MODULE[rest] < FLOOR_OF_MODULE[module], f"{module} imports {name}"
+        first, *others = rest.split(".")
+        target = f"{first}.{others[0]}" if first in PACKAGES and others else first
+        assert target in FLOOR_OF_MODULE, f"{module} imports the unknown {name}"
+        assert FLOOR_OF_MODULE[target] < FLOOR_OF_MODULE[module], f"{module} imports {name}"
 
 
 @pytest.mark.parametrize("module", sorted(modules_of(ROOT / "models")))
@@ -183,11 +207,8 @@ def run_python(code: str) -> str:
 def test_importing_the_core_loads_neither_flax_nor_what_the_command_line_needs():
     face = {"__init__", "__main__", "cli", "demo", "plots", "terminal", "calibrate", "lm_eval"}
     face |= {f"report.{name}" for name in ("speed_plots", "work_plots", "sections", "writing")}
-    modules = {
-        name
-        for name in modules_of(CORE)
-        if not name.startswith("commands") and not name.endswith("__init__")
-    } - face
+    modules = {name for name in modules_of(CORE) if not name.startswith("commands")} - face
+    modules -= {"benchmark.__main__"}
     core = [f"utio_jax.{name}" for name in sorted(modules)]
     heavy = (
         "flax",

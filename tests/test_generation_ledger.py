@@ -23,8 +23,8 @@ from generation import (
 )
 
 from utio_jax.adaptive import Adaptive
+from utio_jax.benchmark.decoding import measure_modes, middles, repetition
 from utio_jax.cost import token_cost
-from utio_jax.generation_benchmark import measure_modes, middles, repetition
 from utio_jax.generation_ledger import generation_ledger, read_emitted, spent_on
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Plain

@@ -18,9 +18,9 @@ from generation import PROMPTS, lively_model, run
 
 from utio_jax import models
 from utio_jax.adaptive import Adaptive
+from utio_jax.benchmark.decoding import middles, repetition
 from utio_jax.controller import Controller
 from utio_jax.generate import generate
-from utio_jax.generation_benchmark import middles, repetition
 from utio_jax.generation_ledger import read_emitted
 from utio_jax.loop import Lengths
 from utio_jax.lossless import Lossless

@@ -13,7 +13,7 @@ from test_evaluate import EXECUTOR, batches
 from test_staircase import gated
 
 from utio_jax import Ledger, Random
-from utio_jax.benchmark import Entry, control_entries, count_steps, measure, uniform_hull
+from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure, uniform_hull
 from utio_jax.timing import count_compiles, routing_only, time_programs
 
 

@@ -12,6 +12,7 @@ try:
 except ImportError:
     sys.exit("utio-jax: the command line needs the extra `cli`: pip install 'utio-jax[cli]'")
 
+from utio_jax.commands.bench import Bench
 from utio_jax.commands.calibrate import Calibrate
 from utio_jax.commands.compare import Compare
 from utio_jax.commands.demo import Demo
@@ -32,6 +33,7 @@ _COMMANDS = {
     "evaluate": Evaluate,
     "calibrate": Calibrate,
     "compare": Compare,
+    "bench": Bench,
     "report": Report,
     "train": Train,
     "finetune": Finetune,

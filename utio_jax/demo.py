@@ -14,13 +14,13 @@ from rich.console import Console
 
 from utio_jax import executors
 from utio_jax.adaptive import Adaptive
-from utio_jax.benchmark import Entry, control_entries, count_steps, measure
+from utio_jax.benchmark.decoding import measure_modes, middles
+from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure
 from utio_jax.calibrate import BUDGETS
 from utio_jax.controller import Controller
 from utio_jax.documents import Batch
 from utio_jax.forward import score
 from utio_jax.generate import Generated, generate
-from utio_jax.generation_benchmark import measure_modes, middles
 from utio_jax.ledger import uniform_hull
 from utio_jax.loop import Prompts
 from utio_jax.lossless import Lossless

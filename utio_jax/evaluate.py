@@ -25,6 +25,7 @@ from utio_jax.microbatches import MicroBatches
 from utio_jax.parallel import Rows, check_mesh, place
 from utio_jax.plan import Policy
 from utio_jax.processes import Arrays, Shards, digest, local_mesh, share
+from utio_jax.profit import Profit
 from utio_jax.quality import Quality, pack, unpack
 from utio_jax.sparse import SparseAttention, attention_flops
 
@@ -209,6 +210,7 @@ def score_documents(
     shards: Shards | None = None,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
+    profit: Profit | None = None,
     progress: Callable[[], None] | None = None,
 ) -> TextScore:
     """Scores documents of any length in batches of a few static shapes, with the guardrails on.
@@ -226,6 +228,7 @@ def score_documents(
       shards: where each batch's results are kept, for a run that goes on after an interruption.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
+      profit: measured times; passes that are predicted not to pay run at full depth.
       progress: called after every batch.
 
     Raises:
@@ -269,6 +272,7 @@ def score_documents(
             executor=executor,
             fractions=fractions,
             min_tokens=min_tokens,
+            profit=profit,
         )
         for batch in batches
     ]

@@ -4,7 +4,7 @@
     result = generate(decoder, params, prompts, mode=mode)
     generation_ledger(decoder, params, mode, [prompts], [result]).flops_ratio
 
-Times are measured elsewhere: `utio_jax.generation_benchmark`.
+Times are measured elsewhere: `utio_jax.benchmark.decoding`.
 """
 
 from __future__ import annotations

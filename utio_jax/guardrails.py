@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Guardrails: whether routing can pay at a shape at all, asked of the cost model before a pass."""
+"""Guardrails: whether routing can pay at a shape at all, asked before a pass.
+
+Of the cost model in FLOPs; and of measured times, where a benchmark has written them down.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
+from utio_jax.artifacts import conditions
 from utio_jax.cost import expected_flops, token_cost
 from utio_jax.decoder import Decoder, Params
 from utio_jax.executors import Executor
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
+from utio_jax.profit import Profit, predict_seconds
 
 
 def check_worthwhile(
@@ -23,6 +28,7 @@ def check_worthwhile(
     executor: Executor = MicroBatches(),
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
+    profit: Profit | None = None,
 ) -> str | None:
     """Returns why routing cannot pay at a shape, or None where it can.
 
@@ -36,6 +42,11 @@ def check_worthwhile(
       fractions: expected share of tokens at each of the policy's depths; by default the best case,
         in which everybody stops at the first.
       min_tokens: smallest pass that is routed at all.
+      profit: times that `utio-jax bench` measured of this model on this device: routing must also
+        be predicted to be faster than the fastest full pass. None asks about FLOPs alone.
+
+    Raises:
+      ValueError: `profit` is of another model, device or dtype.
     """
     if batch * width < min_tokens:
         return f"{batch} x {width} tokens are fewer than the minimum of {min_tokens}"
@@ -53,9 +64,37 @@ def check_worthwhile(
         gates=[policy.flops(index, decoder, params) for index in boundaries],
         reads=[policy.reads_logits(index) for index in boundaries],
     )
-    if routed < full or policy.depths == (layers,):
+    at = f"at {batch} x {width} tokens in buckets of {executor.min_bucket} routing would"
+    if policy.depths == (layers,):
         return None
-    return (
-        f"at {batch} x {width} tokens in buckets of {executor.min_bucket} routing would cost "
-        f"{routed / full:.2f} of the full pass' FLOPs"
+    if routed >= full:
+        return f"{at} cost {routed / full:.2f} of the full pass' FLOPs"
+    if profit is None:
+        return None
+    check_profit(profit, decoder, params)
+    seconds, seconds_full = predict_seconds(
+        profit,
+        dict(zip(policy.depths, shares, strict=True)),
+        batch=batch,
+        context=width,
+        executor=executor,
+        gates=[policy.flops(index, decoder, params) for index in boundaries],
+        reads=[policy.reads_logits(index) for index in boundaries],
     )
+    if seconds < seconds_full:
+        return None
+    return f"{at} take {seconds / seconds_full:.2f} of the full pass' time, by measured rates"
+
+
+def check_profit(profit: Profit, decoder: Decoder, params: Params) -> None:
+    """Raises ValueError where times were measured of another model, device or dtype."""
+    here = conditions(params)
+    ours = (token_cost(decoder, params), decoder.config.num_layers, here["device"], here["dtype"])
+    theirs = (profit.cost, profit.num_layers, profit.device, profit.dtype)
+    if ours != theirs:
+        raise ValueError(
+            "Wanted times measured of this model on this device. Got those of "
+            f"{profit.num_layers} layers, {profit.dtype} on {profit.device}; here it is "
+            f"{decoder.config.num_layers} layers, {here['dtype']} on {here['device']}, or another "
+            "width. Measure them: utio-jax bench --suite cpu."
+        )

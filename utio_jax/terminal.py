@@ -61,6 +61,34 @@ def ledger_table(
     return table
 
 
+def bench_table(results: Mapping[str, Any]) -> Table:
+    """Returns a terminal table of what `utio-jax bench` measured."""
+    table = Table(
+        title=f"{results['suite']} suite, {results['environment']['device']}",
+        padding=(0, 0),
+        caption="speed-up: median of the rounds' ratios over the fastest full-depth program, and "
+        "quartiles; none where the method fell back or did not run",
+    )
+    for name in ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "effic.", "loss +%"):
+        table.add_column(name, justify="left" if name == "what" else "right", overflow="fold")
+    for row in results["rows"]:
+        speedup, seconds, quality = row["speedup"], row["seconds"], row["quality"] or {}
+        if not row["ran"]:
+            table.add_row(row["key"], "did not run", style="dim")
+            continue
+        table.add_row(
+            row["key"],
+            _show(None if seconds is None else seconds["median"], ".3g"),
+            _show(row["flops_ratio"], ".3f"),
+            _show(None if speedup is None else speedup["median"], ".2f"),
+            "" if speedup is None else f"{speedup['low']:.2f}-{speedup['high']:.2f}",
+            _show(row["speedup_ideal"], ".2f"),
+            _show(row["efficiency"], ".2f"),
+            _show(quality.get("nll_increase_pct"), "+.2f"),
+        )
+    return table
+
+
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     """Returns a terminal table of `utio_jax.comparison.compare`'s rows."""
     table = Table(

@@ -47,6 +47,29 @@ def count_compiles() -> Iterator[CompileCount]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median and quartiles of one number per round.
+
+    Attributes:
+      median: of the rounds.
+      low: a quarter of them lies below.
+      high: a quarter of them lies above.
+      rounds: how many there were.
+    """
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Spread:
+        """Returns the spread of `[round]` values."""
+        low, median, high = np.quantile(np.asarray(values, np.float64), [0.25, 0.5, 0.75])
+        return cls(median=float(median), low=float(low), high=float(high), rounds=len(values))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
     """One program's seconds, one entry per round; entries of one round belong together.
 
@@ -63,9 +86,18 @@ class Timing:
         """Median seconds."""
         return float(np.median(self.seconds))
 
+    @property
+    def spread(self) -> Spread:
+        """Median and quartiles of the seconds."""
+        return Spread.of(self.seconds)
+
+    def ratios_over(self, other: Timing) -> np.ndarray:
+        """Returns `[round]` ratios: how many times faster this is than `other`, round by round."""
+        return other.seconds / self.seconds
+
     def speedup_over(self, other: Timing) -> float:
         """Returns the median of the rounds' ratios: how many times faster this is than `other`."""
-        return float(np.median(other.seconds / self.seconds))
+        return float(np.median(self.ratios_over(other)))
 
 
 def time_programs(

@@ -60,7 +60,7 @@ class Generate(OfModel):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.generation_benchmark import measure_modes
+        from utio_jax.benchmark.decoding import measure_modes
         from utio_jax.mode import Plain
         from utio_jax.text import generate_until, read_text
 

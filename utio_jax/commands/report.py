@@ -25,7 +25,7 @@ class Report:
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.report.results import read_results
+        from utio_jax.report.results import load_results
         from utio_jax.report.writing import write_report
 
         if len(self.files) not in (1, 2):
@@ -33,7 +33,7 @@ class Report:
                 f"Wanted one file of `utio-jax bench`, or two to compare. Got {len(self.files)}. "
                 "Compare more in pairs."
             )
-        written, compared = write_report([read_results(file) for file in self.files], self.out)
+        written, compared = write_report([load_results(file) for file in self.files], self.out)
         worse = compared.those("regression") if compared is not None else ()
         for change in worse:
             print(f"regression: {change.key}, {change.measure}", file=sys.stderr)

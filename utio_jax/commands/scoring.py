@@ -46,6 +46,8 @@ class Scoring(OfWindows):
       batch: rows per pass.
       kv: what others see of a token beyond its depth: propagate or drop.
       min_tokens: passes of fewer tokens run at full depth.
+      profit: a profit.json that `utio-jax bench` measured here; passes that it predicts not to pay
+        run at full depth.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there,
         with any number of processes.
     """
@@ -58,6 +60,7 @@ class Scoring(OfWindows):
     batch: int = 16
     kv: str = "propagate"
     min_tokens: int = 0
+    profit: Path | None = None
     shards: Path | None = None
 
     def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
@@ -66,6 +69,7 @@ class Scoring(OfWindows):
         from utio_jax.evaluate import score_documents
         from utio_jax.models.corpus import read_files
         from utio_jax.processes import Shards, check_same
+        from utio_jax.profit import Profit
 
         check_kv(self.kv, ("propagate", "drop"))
         if (self.token_ids is None) == (not files):
@@ -96,6 +100,7 @@ class Scoring(OfWindows):
                 shards=shards,
                 fractions=fractions,
                 min_tokens=self.min_tokens,
+                profit=None if self.profit is None else Profit.load(self.profit),
                 progress=step,
             )
         layers = model.decoder.config.num_layers

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from utio_jax.report.results import Row
+from utio_jax.benchmark.results import Row
 
 # Of the method, not of the place in which it is measured.
 _OF_METHOD = ("budget", "buckets", "block", "axis")

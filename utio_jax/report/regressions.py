@@ -7,7 +7,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from utio_jax.report.results import Results, Row, Spread, ran_as_itself
+from utio_jax.benchmark.results import Row
+from utio_jax.report.results import Results, ran_as_itself
+from utio_jax.timing import Spread
 
 Verdict = Literal["regression", "improvement", "same", "too few rounds"]
 Measure = Literal["ran", "speedup", "seconds"]
@@ -123,7 +125,7 @@ def _of(before: Row, after: Row) -> list[Change]:
 
 
 def _rounds(row: Row) -> int:
-    return (row.seconds.rounds or 0) if row.seconds is not None else 0
+    return row.seconds.rounds if row.seconds is not None else 0
 
 
 def _verdict(before: Spread, after: Spread, less_is_better: bool) -> Verdict:

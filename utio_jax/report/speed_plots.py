@@ -14,10 +14,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator
 
+from utio_jax.benchmark.results import Row
 from utio_jax.plots import method_colours, plain, small_multiples
 from utio_jax.report.grouping import group, tell_apart
 from utio_jax.report.growth import Series, fit_exponent, growth_series
-from utio_jax.report.results import Row, family, ran_as_itself
+from utio_jax.report.results import family, ran_as_itself
 
 _GREY = "#555555"
 _CONTROLS = ("uniform", "random")

@@ -42,11 +42,13 @@ class Measured:
     Attributes:
       results: what came out of each batch.
       timing: of all batches, prefill included.
+      ratios: `[round]`, plain decoding's seconds per new token over this mode's.
       ledger: with times and speed-up.
     """
 
     results: tuple[Generated, ...]
     timing: Timing
+    ratios: np.ndarray
     ledger: Ledger
 
     @property
@@ -133,7 +135,8 @@ def measure_modes(
             decoder, params, mode, batches, results[name], sampling=sampling, budget=budget
         )
         share = (row.tokens or 0) / plain_tokens
-        speedup = times[name].speedup_over(times["plain"]) * share
+        ratios = times[name].ratios_over(times["plain"]) * share
+        speedup = float(np.median(ratios))
         ideal = row.speedup_ideal
         if ideal is not None:
             prefill = min(1.0, times[""].median / times["plain"].median)
@@ -147,7 +150,9 @@ def measure_modes(
             efficiency=None if ideal is None else speedup / ideal,
             compiles=times[name].compiles,
         )
-        measured[name] = Measured(results=results[name], timing=times[name], ledger=row)
+        measured[name] = Measured(
+            results=results[name], timing=times[name], ratios=ratios, ledger=row
+        )
     return measured
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,31 @@ def control_entries(decoder: Decoder) -> list[Entry]:
     ]
 
 
-def measure(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One entry next to full depth, from one run.
+
+    Attributes:
+      entry: what was measured.
+      ledger: quality of all batches, time of the first.
+      quality: of the first batch, the one that is timed.
+      timing: of the entry.
+      baseline: which full-depth program was the fastest: `"full"`, the staircase with one stage, or
+        `"full dense"`, the plain one.
+      fastest: its timing, in the same rounds.
+      routing: packing and unpacking alone; None where there is none.
+    """
+
+    entry: Entry
+    ledger: Ledger
+    quality: Quality
+    timing: Timing
+    baseline: str
+    fastest: Timing
+    routing: Timing | None
+
+
+def measure_entries(
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],
@@ -61,8 +86,8 @@ def measure(
     executor: Executor = MicroBatches(),
     rounds: int = 5,
     progress: Callable[[], None] | None = None,
-) -> list[Ledger]:
-    """Returns one ledger row per entry, plus `uniform_hull` at every budget that occurs.
+) -> list[Measured]:
+    """Returns every entry's quality, cost and time.
 
     Quality and FLOPs come from all batches. Times come from the first batch, programs taking turns,
     against the faster of the repository's two full-depth programs; `speedup_ideal` is that batch's.
@@ -102,7 +127,7 @@ def measure(
     }
     programs["full dense"] = partial(dense, decoder, params, ids, lengths)
     times = time_programs(programs, rounds=rounds, progress=progress)
-    fastest = min((times["full"], times["full dense"]), key=lambda timing: timing.median)
+    baseline = min(("full", "full dense"), key=lambda name: times[name].median)
     routing = time_programs(
         {
             label: partial(
@@ -118,22 +143,41 @@ def measure(
         or {"none": lambda: None},
         rounds=rounds,
     )
-    rows = []
+    measured = []
     for entry in entries:
-        quality = first[entry.label] + rest[entry.label]
-        row = quality.ledger(
+        row = (first[entry.label] + rest[entry.label]).ledger(
             entry.policy.name, budget=entry.budget, num_layers=decoder.config.num_layers
         )
-        rows.append(
-            _with_times(
-                row,
-                first[entry.label],
-                times[entry.label],
-                fastest,
-                routing.get(entry.label),
-                params,
+        timed = (times[entry.label], times[baseline], routing.get(entry.label))
+        measured.append(
+            Measured(
+                entry=entry,
+                ledger=_with_times(row, first[entry.label], *timed, params),
+                quality=first[entry.label],
+                timing=times[entry.label],
+                baseline=baseline,
+                fastest=times[baseline],
+                routing=routing.get(entry.label),
             )
         )
+    return measured
+
+
+def measure(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    entries: Sequence[Entry],
+    *,
+    rounds: int = 5,
+    **options: Any,
+) -> list[Ledger]:
+    """Returns one ledger row per entry, plus `uniform_hull` at every budget that occurs.
+
+    Arguments are those of `measure_entries`.
+    """
+    found = measure_entries(decoder, params, batches, entries, rounds=rounds, **options)
+    rows = [each.ledger for each in found]
     hull = uniform_hull(rows)
     budgets = sorted({entry.budget for entry in entries if entry.budget is not None})
     return rows + [_hull_row(rows[0], budget, hull(budget)) for budget in budgets]
