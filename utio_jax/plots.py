@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm, ListedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from utio_jax.comparison import ComparisonRow
@@ -36,7 +37,7 @@ def colour_of(name: str, names: Iterable[str]) -> str:
     """Returns a policy's colour: its own, or one by its place among those of `names` without."""
     if name in COLOURS:
         return COLOURS[name]
-    others = [each for each in dict.fromkeys(names) if each not in COLOURS]
+    others = [each for each in dict.fromkeys((*names, name)) if each not in COLOURS]
     return OTHER_COLOURS[others.index(name) % len(OTHER_COLOURS)]
 
 
@@ -148,7 +149,7 @@ def draw_pareto(
                 color=colour_of(name, curves),
                 label=name,
             )
-    left = min(x for x, *_ in points or exits) - 0.06
+    left = min(x for x, y in (*points, *((x, y) for x, y, _ in exits if y <= top))) - 0.06
     right = max(x for x, *_ in (*points, *exits)) + 0.03
     bottom = min([-0.06 * top, *(1.1 * y for _, y in points)])
     axes.set(ylim=(bottom, top), xlim=(left, right))
@@ -278,13 +279,21 @@ def small_multiples(
     figure, grid = plt.subplots(
         rows,
         across,
-        figsize=(max(5.2, width * across / columns), height * rows + 0.6),
+        figsize=(max(6.4, width * across / columns), height * rows + 0.6),
         layout="constrained",
         squeeze=False,
     )
     for axes in list(grid.flat)[number:]:
         axes.axis("off")
     return figure, list(grid.flat)[:number]
+
+
+def legend_above(figure: Figure, handles: Sequence[Line2D | Patch]) -> None:
+    """Puts one legend above all axes, in as many columns as there is room for."""
+    columns = int(figure.get_figwidth() / 2.1)
+    figure.legend(
+        handles=list(handles), loc="outside upper center", ncols=columns, frameon=False, fontsize=8
+    )
 
 
 def method_colours(family_of_method: Mapping[str, str]) -> dict[str, str]:

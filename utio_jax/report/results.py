@@ -59,3 +59,13 @@ def family(row: Row) -> str:
 def ran_as_itself(row: Row) -> bool:
     """Returns whether the method ran, and nothing in its place."""
     return row.ran and not row.fallbacks
+
+
+def is_full(row: Row) -> bool:
+    """Returns whether the row is of a full-depth program."""
+    return row.method in ("full", "full dense", "plain")
+
+
+def is_gain(row: Row) -> bool:
+    """Returns whether the row has a speed-up over something else than itself."""
+    return row.speedup is not None and row.method != row.baseline

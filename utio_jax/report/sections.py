@@ -14,7 +14,7 @@ from utio_jax.benchmark.results import PARTS, Row
 from utio_jax.plots import save
 from utio_jax.report.growth import growth_series
 from utio_jax.report.regressions import THRESHOLD, ResultsComparison
-from utio_jax.report.results import Results, ran_as_itself
+from utio_jax.report.results import Results, is_gain, ran_as_itself
 from utio_jax.report.speed_plots import draw_efficiency, draw_growth, draw_profit, draw_speedups
 from utio_jax.report.tables import (
     Table,
@@ -39,7 +39,7 @@ _READING = (
     "Growth: medians with quartiles, and the power of the varied setting that fits them, by least "
     "squares of logarithms, with its standard error.",
     "The machine: its ceilings are a large matrix product and a large copy, measured in the same "
-    "run.",
+    "run. What stays in caches is read faster than that copy.",
 )
 
 _PARTS = {
@@ -218,7 +218,10 @@ def _conditions(results: Results, title: str) -> Section:
     absent = [part for part in PARTS if not any(row.part == part for row in results.rows)]
     if absent:
         text.append(f"No rows of: {', '.join(absent)}.")
-    conditions = {**results.environment, **{f"--{k}": v for k, v in results.settings.items()}}
+    conditions = {
+        **results.environment,
+        **{f"--{k.replace('_', '-')}": v for k, v in results.settings.items()},
+    }
     return Section(
         title=title,
         level=2,
@@ -233,7 +236,7 @@ def _counts(rows: Sequence[Row]) -> Table:
         members = [row for row in rows if row.part == part]
         if not members:
             continue
-        gains = [row.speedup.median for row in members if row.speedup is not None]
+        gains = [row.speedup.median for row in members if row.speedup and is_gain(row)]
         counts = (
             len(members),
             sum(ran_as_itself(row) for row in members),

@@ -15,10 +15,10 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from utio_jax.benchmark.results import Row
-from utio_jax.plots import method_colours, plain, small_multiples
+from utio_jax.plots import legend_above, method_colours, plain, small_multiples
 from utio_jax.report.grouping import group, tell_apart
 from utio_jax.report.growth import Series, fit_exponent, growth_series
-from utio_jax.report.results import family, ran_as_itself
+from utio_jax.report.results import family, is_gain, ran_as_itself
 
 _GREY = "#555555"
 _CONTROLS = ("uniform", "random")
@@ -32,11 +32,9 @@ def draw_speedups(rows: Sequence[Row]) -> Figure | None:
     Controls (uniform, random) are hatched. What fell back or did not run has a cross instead.
     """
     rows = [
-        row
-        for row in rows
-        if "batch" in row.setting and (row.speedup is not None or not ran_as_itself(row))
+        row for row in rows if "batch" in row.setting and (is_gain(row) or not ran_as_itself(row))
     ]
-    if not any(row.speedup for row in rows):
+    if not any(map(is_gain, rows)):
         return None
     colours = method_colours({row.method: family(row) for row in rows})
     panels = {
@@ -62,7 +60,7 @@ def draw_speedups(rows: Sequence[Row]) -> Figure | None:
         shown.append(Line2D([], [], color="black", linewidth=1.5, label="ideal"))
     if any(row.speedup is None for row in rows):
         shown.append(Line2D([], [], label="fell back or did not run", **_CROSS))
-    _legend(figure, shown)
+    legend_above(figure, shown)
     return figure
 
 
@@ -107,7 +105,7 @@ def _hatch(method: str) -> str:
 
 def draw_efficiency(rows: Sequence[Row]) -> Figure | None:
     """Draws measured over ideal speed-ups, a panel per part, with lines of equal efficiency."""
-    rows = [row for row in rows if row.speedup is not None and row.speedup_ideal is not None]
+    rows = [row for row in rows if is_gain(row) and row.speedup_ideal is not None]
     if not rows:
         return None
     parts = list(dict.fromkeys(row.part for row in rows))
@@ -159,7 +157,7 @@ def draw_efficiency(rows: Sequence[Row]) -> Figure | None:
         axes.grid(alpha=0.2)
     figure.supxlabel("ideal speed-up (no padding, no gate)", fontsize=9)
     figure.supylabel("measured speed-up, quartiles", fontsize=9)
-    _legend(
+    legend_above(
         figure,
         [
             Line2D([], [], color=colours[name], marker="o", linestyle="", label=plain(name))
@@ -287,9 +285,3 @@ def _time_axis(axes: Axes, which: str) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 40 * low else (1,)))
     axis.set_major_formatter(EngFormatter(unit="s"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _legend(figure: Figure, handles: Sequence[Line2D | Patch]) -> None:
-    figure.legend(
-        handles=list(handles), loc="outside upper center", ncols=5, frameon=False, fontsize=8
-    )

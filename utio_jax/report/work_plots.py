@@ -14,9 +14,16 @@ from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLoca
 
 from utio_jax.benchmark.results import Row
 from utio_jax.ledger import convex_hull
-from utio_jax.plots import colour_of, draw_pareto, method_colours, plain, small_multiples
+from utio_jax.plots import (
+    colour_of,
+    draw_pareto,
+    legend_above,
+    method_colours,
+    plain,
+    small_multiples,
+)
 from utio_jax.report.grouping import group
-from utio_jax.report.results import family, ran_as_itself
+from utio_jax.report.results import family, is_full, ran_as_itself
 
 _GREY = "#555555"
 _SPEEDUP_TICKS = (0.5, 0.7, 0.9, 1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 6, 10)
@@ -71,7 +78,7 @@ def draw_losses(rows: Sequence[Row]) -> Figure | None:
         Line2D([], [], color=colour_of(name, names), marker="o", label=plain(name))
         for name in names
     ]
-    figure.legend(handles=lines, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    legend_above(figure, lines)
     return figure
 
 
@@ -99,13 +106,13 @@ def _draw_quartiles(axes: Axes, rows: Sequence[Row], names: Sequence[str]) -> No
                 _loss(row) or 0.0,
                 1 / row.speedup.high,
                 1 / row.speedup.low,
-                color=colour_of(family(row), names),
+                color=colour_of("uniform" if _is_exit(row) else family(row), names),
                 linewidth=1,
             )
 
 
 def _is_exit(row: Row) -> bool:
-    return family(row) == "uniform" or family(row).startswith("full")
+    return family(row) == "uniform" or is_full(row)
 
 
 def _loss(row: Row) -> float | None:
@@ -164,7 +171,7 @@ def draw_roofline(rows: Sequence[Row], environment: Mapping[str, object]) -> Fig
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
-        axis.set_major_formatter(EngFormatter())
+        axis.set_major_formatter(EngFormatter() if axis is axes.yaxis else FuncFormatter(_plainly))
         axis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.25)
     shown = [
@@ -181,8 +188,13 @@ def draw_roofline(rows: Sequence[Row], environment: Mapping[str, object]) -> Fig
         )
         for n, part in enumerate(parts)
     ]
-    figure.legend(handles=shown, loc="outside upper center", ncols=5, frameon=False, fontsize=8)
+    legend_above(figure, shown)
     return figure
+
+
+def _plainly(x: float, position: int | None) -> str:
+    del position
+    return f"{x:g}"
 
 
 def in_roofline(rows: Sequence[Row]) -> list[Row]:
