@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.benchmark.results import Row
+from utio_jax.benchmark.schema import Row
 
 MATMUL, COPY = 2.5e11, 1.5e10  # FLOPs and bytes per second of the machine that is made up.
 

@@ -19,7 +19,7 @@ import pytest
 from matplotlib.colors import to_hex
 from synthetic_results import SCORE, synthetic_results, write
 
-from utio_jax.benchmark.results import PARTS, Row
+from utio_jax.benchmark.schema import PARTS, Row
 from utio_jax.cli import main
 from utio_jax.ledger import convex_hull
 from utio_jax.plots import method_colours
@@ -334,6 +334,14 @@ def broken(stored: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (lambda s: broken(s, ran=1), "In row 1 of .*Got in row 'routing/.*: ran is 1"),
         (lambda s: broken(s, flops=float("nan")), "Got NaN, which is no JSON. Measure again"),
         (lambda s: broken(s, seconds={"median": 1.0}), "Wanted a spread in seconds. Got: "),
+        (
+            lambda s: broken(s, seconds={"median": "1", "low": 1, "high": 1, "rounds": 3}),
+            "row 1 of .*seconds.median is '1'",
+        ),
+        (
+            lambda s: broken(s, part="growth", setting={"axis": "batch", "batch": "4"}),
+            "setting has no number 'batch', the axis",
+        ),
         (lambda s: broken(s, part="growth"), "setting.axis and part growth belong together"),
         (
             lambda s: broken(s, ran=False, note="late", efficiency=2.0),

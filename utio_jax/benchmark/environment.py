@@ -44,7 +44,7 @@ def describe(*, dtype: jax.typing.DTypeLike, small: bool = False) -> dict[str, A
         "python": known["python"],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": _commit(),
-        "persistent_cache": bool(jax.config.jax_compilation_cache_dir),
+        "persistent_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),
         **measure_ceilings(device.platform, dtype, small=small),
     }
 

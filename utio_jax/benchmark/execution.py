@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.benchmark.results import Row
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.cache import init_cache
 from utio_jax.decode import block_at, run_segment

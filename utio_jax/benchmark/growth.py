@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from utio_jax.benchmark.decoding import STAGE_REPEATS, stage_program
 from utio_jax.benchmark.passes import given_depths, pass_programs
-from utio_jax.benchmark.results import Row
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Method, Subject, methods_of
 from utio_jax.evaluate import run_score
 from utio_jax.microbatches import MicroBatches

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.benchmark.results import Row
 from utio_jax.benchmark.rows import Bench, Group, plan, quality_of, timed
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.scoring import Entry, Measured, measure_entries
 from utio_jax.benchmark.subjects import Method, Subject, full_method, methods_of
 from utio_jax.evaluate import run_score
@@ -38,7 +38,7 @@ def score_group(
     layers = subject.decoder.config.num_layers
 
     def planned(part: str, method: Method) -> Row:
-        more = {"layers": layers, "buckets": len(method.fractions or ())}
+        more: dict[str, Any] = {"layers": layers, "buckets": len(method.fractions or ())}
         if method.budget is not None:
             more["budget"] = method.budget
         # Layers and buckets would only lengthen the key.
@@ -129,7 +129,11 @@ def memory_group(subject: Subject, batch: int, width: int, names: Sequence[str])
     methods = [
         Method(label="full dense"),
         full_method(subject),
-        *(m for m in methods_of(subject, names, width=width) if m.policy is not None),
+        *(
+            method
+            for method in methods_of(subject, names, width=width)
+            if method.policy is not None and method.label in names
+        ),
     ]
     rows = tuple(plan(subject, "memory", method.label, setting) for method in methods)
 
@@ -152,14 +156,15 @@ def memory_group(subject: Subject, batch: int, width: int, names: Sequence[str])
 def memory_of(compiled: Any) -> dict[str, float | None]:
     """Returns a compiled program's bytes, as far as the backend says.
 
-    Where it does not know the peak, arguments, results and temporaries together bound it.
+    Arguments, results and temporaries together bound the peak from above, if not from below.
     """
     known = compiled.memory_analysis()
     if known is None:
         return {"peak": None, "arguments": None, "temporaries": None}
     arguments, temporaries = known.argument_size_in_bytes, known.temp_size_in_bytes
     together = arguments + temporaries + known.output_size_in_bytes - known.alias_size_in_bytes
-    peak = getattr(known, "peak_memory_in_bytes", 0) or together
+    # A CPU's own peak leaves temporaries out.
+    peak = max(getattr(known, "peak_memory_in_bytes", 0), together)
     return {"peak": peak, "arguments": arguments, "temporaries": temporaries}
 
 

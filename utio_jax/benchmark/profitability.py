@@ -16,8 +16,8 @@ import jax.numpy as jnp
 
 from utio_jax.artifacts import conditions
 from utio_jax.benchmark.passes import given_depths, pass_programs
-from utio_jax.benchmark.results import Row
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Method, Subject
 from utio_jax.cost import token_cost
 from utio_jax.policies import GivenDepths

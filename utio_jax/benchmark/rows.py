@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.benchmark.results import Row
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.ledger import Ledger
 from utio_jax.timing import Spread, Timing

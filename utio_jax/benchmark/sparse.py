@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.benchmark.passes import run_dense
-from utio_jax.benchmark.results import Row
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.chance import Chance
 from utio_jax.cost import ideal_flops, pass_flops, token_cost

@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from utio_jax.benchmark.results import Row
 from utio_jax.benchmark.rows import Group, plan
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 
 _TIMEOUT_SECONDS = 600

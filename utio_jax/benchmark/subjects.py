@@ -236,9 +236,9 @@ def shares_for(decoder: Decoder, params: Params, budget: float, *, width: int) -
     ratio = _pass_flops(decoder, params, width=width)
     low, high = -30.0, 30.0
 
-    def shares(slope: float) -> np.ndarray:
+    def shares(slope: float) -> tuple[float, ...]:
         weights = np.exp(slope * np.arange(len(exits)) - abs(slope) * len(exits))
-        return weights / weights.sum()
+        return tuple((weights / weights.sum()).tolist())
 
     least = ratio(exits, shares(low))
     if least > budget:
@@ -249,7 +249,7 @@ def shares_for(decoder: Decoder, params: Params, budget: float, *, width: int) -
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if ratio(exits, shares(middle)) < budget else (low, middle)
-    return tuple(float(share) for share in shares(low))
+    return shares(low)
 
 
 def full_method(subject: Subject) -> Method:

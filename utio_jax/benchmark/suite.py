@@ -15,8 +15,9 @@ from utio_jax.benchmark.execution import execution_groups
 from utio_jax.benchmark.growth import growth_group
 from utio_jax.benchmark.passes import memory_group, score_group
 from utio_jax.benchmark.profitability import Prediction, predict, profit_groups
-from utio_jax.benchmark.results import Recorder, Row
+from utio_jax.benchmark.results import Recorder
 from utio_jax.benchmark.rows import Bench, Group
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.sparse import sparse_group
 from utio_jax.benchmark.startup import compile_group
 from utio_jax.benchmark.subjects import Subject
@@ -117,7 +118,7 @@ def tiny(suite: Suite) -> Suite:
         policies=("random@0.6",),
         score=((2, 64),),
         decode=((1, 16, 8), (2, 16, 8)),
-        contexts=tuple(sizes.get(context, 64) for context in suite.contexts),
+        contexts=tuple(dict.fromkeys(sizes.get(context, 64) for context in suite.contexts)),
         rows=2,
         growth={
             axis: {"block": (32, 64), "context": (64,)}.get(axis, (32, 64)) if values else ()
@@ -146,7 +147,7 @@ def groups_of(suite: Suite, subject: Subject, bench: Bench) -> list[Group]:
             throttle_group(bench, subject, context, suite.rows, history=suite.history)
             for context in suite.contexts
         ],
-        "compile": lambda: [compile_group(subject, batch, width, ("full", named[0]))],
+        "compile": lambda: [compile_group(subject, batch, width, named[:1])],
         "memory": lambda: [memory_group(subject, batch, width, named[:1])],
         "growth": lambda: [
             growth_group(

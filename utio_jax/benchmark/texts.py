@@ -12,8 +12,8 @@ import numpy as np
 
 from utio_jax.adaptive import Adaptive
 from utio_jax.benchmark.decoding import Measured, measure_modes
-from utio_jax.benchmark.results import Row
 from utio_jax.benchmark.rows import Bench, Group, plan, quality_of, timed
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject, methods_of
 from utio_jax.cost import token_cost
 from utio_jax.generate import Generated, generate

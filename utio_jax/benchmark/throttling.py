@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.adaptive import Adaptive
-from utio_jax.benchmark.results import Row
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
+from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.cache import KVCache, bytes_per_slot, init_cache
 from utio_jax.decoder import Decoder, Params

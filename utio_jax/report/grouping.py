@@ -1,15 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which benchmark rows belong side by side, and what to call each."""
+"""Which benchmark rows belong side by side, what to call each, and what it counts as."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from utio_jax.benchmark.results import Row
+from utio_jax.benchmark.schema import Row
 
 # Of the method, not of the place in which it is measured.
 _OF_METHOD = ("budget", "buckets", "block", "axis")
+
+
+def family(row: Row) -> str:
+    """Returns the method without budget or depth: learned of learned@0.6, uniform of uniform:8."""
+    return row.method.replace(":", "@").split("@")[0]
+
+
+def ran_as_itself(row: Row) -> bool:
+    """Returns whether the method ran, and nothing in its place."""
+    return row.ran and not row.fallbacks
+
+
+def is_full(row: Row) -> bool:
+    """Returns whether the row is of a full-depth program."""
+    return row.method in ("full", "full dense", "plain")
+
+
+def is_gain(row: Row) -> bool:
+    """Returns whether the row has a speed-up over something else than itself."""
+    return row.speedup is not None and row.method != row.baseline
 
 
 def tell_apart(rows: Iterable[Row], *, place: Callable[[Row], Any]) -> dict[str, dict[Any, Row]]:

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from utio_jax.benchmark.results import Row
-from utio_jax.report.grouping import tell_apart
-from utio_jax.report.results import ran_as_itself
+from utio_jax.benchmark.schema import Row
+from utio_jax.report.grouping import ran_as_itself, tell_apart
 
 # An exponent of fewer points, or over a narrower range, is a guess.
 MIN_POINTS = 3

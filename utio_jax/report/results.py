@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from utio_jax.benchmark.results import Row, read_results
+from utio_jax.benchmark.results import read_results
+from utio_jax.benchmark.schema import Row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,23 +50,3 @@ def load_results(file: Path) -> Results:
         rows=tuple(Row.from_dict(row) for row in stored["rows"]),
         **{name: stored[name] for name in names},
     )
-
-
-def family(row: Row) -> str:
-    """Returns the method without budget or depth: learned of learned@0.6, uniform of uniform:8."""
-    return row.method.replace(":", "@").split("@")[0]
-
-
-def ran_as_itself(row: Row) -> bool:
-    """Returns whether the method ran, and nothing in its place."""
-    return row.ran and not row.fallbacks
-
-
-def is_full(row: Row) -> bool:
-    """Returns whether the row is of a full-depth program."""
-    return row.method in ("full", "full dense", "plain")
-
-
-def is_gain(row: Row) -> bool:
-    """Returns whether the row has a speed-up over something else than itself."""
-    return row.speedup is not None and row.method != row.baseline

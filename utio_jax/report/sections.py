@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from utio_jax.benchmark.results import PARTS, Row
+from utio_jax.benchmark.schema import PARTS, Row
 from utio_jax.plots import save
+from utio_jax.report.grouping import is_gain, ran_as_itself
 from utio_jax.report.growth import growth_series
 from utio_jax.report.regressions import THRESHOLD, ResultsComparison
-from utio_jax.report.results import Results, is_gain, ran_as_itself
+from utio_jax.report.results import Results
 from utio_jax.report.speed_plots import draw_efficiency, draw_growth, draw_profit, draw_speedups
 from utio_jax.report.tables import (
     Table,

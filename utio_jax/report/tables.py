@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from utio_jax.benchmark.results import Row
+from utio_jax.benchmark.schema import Row
+from utio_jax.report.grouping import ran_as_itself
 from utio_jax.report.growth import Series
 from utio_jax.report.regressions import Change
-from utio_jax.report.results import ran_as_itself
 from utio_jax.timing import Spread
 
 

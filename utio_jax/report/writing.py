@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from utio_jax.benchmark.results import Row
+from utio_jax.benchmark.schema import Row
 from utio_jax.report.regressions import ResultsComparison, compare_results
 from utio_jax.report.results import Results
 from utio_jax.report.sections import Section, comparison_sections, reading_section, sections_of
