@@ -149,9 +149,9 @@ class Row:
             elif name in _KEYS_OF and value is not None and set(value) != _KEYS_OF[name]:
                 found.append(f"{name} has the keys {sorted(value)}")
             elif isinstance(value, Spread):
-                found += _not_numbers(name, dataclasses.asdict(value))
+                found += _not_numbers(name, dataclasses.asdict(value), (int, float))
             elif name in _KEYS_OF and value is not None:
-                found += _not_numbers(name, value)
+                found += _not_numbers(name, value, _NUMBER_OR_NONE)
         if found:
             return found
         if self.part not in PARTS:
@@ -207,11 +207,11 @@ class Row:
         return dataclasses.replace(self, note=_joined(self.note, note))
 
 
-def _not_numbers(name: str, values: Mapping[str, Any]) -> list[str]:
+def _not_numbers(name: str, values: Mapping[str, Any], kinds: tuple[type, ...]) -> list[str]:
     return [
         f"{name}.{member} is {value!r}"
         for member, value in values.items()
-        if member not in ("histogram", "held_out") and not isinstance(value, _NUMBER_OR_NONE)
+        if member not in ("histogram", "held_out") and not isinstance(value, kinds)
     ]
 
 
