@@ -17,6 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from matplotlib.patches import Rectangle
 from synthetic_results import SCORE, synthetic_results, write
 
 from utio_jax.benchmark.schema import PARTS, Row
@@ -395,7 +396,7 @@ def test_bars_are_as_high_as_the_measured_speedups(results: Results) -> None:
     assert figure is not None
     (axes,) = figure.axes
     measured = [row for row in rows if row.speedup is not None]
-    bars = [patch for patch in axes.patches if patch.get_width() > 0]
+    bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
     heights = sorted(bar.get_height() for bar in bars)
     assert heights == pytest.approx(sorted(row.speedup.median for row in measured if row.speedup))
     left = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
@@ -420,7 +421,7 @@ def test_losses_lie_over_flops_and_times_with_a_hull_of_the_exits(results: Resul
     lines = {str(line.get_label()): line for line in left.lines}
     hull = next(line for label, line in lines.items() if label.startswith("uniform_hull"))
     wanted = [convex_hull(exits)(x) for x in np.asarray(hull.get_xdata())]
-    np.testing.assert_allclose(np.asarray(hull.get_ydata()), wanted)
+    np.testing.assert_allclose(np.asarray(hull.get_ydata()), np.asarray(wanted, np.float64))
     learned = sorted(at for method, at in shares.items() if method.startswith("learned"))
     np.testing.assert_allclose(np.asarray(lines["learned"].get_xydata()), learned)
     (times,) = [line for line in right.lines if line.get_label() == "learned"]
@@ -450,9 +451,9 @@ def test_powers_are_fitted_where_there_is_something_to_fit(results: Results) -> 
     assert figure is not None
     drawn = [axes for axes in figure.axes if axes.axison]
     assert [axes.get_xscale() for axes in drawn] == ["log"] * 5
-    (label,) = [
-        t.get_text() for t in figure.axes[3].get_legend().texts if "learned" in t.get_text()
-    ]
+    legend = drawn[3].get_legend()
+    assert legend is not None
+    (label,) = [text.get_text() for text in legend.texts if "learned" in text.get_text()]
     assert label.startswith("learned@0.6: 1.40 ± 0.0")
 
 

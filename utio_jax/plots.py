@@ -22,11 +22,15 @@ from utio_jax.comparison import ComparisonRow
 from utio_jax.ledger import Ledger
 
 COLOURS = {
+    "full": "#333333",
+    "full dense": "#333333",
+    "plain": "#333333",
     "uniform": "#777777",
     "uniform_hull": "#777777",
     "random": "#d08b2c",
     "utio_surrogate": "#7a5aa6",
     "learned": "#11806a",
+    "lossless": "#1f3b73",
 }
 
 # Of policies without a colour of their own.
@@ -306,7 +310,8 @@ def method_colours(family_of_method: Mapping[str, str]) -> dict[str, str]:
         shades = np.linspace(-0.45, 0.3, len(members)) if len(members) > 1 else [0.0]
         for shade, method in zip(shades, members, strict=True):
             towards = 1.0 if shade < 0 else 0.0  # White or black.
-            colours[method] = to_hex(base + (towards - base) * abs(shade))
+            red, green, blue = base + (towards - base) * abs(shade)
+            colours[method] = to_hex((float(red), float(green), float(blue)))
     return {method: colours[method] for method in family_of_method}
 
 

@@ -144,7 +144,8 @@ class Row:
         for name, kinds in _TYPES.items():
             value: Any = getattr(self, name)
             # A bool is an int to Python, and no number to a reader.
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
+            if wrong:
                 found.append(f"{name} is {value!r}")
             elif name in _KEYS_OF and value is not None and set(value) != _KEYS_OF[name]:
                 found.append(f"{name} has the keys {sorted(value)}")
@@ -158,9 +159,10 @@ class Row:
             found.append(f"part {self.part!r} is none of {', '.join(PARTS)}")
         if (self.part == "growth") != ("axis" in self.setting):
             found.append("setting.axis and part growth belong together")
-        axis = self.setting.get("axis")
-        if "axis" in self.setting and not isinstance(self.setting.get(axis), (int, float)):
-            found.append(f"setting has no number {axis!r}, the axis")
+        if "axis" in self.setting:
+            axis = self.setting["axis"]
+            if not isinstance(self.setting.get(axis), (int, float)):
+                found.append(f"setting has no number {axis!r}, the axis")
         if (not self.ran or self.fallbacks) and (self.speedup or self.efficiency):
             found.append("a speed-up of a method that did not run, or fell back")
         if not self.ran and not self.note:

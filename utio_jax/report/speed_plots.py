@@ -51,7 +51,7 @@ def draw_speedups(rows: Sequence[Row]) -> Figure | None:
         axes.set_ylim(0, top)
     figure.supylabel("speed-up over the baseline", fontsize=9)
     figure.supxlabel("batch (rows)", fontsize=9)
-    shown = [
+    shown: list[Line2D | Patch] = [
         Patch(facecolor=colour, hatch=_hatch(method), edgecolor="white", label=plain(method))
         for method, colour in colours.items()
     ]
@@ -66,7 +66,7 @@ def draw_speedups(rows: Sequence[Row]) -> Figure | None:
 def _speedup_bars(axes: Axes, panel: dict[str, dict], colours: dict[str, str]) -> None:
     batches = sorted({batch for found in panel.values() for batch in found})
     width = 0.84 / len(panel)
-    for number, (_, found) in enumerate(panel.items()):
+    for number, found in enumerate(panel.values()):
         for batch, row in found.items():
             x = batches.index(batch) + (number - (len(panel) - 1) / 2) * width
             if row.speedup is None:
@@ -81,7 +81,7 @@ def _speedup_bars(axes: Axes, panel: dict[str, dict], colours: dict[str, str]) -
                 hatch=_hatch(row.method),
                 edgecolor="white",
                 linewidth=0,
-                yerr=[[middle - row.speedup.low], [row.speedup.high - middle]],
+                yerr=np.maximum([[middle - row.speedup.low], [row.speedup.high - middle]], 0),
                 error_kw={"elinewidth": 1, "ecolor": "#222222"},
             )
             if row.speedup_ideal is not None:
@@ -104,22 +104,21 @@ def _hatch(method: str) -> str:
 
 def draw_efficiency(rows: Sequence[Row]) -> Figure | None:
     """Draws measured over ideal speed-ups, a panel per part, with lines of equal efficiency."""
-    rows = [row for row in rows if is_gain(row) and row.speedup_ideal is not None]
-    if not rows:
+    points = [
+        (row.part, family(row), row.speedup_ideal, row.speedup)
+        for row in rows
+        if is_gain(row) and row.speedup is not None and row.speedup_ideal is not None
+    ]
+    if not points:
         return None
-    parts = list(dict.fromkeys(row.part for row in rows))
-    families = list(dict.fromkeys(family(row) for row in rows))
+    parts = list(dict.fromkeys(part for part, *_ in points))
+    families = list(dict.fromkeys(name for _, name, *_ in points))
     colours = method_colours({name: name for name in families})
     figure, grid = small_multiples(len(parts), 2 if len(parts) == 4 else 3, height=3.2)
     for part, axes in zip(parts, grid, strict=True):
-        members = [row for row in rows if row.part == part]
-        top = 1.1 * max(
-            max(row.speedup_ideal or 0, row.speedup.high) for row in members if row.speedup
-        )
-        low = 0.9 * min(
-            min(row.speedup_ideal or 1, row.speedup.low) for row in members if row.speedup
-        )
-        low = min(low, 0.9)
+        members = [(name, ideal, found) for at, name, ideal, found in points if at == part]
+        top = 1.1 * max(max(ideal, found.high) for _, ideal, found in members)
+        low = min(0.9, *(0.9 * min(ideal, found.low) for _, ideal, found in members))
         for share in (1.0, 0.8, 0.6):
             axes.plot(
                 [low, top], [share * low, share * top], color="#bbbbbb", linewidth=0.9, zorder=1
@@ -134,17 +133,12 @@ def draw_efficiency(rows: Sequence[Row]) -> Figure | None:
                 va="center",
                 annotation_clip=False,
             )
-        for name in families:
-            points = [r for r in members if family(r) == name and r.speedup and r.speedup_ideal]
-            if not points:
-                continue
-            y = np.asarray(
-                [(r.speedup.median, r.speedup.low, r.speedup.high) for r in points if r.speedup]
-            )
+        for name, ideal, found in members:
+            ends = [[found.median - found.low], [found.high - found.median]]
             axes.errorbar(
-                [r.speedup_ideal for r in points if r.speedup_ideal],
-                y[:, 0],
-                yerr=np.maximum([y[:, 0] - y[:, 1], y[:, 2] - y[:, 0]], 0),
+                ideal,
+                found.median,
+                yerr=np.maximum(ends, 0),
                 fmt="o",
                 markersize=4.5,
                 alpha=0.85,
@@ -192,7 +186,7 @@ def draw_growth(rows: Sequence[Row]) -> Figure | None:
         else:
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
-        axes.xaxis.set_major_locator(FixedLocator(xs))
+        axes.xaxis.set_major_locator(FixedLocator(xs.tolist()))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.grid(alpha=0.25)

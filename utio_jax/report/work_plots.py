@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
+from numpy.typing import ArrayLike
 
 from utio_jax.benchmark.schema import Row
 from utio_jax.ledger import convex_hull
@@ -118,7 +119,7 @@ def _loss(row: Row) -> float | None:
     return row.quality["nll_increase_pct"] if row.quality is not None else None
 
 
-def _inverse(x: np.ndarray) -> np.ndarray:
+def _inverse(x: ArrayLike) -> np.ndarray:
     return 1 / np.maximum(np.asarray(x, np.float64), 1e-3)
 
 
