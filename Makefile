@@ -5,6 +5,8 @@
 #   make test                     # everything, then lint, format, types, doctests, tests
 #   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
 #   make test TESTS=tests/test_buckets.py
+#   make bench                    # speed, cost and memory here, in two minutes
+#   make bench-accelerator        # what a GPU or TPU can tell, in under ten
 #
 # An existing .venv keeps its Python unless PYTHON is given. Stamps inside .venv remember what is
 # installed, so a second run installs nothing.
@@ -25,7 +27,7 @@ QUICK := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
         benchmark-transformers lint types clean FORCE
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,10p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,12p'
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/utio-jax demo

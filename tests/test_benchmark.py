@@ -16,7 +16,7 @@ import pytest
 from utio_jax.benchmark.environment import describe
 from utio_jax.benchmark.execution import layer_programs, stop_programs
 from utio_jax.benchmark.passes import given_depths, memory_of, score_group
-from utio_jax.benchmark.profitability import predict, profit_groups
+from utio_jax.benchmark.profitability import predict, profit_group
 from utio_jax.benchmark.results import Recorder, read_results
 from utio_jax.benchmark.rows import Bench, Group, timed
 from utio_jax.benchmark.schema import Row
@@ -295,8 +295,7 @@ def test_the_depths_of_a_histogram_are_exactly_its_shares() -> None:
 
 
 def test_profit_is_fitted_on_one_half_and_scored_on_the_other(subject: Subject) -> None:
-    groups = profit_groups(BENCH, subject, (1, 2, 4), (32, 64, 128, 256))
-    planned = [row for each in groups for row in each.rows]
+    planned = profit_group(BENCH, subject, (1, 2, 4), (32, 64, 128, 256)).rows
     points = [row for row in planned if row.method != "full"]
     assert len(points) == 48
     held = [row for row in points if (row.profit or {})["held_out"]]
@@ -341,19 +340,24 @@ def test_choices_of_execution_compute_the_same(subject: Subject) -> None:
 def test_shapes_have_real_widths_and_as_many_layers_as_fit() -> None:
     seven = SHAPES["llama-7b"]
     fit: Callable[..., int] = lambda config, memory, **more: fit_layers(  # noqa: E731
-        config, **{"dtype": "bfloat16", "memory": memory, "batch": 1, "slots": 128, **more}
+        config, **{"dtype": "bfloat16", "memory": memory, "cache_tokens": 128, **more}
     )
     assert fit(seven, 80e9) == 32
     # Of 0.6 x 80 GB, after two tables of 32,000 x 8,192: layers of 0.856e9 weights, 1.71 GB each.
     assert fit(SHAPES["llama-70b"], 80e9) == int((48e9 - 2 * 2 * 32_000 * 8192) / 1.7117e9)
+    # What the suite for accelerators decodes from at 64k tokens fits 80 GB.
+    suite = SUITES["accelerator"]
+    (name,) = suite.models
+    assert suite.cache_tokens == 4 * 65_536
+    assert fit(SHAPES[name], 80e9, cache_tokens=suite.cache_tokens) >= 30
     assert fit(seven, 20e9, dtype="float32") < fit(seven, 20e9)
-    assert fit(seven, 40e9, batch=256, slots=512) < fit(seven, 40e9), "the cache needs room"
+    assert fit(seven, 40e9, cache_tokens=256 * 512) < fit(seven, 40e9), "the cache needs room"
     with pytest.raises(ValueError, match="memory for at least two layers"):
         fit(seven, 1e9)
 
 
 def test_random_parameters_leave_no_layer_idle() -> None:
-    small = subject_named("tiny", dtype="bfloat16", batch=1, slots=8)
+    small = subject_named("tiny", dtype="bfloat16")
     decoder: Any = small.decoder
     like = jax.eval_shape(decoder.init, jax.random.key(0))
     assert jax.tree.structure(small.params) == jax.tree.structure(like)
@@ -412,7 +416,7 @@ def test_the_command_measures_and_resumes(
     assert found["complete"]
     stored = read_results(Path(found["out"]))
     rows = {row["key"]: row for row in stored["rows"]}
-    assert found["rows"] == len(rows) == 2
+    assert found["row_count"] == len(rows) == 2
     full, cut = (rows[f"score/tiny/{name}/b1/p16/c16"] for name in ("full", "uniform:1"))
     assert full["baseline"] == cut["baseline"]
     assert max(full["speedup"]["median"], 0) <= 1.0 + 1e-6
@@ -423,7 +427,7 @@ def test_the_command_measures_and_resumes(
     # Again: nothing is left to measure.
     monkeypatch.setattr("utio_jax.benchmark.passes.measure_entries", None)
     assert main([*arguments, "--resume"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 2
+    assert json.loads(capsys.readouterr().out)["row_count"] == 2
     assert read_results(Path(found["out"]))["rows"] == stored["rows"]
 
 

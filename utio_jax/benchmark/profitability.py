@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Part "profit": a grid of batches, contexts and depth histograms, half to fit and half to score.
 
-Depths are injected (`GivenDepths`), so that the histogram is exactly the one in question. All
-histograms of a shape take turns with full depth. `predict` then fits `utio_jax.profit` on one half
-of the points and writes its predictions into all rows.
+Depths are injected (`GivenDepths`), so that the histogram is exactly the one in question. `predict`
+fits `utio_jax.profit` on one half of the points and writes its predictions into all rows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from utio_jax.benchmark.subjects import Method, Subject
 from utio_jax.cost import token_cost
 from utio_jax.policies import GivenDepths
 from utio_jax.profit import Profit, Stages, expected_stages, fit_rates, routing_pays
-from utio_jax.timing import time_programs
+from utio_jax.timing import Timing, time_programs
 
 SHARES = (
     (0.0, 0.0, 1.0),  # Everyone goes on: what splitting costs by itself.
@@ -36,91 +35,118 @@ TOLERANCE = 0.1
 """Of the measured time; or within its quartiles."""
 
 
-def profit_groups(
+def profit_group(
     bench: Bench, subject: Subject, batches: Sequence[int], contexts: Sequence[int]
-) -> list[Group]:
-    """Returns a group per batch and context, each with every histogram."""
-    exits = subject.decoder.config.exits
+) -> Group:
+    """Returns rows of every batch, context and histogram, all of them taking turns.
+
+    One group: shapes that were measured one after the other would each have met another load of
+    the machine, and a fit across them would be one of that.
+    """
+    exits, title = subject.decoder.config.exits, f"profit {subject.name}"
     depths = tuple(sorted({exits[0], exits[len(exits) // 2], exits[-1]}))
     if len(depths) < 3:
         row = plan(subject, "profit", "given", {}, baseline="full")
         reason = f"{subject.name} has {len(exits)} exits; the histograms need 3"
-        return [Group(title="profit", rows=(row,), measure=lambda: [row.failed(reason)])]
-    return [
-        _group(bench, subject, depths, (batch, context), row + column)
-        for row, batch in enumerate(batches)
-        for column, context in enumerate(contexts)
-    ]
-
-
-def _group(
-    bench: Bench, subject: Subject, depths: tuple[int, ...], shape: tuple[int, int], diagonal: int
-) -> Group:
-    batch, context = shape
-    setting = {"batch": batch, "prompt": context}
-    full = {depths[-1]: 1.0}
-    histograms = {
-        "given:" + "-".join(f"{100 * share:.0f}" for share in shares): dict(
-            zip(depths, shares, strict=True)
-        )
-        for shares in SHARES
-    }
-
-    def planned(label: str, histogram: Mapping[int, float], held_out: bool) -> Row:
-        row = plan(subject, "profit", label, setting, baseline="full")
-        return dataclasses.replace(
-            row,
-            setting={**setting, "context": context, "layers": subject.decoder.config.num_layers},
-            profit=_point(histogram, None, held_out),
-        )
-
-    # A chequerboard: every shape and every histogram is in both halves.
-    rows = [planned("full", full, held_out=diagonal % 2 == 1)]
-    rows += [
-        planned(label, histogram, held_out=(diagonal + index) % 2 == 1)
-        for index, (label, histogram) in enumerate(histograms.items())
+        return Group(title=title, rows=(row,), measure=lambda: [row.failed(reason)])
+    shapes = [
+        _Shape(subject=subject, batch=batch, context=context, depths=depths, diagonal=down + across)
+        for down, batch in enumerate(batches)
+        for across, context in enumerate(contexts)
     ]
 
     def measure() -> list[Row]:
+        programs = {
+            f"{label} {shape.batch} {shape.context}": program
+            for shape in shapes
+            for label, program in shape.programs().items()
+        }
+        times = time_programs(programs, rounds=bench.rounds)
+        return [row for shape in shapes for row in shape.measured(bench, times)]
+
+    rows = tuple(row for shape in shapes for row in shape.rows())
+    return Group(title=title, rows=rows, measure=measure)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """A batch and a context, with every histogram.
+
+    Attributes:
+      subject: the model.
+      batch: rows.
+      context: tokens per row.
+      depths: at which tokens stop.
+      diagonal: of the chequerboard of what is held out.
+    """
+
+    subject: Subject
+    batch: int
+    context: int
+    depths: tuple[int, ...]
+    diagonal: int
+
+    @property
+    def histograms(self) -> dict[str, dict[int, float]]:
+        """Full depth, then those of `SHARES`, by label."""
+        given = {
+            "given:" + "-".join(f"{100 * share:.0f}" for share in shares): dict(
+                zip(self.depths, shares, strict=True)
+            )
+            for shares in SHARES
+        }
+        return {"full": {self.depths[-1]: 1.0}, **given}
+
+    def rows(self) -> list[Row]:
+        """Returns the rows as planned: every shape and every histogram is in both halves."""
+        setting = {"batch": self.batch, "prompt": self.context}
+        more = {"context": self.context, "layers": self.subject.decoder.config.num_layers}
+        return [
+            dataclasses.replace(
+                plan(self.subject, "profit", label, setting, baseline="full"),
+                setting={**setting, **more},
+                profit=_point(histogram, held_out=(self.diagonal + index) % 2 == 1),
+            )
+            for index, (label, histogram) in enumerate(self.histograms.items())
+        ]
+
+    def programs(self) -> dict[str, Any]:
+        """Returns the programs by label, with both of full depth."""
+        shape = (self.batch, self.context)
         methods = [
             Method(
                 label=label,
                 policy=GivenDepths(
-                    depth_of_token=jnp.asarray(given_depths(histogram, shape)), depths=depths
+                    depth_of_token=jnp.asarray(given_depths(histogram, shape)), depths=self.depths
                 ),
             )
-            for label, histogram in histograms.items()
+            for label, histogram in self.histograms.items()
+            if label != "full"
         ]
-        times = time_programs(pass_programs(subject, *shape, methods), rounds=bench.rounds)
-        fastest = min(("full", "full dense"), key=lambda name: times[name].median)
+        return pass_programs(self.subject, *shape, methods)
+
+    def measured(self, bench: Bench, times: Mapping[str, Timing]) -> list[Row]:
+        """Returns the rows with their times; full depth's is that of its fastest program."""
+        mine = lambda label: times[f"{label} {self.batch} {self.context}"]  # noqa: E731
+        fastest = min(("full", "full dense"), key=lambda label: mine(label).median)
         done = []
-        for row in rows:
-            timing = times[fastest if row.method == "full" else row.method]
+        for row in self.rows():
+            timing = mine(fastest if row.method == "full" else row.method)
             known: Any = row.profit
             row = dataclasses.replace(
-                row,
-                baseline=fastest,
-                profit={**known, "measured_seconds": timing.median},
+                row, baseline=fastest, profit={**known, "measured_seconds": timing.median}
             )
-            done.append(
-                timed(row, timing, bench, against=times[fastest], tokens=batch * context).noting(
-                    "depths are injected"
-                )
-            )
+            tokens = self.batch * self.context
+            row = timed(row, timing, bench, against=mine(fastest), tokens=tokens)
+            done.append(row.noting("depths are injected"))
         return done
 
-    return Group(
-        title=f"profit {subject.name} {batch} x {context}", rows=tuple(rows), measure=measure
-    )
 
-
-def _point(
-    histogram: Mapping[int, float], measured: float | None, held_out: bool
-) -> dict[str, Any]:
+def _point(histogram: Mapping[int, float], *, held_out: bool) -> dict[str, Any]:
     return {
         "histogram": {str(depth): share for depth, share in histogram.items()},
         "predicted_seconds": None,
-        "measured_seconds": measured,
+        "measured_seconds": None,
         "held_out": held_out,
     }
 

@@ -142,17 +142,18 @@ class Row:
     def _problems(self) -> list[str]:
         found = []
         for name, kinds in _TYPES.items():
-            value: Any = getattr(self, name)
+            value = getattr(self, name)
             # A bool is an int to Python, and no number to a reader.
-            wrong = not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)
-            if wrong:
+            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 found.append(f"{name} is {value!r}")
-            elif name in _KEYS_OF and value is not None and set(value) != _KEYS_OF[name]:
-                found.append(f"{name} has the keys {sorted(value)}")
             elif isinstance(value, Spread):
                 found += _not_numbers(name, dataclasses.asdict(value), (int, float))
-            elif name in _KEYS_OF and value is not None:
-                found += _not_numbers(name, value, _NUMBER_OR_NONE)
+        for name, keys in _KEYS_OF.items():
+            record: dict[str, Any] | None = getattr(self, name)
+            if isinstance(record, dict):
+                if set(record) != keys:
+                    found.append(f"{name} has the keys {sorted(record)}")
+                found += _not_numbers(name, record, _NUMBER_OR_NONE)
         if found:
             return found
         if self.part not in PARTS:

@@ -14,7 +14,7 @@ import jax
 from utio_jax.benchmark.execution import execution_groups
 from utio_jax.benchmark.growth import growth_group
 from utio_jax.benchmark.passes import memory_group, score_group
-from utio_jax.benchmark.profitability import Prediction, predict, profit_groups
+from utio_jax.benchmark.profitability import Prediction, predict, profit_group
 from utio_jax.benchmark.results import Recorder
 from utio_jax.benchmark.rows import Bench, Group
 from utio_jax.benchmark.schema import Row
@@ -40,8 +40,9 @@ class Suite:
       policies: see `methods_of`; controls join them by themselves.
       score: batches and tokens per row of scoring; the last one also of "compile" and "memory".
       decode: batches, prompt and output lengths.
-      contexts: of long rows and caches.
-      rows: of a cache that is decoded from at these.
+      lengths: tokens of a row that is scored with sparse attention.
+      contexts: tokens of caches that are decoded from, some rows throttled.
+      rows: of these.
       growth: values of each axis; its fixed batch and length are those of the first `score`.
       profit: batches and contexts of the grid.
       history: what throttled and sparse tokens see.
@@ -55,13 +56,22 @@ class Suite:
     policies: tuple[str, ...] = ("learned@0.6",)
     score: tuple[tuple[int, int], ...] = ((16, 512),)
     decode: tuple[tuple[int, int, int], ...] = ((1, 64, 56),)
+    lengths: tuple[int, ...] = (2048,)
     contexts: tuple[int, ...] = (2048,)
     rows: int = 8
     growth: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    profit: tuple[tuple[int, ...], tuple[int, ...]] = ((1, 4, 8, 16), (128, 256, 512))
+    profit: tuple[tuple[int, ...], tuple[int, ...]] = ((1, 2, 4, 8), (128, 256, 512))
     history: History = HISTORY
     rounds: int = 5
     minutes: float | None = None
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of the largest cache that the suite decodes from."""
+        caches = [batch * (prompt + output) for batch, prompt, output in self.decode]
+        if "throttle" in self.parts:
+            caches += [self.rows * context for context in self.contexts]
+        return max(caches, default=0)
 
 
 SUITES = {
@@ -81,6 +91,7 @@ SUITES = {
             policies=("learned@0.5", "learned@0.6", "learned@0.75", "utio_surrogate@0.6"),
             score=((4, 128), (1, 512), (16, 512)),
             decode=((1, 64, 120), (8, 64, 120), (32, 64, 120)),
+            lengths=(2048, 8192),
             contexts=(2048, 8192),
             growth={
                 "prompt": (64, 128, 256, 512),
@@ -96,10 +107,12 @@ SUITES = {
             name="accelerator",
             # What answers most per second comes first: a run that is out of time keeps it.
             parts=("execution", "score", "decode", "throttle", "growth", "sparse"),
-            models=("llama-7b",),
+            # Grouped queries: the cache of 4 x 64k tokens takes 34 GB in bfloat16; Llama's 137.
+            models=("mistral-7b",),
             policies=("random@0.6",),
             score=((1, 2048), (16, 512)),
             decode=((1, 64, 64), (8, 64, 64), (32, 64, 64), (128, 64, 64), (256, 64, 64)),
+            lengths=(4096, 16_384),
             contexts=(4096, 16_384, 65_536),
             rows=4,
             growth={"block": (64, 128, 256, 512, 1024)},
@@ -118,6 +131,7 @@ def tiny(suite: Suite) -> Suite:
         policies=("random@0.6",),
         score=((2, 64),),
         decode=((1, 16, 8), (2, 16, 8)),
+        lengths=(64,),
         contexts=tuple(dict.fromkeys(sizes.get(context, 64) for context in suite.contexts)),
         rows=2,
         growth={
@@ -140,8 +154,7 @@ def groups_of(suite: Suite, subject: Subject, bench: Bench) -> list[Group]:
         "decode": lambda: [decode_group(bench, subject, shape, named) for shape in suite.decode],
         "lossless": lambda: [lossless_group(bench, subject, shape) for shape in suite.decode],
         "sparse": lambda: [
-            sparse_group(bench, subject, context, history=suite.history)
-            for context in suite.contexts
+            sparse_group(bench, subject, tokens, history=suite.history) for tokens in suite.lengths
         ],
         "throttle": lambda: [
             throttle_group(bench, subject, context, suite.rows, history=suite.history)
@@ -163,7 +176,7 @@ def groups_of(suite: Suite, subject: Subject, bench: Bench) -> list[Group]:
             context=suite.contexts[0],
             history=suite.history,
         ),
-        "profit": lambda: profit_groups(bench, subject, *suite.profit),
+        "profit": lambda: [profit_group(bench, subject, *suite.profit)],
     }
     return [group for part in suite.parts for group in makers[part]()]
 
@@ -226,7 +239,7 @@ def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the run in a line: counts, and what each part's first routed row says."""
     rows = results["rows"]
     return {
-        "rows": len(rows),
+        "row_count": len(rows),
         "did_not_run": sum(not row["ran"] for row in rows),
         "fell_back": sum(bool(row["fallbacks"]) for row in rows),
         "speedups": {

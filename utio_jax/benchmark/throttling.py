@@ -185,10 +185,13 @@ def _random_cache(decoder: Decoder, params: Params, batch: int, slots: int) -> K
     dtype = jax.eval_shape(decoder.embed, params, ids, ids).dtype
     empty = init_cache(decoder.config, batch=batch, slots=slots, dtype=dtype)
     keys = jax.random.split(jax.random.key(2))
+
+    def fill(key: jax.Array, like: jax.Array) -> jax.Array:
+        # All layers alike: draws of the whole cache would take twice its memory.
+        return jnp.broadcast_to(jax.random.normal(key, like.shape[1:], dtype), like.shape)
+
     return dataclasses.replace(
-        empty,
-        keys=jax.random.normal(keys[0], empty.keys.shape, dtype),
-        values=jax.random.normal(keys[1], empty.values.shape, dtype),
+        empty, keys=fill(keys[0], empty.keys), values=fill(keys[1], empty.values)
     )
 
 

@@ -91,12 +91,7 @@ class Bench:
         complete, profit = True, {}
         try:
             for name in suite.models:
-                subject = subject_named(
-                    name,
-                    dtype=dtype,
-                    batch=max((shape[0] for shape in suite.decode), default=1),
-                    slots=max((shape[1] + shape[2] for shape in suite.decode), default=1),
-                )
+                subject = subject_named(name, dtype=dtype, cache_tokens=suite.cache_tokens)
                 complete &= run_groups(
                     groups_of(suite, subject, setup),
                     recorder,

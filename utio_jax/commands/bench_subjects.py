@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 _MEMORY_SHARE = 0.6
 
 
-def subject_named(name: str, *, dtype: str, batch: int, slots: int, layers: int = 0) -> Subject:
+def subject_named(name: str, *, dtype: str, cache_tokens: int = 0, layers: int = 0) -> Subject:
     """Returns a model with its text and calibration, or a shape with random weights.
 
     Args:
       name: "shipped", a name of `utio_jax.models.presets.SHAPES`, or a folder.
       dtype: of the parameters.
-      batch: rows of the largest cache.
-      slots: tokens per row of it.
+      cache_tokens: tokens of all rows of the largest cache.
       layers: of a shape; 0 takes as many as fit the device's free memory.
 
     Raises:
@@ -36,7 +35,8 @@ def subject_named(name: str, *, dtype: str, batch: int, slots: int, layers: int 
 
     source = ("-m", "utio_jax.commands.first_call", "--model", name, "--dtype", dtype)
     if name in SHAPES:
-        return _shape(name, dtype=dtype, batch=batch, slots=slots, layers=layers, source=source)
+        size = {"cache_tokens": cache_tokens, "layers": layers}
+        return _shape(name, dtype, **size, source=source)
     model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
     documents, notes = None, []
     try:
@@ -60,7 +60,7 @@ def subject_named(name: str, *, dtype: str, batch: int, slots: int, layers: int 
 
 
 def _shape(
-    name: str, *, dtype: str, batch: int, slots: int, layers: int, source: tuple[str, ...]
+    name: str, dtype: str, *, cache_tokens: int, layers: int, source: tuple[str, ...]
 ) -> Subject:
     from utio_jax.benchmark.subjects import Subject
     from utio_jax.models import Transformer
@@ -68,7 +68,7 @@ def _shape(
 
     config = SHAPES[name]
     fitting = layers or fit_layers(
-        config, dtype=dtype, memory=free_memory(), batch=batch, slots=slots
+        config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens
     )
     decoder = Transformer(with_layers(config, fitting))
     return Subject(
@@ -80,15 +80,14 @@ def _shape(
     )
 
 
-def fit_layers(config: Any, *, dtype: str, memory: float, batch: int, slots: int) -> int:
+def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
     """Returns how many layers fit beside embeddings and cache, at most the model's own.
 
     Args:
       config: of the whole model.
       dtype: of parameters and cache.
       memory: free, in bytes.
-      batch: rows of the cache.
-      slots: tokens per row.
+      cache_tokens: tokens of all rows of the largest cache.
 
     Raises:
       ValueError: not even two do, the least that can be split.
@@ -103,14 +102,14 @@ def fit_layers(config: Any, *, dtype: str, memory: float, batch: int, slots: int
     shapes = jax.eval_shape(Transformer(one).init, jax.random.key(0))
     count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
     per_layer = size * count(shapes["layers"])
-    per_layer += 2 * size * config.num_kv_heads * config.head_dim * batch * slots
+    per_layer += 2 * size * config.num_kv_heads * config.head_dim * cache_tokens
     rest = size * (count(shapes) - count(shapes["layers"]))
     fitting = int((_MEMORY_SHARE * memory - rest) // per_layer)
     if fitting < 2:
         raise ValueError(
             f"Wanted memory for at least two layers of {per_layer / 1e9:.2g} GB each, cache "
             f"included, and {rest / 1e9:.2g} GB beside them. Got {memory / 1e9:.2g} GB free, of "
-            f"which {_MEMORY_SHARE:.0%} may be used. Name a smaller model, or smaller batches."
+            f"which {_MEMORY_SHARE:.0%} may be used. Name a smaller model, or fewer --parts."
         )
     return min(fitting, config.num_layers)
 

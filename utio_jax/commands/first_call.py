@@ -31,13 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from utio_jax.commands.bench_subjects import subject_named
     from utio_jax.timing import count_compiles
 
-    subject = subject_named(
-        options.model,
-        dtype=options.dtype,
-        batch=options.batch,
-        slots=options.width,
-        layers=options.layers,
-    )
+    subject = subject_named(options.model, dtype=options.dtype, layers=options.layers)
     names = [] if options.method == "full" else [options.method]
     methods = methods_of(subject, names, width=options.width)
     wanted = [method for method in methods if method.label == options.method]
