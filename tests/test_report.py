@@ -341,7 +341,7 @@ def broken(stored: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ),
         (
             lambda s: broken(s, part="growth", setting={"axis": "batch", "batch": "4"}),
-            "setting has no number 'batch', the axis",
+            "setting has no 'batch', the axis, as a number",
         ),
         (lambda s: broken(s, part="growth"), "setting.axis and part growth belong together"),
         (

@@ -163,7 +163,7 @@ class Row:
         if "axis" in self.setting:
             axis = self.setting["axis"]
             if not isinstance(self.setting.get(axis), (int, float)):
-                found.append(f"setting has no number {axis!r}, the axis")
+                found.append(f"setting has no {axis!r}, the axis, as a number")
         if (not self.ran or self.fallbacks) and (self.speedup or self.efficiency):
             found.append("a speed-up of a method that did not run, or fell back")
         if not self.ran and not self.note:
