@@ -47,15 +47,15 @@ FLOORS = (
     {"guardrails", "exits", "throttle", "quality"},
     {"evaluate", "gates", "adaptive", "lossless", "loop"},
     {"search", "oracles", "benchmark.scoring", "benchmark.schema", "generate", "online"},
-    {"goals", "comparison"},
-    {"calibrate", "report", "advice"},
-    {"generation_ledger", "prompt_ledger", "text", "terminal"},
-    {"benchmark.decoding", "benchmark.environment", "request_ledger"},
-    {"demo", "lm_eval", "benchmark.subjects", "benchmark.results"},
-    {"benchmark.rows"},
+    {"goals", "comparison", "benchmark.results", "report.grouping"},
+    {"calibrate", "plots", "advice", "report.results", "report.growth"},
+    {"generation_ledger", "prompt_ledger", "text", "terminal", "report.regressions"},
+    {"benchmark.decoding", "benchmark.environment", "request_ledger", "report.tables"},
+    {"demo", "lm_eval", "benchmark.subjects", "report.speed_plots", "report.work_plots"},
+    {"benchmark.rows", "report.sections"},
     {"benchmark.passes", "benchmark.startup", "benchmark.texts", "benchmark.throttling"},
     {"benchmark.sparse", "benchmark.growth", "benchmark.execution", "benchmark.profitability"},
-    {"benchmark.suite"},
+    {"benchmark.suite", "report.writing"},
     {"commands.shared", "commands.bench_subjects"},
     {"commands.scoring"},
     {
@@ -69,13 +69,21 @@ FLOORS = (
         "commands.compare",
         "commands.first_call",
         "commands.lm_eval",
+        "commands.report",
     },
     {"commands.train"},
     {"cli"},
-    {"__init__", "__main__", "commands.__init__", "benchmark.__init__", "benchmark.__main__"},
+    {
+        "__init__",
+        "__main__",
+        "commands.__init__",
+        "benchmark.__init__",
+        "benchmark.__main__",
+        "report.__init__",
+    },
 )
 # Folders of modules; importing a name from one names a module.
-PACKAGES = ("commands", "benchmark")
+PACKAGES = ("commands", "benchmark", "report")
 FLOOR_OF_MODULE = {module: floor for floor, names in enumerate(FLOORS) for module in names}
 # The models use the core up to its studies, and have floors of their own.
 MODELS = (
@@ -185,9 +193,10 @@ def run_python(code: str) -> str:
 
 
 def test_importing_the_core_loads_neither_flax_nor_what_the_command_line_needs():
-    face = {"__init__", "__main__", "cli", "demo", "report", "terminal", "calibrate", "lm_eval"}
+    face = {"__init__", "__main__", "cli", "demo", "plots", "terminal", "calibrate", "lm_eval"}
+    face |= {f"report.{name}" for name in ("speed_plots", "work_plots", "sections", "writing")}
     modules = {name for name in modules_of(CORE) if not name.startswith("commands")} - face
-    modules -= {"benchmark.__init__", "benchmark.__main__"}
+    modules -= {"benchmark.__init__", "benchmark.__main__", "report.__init__"}
     core = [f"utio_jax.{name}" for name in sorted(modules)]
     heavy = (
         "flax",

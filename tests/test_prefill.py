@@ -72,6 +72,7 @@ def half_sparse(*, segments: int) -> SparseAttention:
 def sparse_by_layer(attention: SparseAttention, row: int, prompt: int) -> SparseQueries:
     """Returns one row's choice in each of the four layers, up to 72 tokens."""
     sparse = np.zeros((4, 1, 72), bool)
+    assert isinstance(attention.signal, ScoreAt)
     table = np.asarray(attention.signal.table)[row, :prompt]
     dense_layers = 0 if attention.thresholds.shape[0] == len(DEPTHS) else DEPTHS[0]
     sparse[dense_layers:, 0, :prompt] = table <= 0.5

@@ -96,7 +96,8 @@ def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
     assert [f.stat().st_mtime_ns for f in files if f != files[1]] == before
 
 
-def test_two_processes_calibrate_and_compare_as_one_does(folder: Path) -> None:
+@pytest.mark.slow
+def test_calibrate_and_compare_deal_out_what_one_does(folder: Path) -> None:
     text = ("--model", str(folder / "model"), "--token-ids", str(folder / "ids.json"))
     fitted, compared = [], []
     for name, prefix in (("one", []), ("two", ["launch", "--processes", "2"])):

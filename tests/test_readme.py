@@ -37,7 +37,13 @@ def test_every_link_and_every_file_of_the_tree_exists() -> None:
         path = ROOT / name if not line.startswith(" ") else ROOT / folder / name
         assert path.exists(), path
         listed.add(path)
-    for package in ("utio_jax", "utio_jax/benchmark", "utio_jax/commands", "models"):
+    for package in (
+        "utio_jax",
+        "utio_jax/benchmark",
+        "utio_jax/report",
+        "utio_jax/commands",
+        "models",
+    ):
         for file in (ROOT / package).glob("*.py"):
             if not file.name.startswith("_"):
                 assert file in listed, f"{file.name} is missing in the README's file tree"

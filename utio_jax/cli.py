@@ -20,6 +20,7 @@ from utio_jax.commands.evaluate import Evaluate
 from utio_jax.commands.finetune import Finetune
 from utio_jax.commands.generate import Generate
 from utio_jax.commands.lm_eval import LmEval
+from utio_jax.commands.report import Report
 from utio_jax.commands.score import Score
 from utio_jax.commands.shared import is_first
 from utio_jax.commands.train import Train
@@ -33,6 +34,7 @@ _COMMANDS = {
     "calibrate": Calibrate,
     "compare": Compare,
     "bench": Bench,
+    "report": Report,
     "train": Train,
     "finetune": Finetune,
     "lm-eval": LmEval,

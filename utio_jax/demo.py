@@ -26,7 +26,7 @@ from utio_jax.loop import Prompts
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Mode, Plain
 from utio_jax.plan import Policy
-from utio_jax.report import plot_depths, plot_pareto
+from utio_jax.plots import plot_depths, plot_pareto
 from utio_jax.terminal import generation_table, ledger_table
 
 _ROWS, _WIDTH = 16, 512

@@ -115,7 +115,7 @@ class Prefill:
                     decoder, params, cache, found.x, block, start=deepest, stop=last_layer
                 )
                 rest = (last_layer - deepest) * token_ids.size
-                keys_values = work.keys_values.at[-1].add(rest)
+                keys_values = jnp.asarray(work.keys_values).at[-1].add(rest)
                 work = dataclasses.replace(work, keys_values=keys_values)
         last = jax.vmap(lambda row, length: row[length - 1])(found.x, lengths)
         logits = decoder.unembed(params, last).astype(jnp.float32)

@@ -130,19 +130,35 @@ def read_results(file: Path) -> dict[str, Any]:
       ValueError: there is no such file, it is not JSON, or not what this version writes.
     """
     wanted = f"Wanted results of `utio-jax bench`, schema {SCHEMA}, in {file}."
+    remedy = "Measure again: utio-jax bench."
+
+    def refuse(number: str) -> None:
+        raise ValueError(f"{wanted} Got {number}, which is no JSON. {remedy}")
+
     try:
-        stored = json.loads(file.read_text())
+        stored = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)
     except OSError as error:
-        raise ValueError(f"{wanted} {error.strerror}.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{wanted} It is not JSON: {error}.") from error
+        raise ValueError(f"{wanted} Got: {error.strerror}. {remedy}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{wanted} It is not JSON: {error}. {remedy}") from error
+    command = stored.get("command", "bench") if isinstance(stored, dict) else "bench"
+    if command != "bench":
+        raise ValueError(f"{wanted} Got what `utio-jax {command}` printed. {remedy}")
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         version = stored.get("schema") if isinstance(stored, dict) else None
-        raise ValueError(f"{wanted} Got schema {version!r}. Measure again.")
+        raise ValueError(f"{wanted} Got schema {version!r}. {remedy}")
     wrong = [name for name, kinds in _HEAD.items() if not isinstance(stored.get(name), kinds)]
     if wrong:
-        raise ValueError(f"{wanted} These are missing or of another kind: {', '.join(wrong)}.")
-    keys = [Row.from_dict(row).key for row in stored["rows"]]
-    if len({*keys}) != len(keys):
-        raise ValueError(f"{wanted} Two rows have the same key.")
+        raise ValueError(
+            f"{wanted} These are missing or of another kind: {', '.join(wrong)}. {remedy}"
+        )
+    seen = set[str]()
+    for number, row in enumerate(stored["rows"]):
+        try:
+            key = Row.from_dict(row).key
+        except ValueError as error:
+            raise ValueError(f"In row {number} of {file}: {error} {remedy}") from error
+        if key in seen:
+            raise ValueError(f"{wanted} Two rows have the same key: {key!r}. {remedy}")
+        seen.add(key)
     return stored

@@ -146,18 +146,24 @@ class Row:
             # A bool is an int to Python, and no number to a reader.
             if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
                 found.append(f"{name} is {value!r}")
+            elif isinstance(value, Spread):
+                found += _not_numbers(name, dataclasses.asdict(value), (int, float))
         for name, keys in _KEYS_OF.items():
             record: dict[str, Any] | None = getattr(self, name)
-            if isinstance(record, dict) and set(record) != keys:
-                found.append(f"{name} has the keys {sorted(record)}")
+            if isinstance(record, dict):
+                if set(record) != keys:
+                    found.append(f"{name} has the keys {sorted(record)}")
+                found += _not_numbers(name, record, _NUMBER_OR_NONE)
         if found:
             return found
         if self.part not in PARTS:
             found.append(f"part {self.part!r} is none of {', '.join(PARTS)}")
         if (self.part == "growth") != ("axis" in self.setting):
             found.append("setting.axis and part growth belong together")
-        if "axis" in self.setting and self.setting["axis"] not in self.setting:
-            found.append(f"setting has no {self.setting['axis']!r}, the axis")
+        if "axis" in self.setting:
+            axis = self.setting["axis"]
+            if not isinstance(self.setting.get(axis), (int, float)):
+                found.append(f"setting has no {axis!r}, the axis, as a number")
         if (not self.ran or self.fallbacks) and (self.speedup or self.efficiency):
             found.append("a speed-up of a method that did not run, or fell back")
         if not self.ran and not self.note:
@@ -202,6 +208,14 @@ class Row:
     def noting(self, note: str) -> Row:
         """Returns the row with one remark more."""
         return dataclasses.replace(self, note=_joined(self.note, note))
+
+
+def _not_numbers(name: str, values: Mapping[str, Any], kinds: tuple[type, ...]) -> list[str]:
+    return [
+        f"{name}.{member} is {value!r}"
+        for member, value in values.items()
+        if member not in ("histogram", "held_out") and not isinstance(value, kinds)
+    ]
 
 
 def _joined(*notes: str) -> str:

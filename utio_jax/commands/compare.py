@@ -48,8 +48,8 @@ class Compare(OfWindows):
         from utio_jax.comparison import compare
         from utio_jax.documents import sample_batches
         from utio_jax.ledger import uniform_hull
+        from utio_jax.plots import plot_margins, plot_pareto
         from utio_jax.processes import check_same
-        from utio_jax.report import plot_margins, plot_pareto
         from utio_jax.terminal import comparison_table
 
         started = time.perf_counter()

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax report`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Writes what `utio-jax bench` measured as Markdown, CSV and one HTML page.
+
+    Attributes:
+      files: one file of results, or two: the second is held against the first, row by row.
+      out: folder for the report and its pictures.
+    """
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    out: Path = Path("out/report")
+
+    def run(self) -> dict[str, Any]:
+        """Runs the command and returns its JSON."""
+        from utio_jax.report.results import load_results
+        from utio_jax.report.writing import write_report
+
+        if len(self.files) not in (1, 2):
+            raise ValueError(
+                f"Wanted one file of `utio-jax bench`, or two to compare. Got {len(self.files)}. "
+                "Compare more in pairs."
+            )
+        written, compared = write_report([load_results(file) for file in self.files], self.out)
+        worse = compared.those("regression") if compared is not None else ()
+        for change in worse:
+            print(f"regression: {change.key}, {change.measure}", file=sys.stderr)
+        print(f"written: {written[0].parent / 'report.html'}", file=sys.stderr)
+        return {
+            "command": "report",
+            "files": [str(file) for file in written],
+            "regressions": [change.to_dict() for change in worse],
+        }

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `utio-jax bench` measured, as Markdown, CSV and one HTML page."""
