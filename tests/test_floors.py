@@ -31,7 +31,7 @@ FLOORS = (
     },
     {"history", "lens", "processes"},
     {"vertical_slash", "views"},
-    {"query_blocks", "cache"},
+    {"query_blocks", "cache", "fused_slash"},
     {"executors"},
     {"dense", "heat", "readout", "emission"},
     {

@@ -14,8 +14,9 @@ import pytest
 from utio_jax import History, SparseQueries, attend_vertical_slash
 from utio_jax.attention import attend
 from utio_jax.cost import count_matmul_flops
+from utio_jax.fused_slash import attend_history_in_two
 from utio_jax.history import visible_history
-from utio_jax.vertical_slash import attend_history_in_two, slice_start, slice_width
+from utio_jax.vertical_slash import slice_start, slice_width
 
 # tokens, chunk, recent, sinks, heavy, heads, K/V heads, softcap, layer window
 CASES = (
@@ -130,6 +131,20 @@ def test_two_calls_merged_by_log_sum_exp_are_the_same(case: tuple[Any, ...]) -> 
     np.testing.assert_allclose(in_two(tensors), wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", [CASES[0], CASES[1]])
+def test_the_kernel_for_tpus_is_the_same_where_it_is_interpreted(case: tuple[Any, ...]) -> None:
+    inputs = draw(case, 3)
+    wanted = masked(inputs)
+    static = take_static(inputs)
+    assert static["window"] is static["softcap"] is None
+    run = jax.jit(
+        lambda tensors: attend_vertical_slash(**tensors, **static, implementation="splash")
+    )
+    np.testing.assert_allclose(run(inputs), wanted, atol=1e-5)
+    hidden = inputs | {"shown": jnp.zeros_like(inputs["shown"])}
+    assert not run(hidden).any()
+
+
 def test_queries_that_see_nothing_get_zeros() -> None:
     inputs = draw(CASES[0], 0) | {"shown": jnp.zeros((2, 64), bool)}
     static: dict[str, Any] = {
@@ -168,9 +183,10 @@ def test_the_mask_of_sparse_queries_shows_each_chunk_its_own_verticals() -> None
     [
         (
             {"implementation": "flash"},
-            "implementation 'xla' or 'cudnn'. Got implementation='flash'",
+            "'xla', 'cudnn', 'splash'.*Got implementation='flash'",
         ),
         ({"implementation": "cudnn", "softcap": 5.0}, "no softcap.*softcap=5.0.*'xla'"),
+        ({"implementation": "splash", "window": jnp.int32(9)}, "no window.*masks are static"),
         ({"chunk": 8}, "2 rows of 8 chunks of 8 tokens. Got shape \\(2, 4, 7\\)"),
     ],
 )

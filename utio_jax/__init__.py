@@ -19,6 +19,7 @@ from utio_jax.decoder import Decoder, DecoderConfig
 from utio_jax.dense import dense_states, oracle
 from utio_jax.documents import check_tokens
 from utio_jax.forward import Scores, exit_nll, full_depth, score
+from utio_jax.fused_slash import attend_vertical_slash
 from utio_jax.history import History
 from utio_jax.importance import (
     attention_heat,
@@ -45,7 +46,7 @@ from utio_jax.signals import (
     surrogate_table,
 )
 from utio_jax.sparse import SparseAttention
-from utio_jax.vertical_slash import SparseQueries, attend_vertical_slash
+from utio_jax.vertical_slash import SparseQueries
 from utio_jax.wrappers import DepthFloor, KeepFirst, PositionDecay
 
 __all__ = [

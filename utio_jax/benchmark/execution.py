@@ -24,9 +24,9 @@ from utio_jax.benchmark.subjects import Subject
 from utio_jax.cache import init_cache
 from utio_jax.decode import block_at, run_segment
 from utio_jax.executors import layer_at
+from utio_jax.fused_slash import attend_vertical_slash
 from utio_jax.history import History
 from utio_jax.timing import time_programs
-from utio_jax.vertical_slash import attend_vertical_slash
 
 Program = Callable[[], Any]
 
