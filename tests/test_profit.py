@@ -31,7 +31,8 @@ from utio_jax.profit import (
 COST = TokenCost(query=10.0, keys_values=2.0, attention_per_key=1.0, head=5.0)
 SMALL = MicroBatches(min_bucket=4, block=4, query_block=4, key_step=8)
 SHAPE: dict[str, Any] = {"batch": 2, "context": 8, "executor": SMALL}
-FREE = Rates(products=1.0, attention=1.0)
+FREE = Rates(products=1.0, product_rests=1.0, attention=1.0, attention_rests=1.0)
+SLOW = Rates(products=1e-9, product_rests=1e-9, attention=1e-9, attention_rests=1e-9)
 
 
 def profit_of(routed: Rates, full: Rates = FREE) -> Profit:
@@ -43,8 +44,17 @@ def profit_of(routed: Rates, full: Rates = FREE) -> Profit:
 def test_stages_are_those_counted_by_hand() -> None:
     found = expected_stages(COST, {1: 0.5, 4: 0.5}, **SHAPE)
     # 16 tokens in the first layer, 8 in the other three; half a bucket wasted, or per row.
-    assert found.products == 16 * 10 + 3 * (8 + 2) * 10 + 16 * 5 + 16 * 4 * 2
-    assert found.attention == 16 * 8 + 3 * (8 + 2 * 2) * 8
+    assert found.products == 16 * 10 + 16 * 5 + 16 * 4 * 2
+    assert found.product_rests == 3 * (8 + 2) * 10
+    assert found.attention == 16 * 8
+    assert found.attention_rests == 3 * (8 + 2 * 2) * 8
+    # What whole blocks leave over: of 24 tokens 4; of about 21 half a block, and half a bucket.
+    larger = MicroBatches(min_bucket=4, block=20, query_block=4, key_step=8)
+    found = expected_stages(COST, {1: 0.25, 4: 0.75}, batch=3, context=8, executor=larger)
+    assert found.product_rests == 4 * 10 + 3 * (18 + 2) * 10
+    found = expected_stages(COST, {1: 0.1, 4: 0.9}, batch=3, context=8, executor=larger)
+    assert found.product_rests == pytest.approx(4 * 10 + 3 * (10 + 2) * 10)
+    found = expected_stages(COST, {1: 0.5, 4: 0.5}, **SHAPE)
     assert found.row_layers == 4 * 2
     assert (found.passes, found.splits, found.split_tokens) == (1, 1, 16)
     # Nobody goes on: the layers behind are not run, nor their keys and values.
@@ -119,8 +129,8 @@ def test_passes_that_do_not_pay_run_at_full_depth_and_say_so(tiny: Any) -> None:
     dear = Profit(
         cost=token_cost(tiny.decoder, tiny.params),
         num_layers=4,
-        routed=Rates(products=1e-9, attention=1e-9, splits=1.0),
-        full=Rates(products=1e-9, attention=1e-9),
+        routed=dataclasses.replace(SLOW, splits=1.0),
+        full=SLOW,
         device=where["device"],
         dtype=where["dtype"],
     )

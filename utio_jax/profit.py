@@ -32,8 +32,11 @@ class Stages:
     Attributes:
       passes: 1, for what a pass costs whatever it holds.
       row_layers: layers times rows that any token of reaches: blocks of queries start anew there.
-      products: FLOPs of projections, MLPs, K/V, gates and heads, padding included.
-      attention: FLOPs of attention, padding included.
+      products: FLOPs of projections and MLPs in whole blocks, of K/V, gates and heads.
+      product_rests: FLOPs of projections and MLPs in units of `min_bucket`, padding included: what
+        whole blocks leave over runs at another speed.
+      attention: FLOPs of attention in whole blocks of queries.
+      attention_rests: FLOPs of attention in units of `min_bucket`, padding included.
       splits: boundaries.
       split_tokens: tokens that are packed again at boundaries.
     """
@@ -41,7 +44,9 @@ class Stages:
     passes: float
     row_layers: float
     products: float
+    product_rests: float
     attention: float
+    attention_rests: float
     splits: float
     split_tokens: float
 
@@ -53,7 +58,9 @@ class Rates:
     passes: float = 0.0
     row_layers: float = 0.0
     products: float = 0.0
+    product_rests: float = 0.0
     attention: float = 0.0
+    attention_rests: float = 0.0
     splits: float = 0.0
     split_tokens: float = 0.0
 
@@ -121,16 +128,21 @@ def expected_stages(
     widths = np.asarray(executor.key_widths(context), np.float64)
     keys = widths[np.searchsorted(widths, np.arange(context), side="right")].mean()
     alive, done, deepest = 1.0, 0, 0
-    row_layers = products = attention = 0.0
+    row_layers = products = product_rests = attention = attention_rests = 0.0
+    sizes = _block_sizes(executor)
     for index, depth in enumerate(depths):
         live, layers = tokens * alive, depth - done
         if live > 0:
-            padding = executor.min_bucket / 2 if alive < 1.0 else 0.0
-            slots, query_slots = live + padding, live + batch * padding
+            exact, bucket = alive == 1.0, executor.min_bucket
+            blocks, rest = _in_blocks(live, sizes[0], bucket, exact=exact)
+            queries, query_rest = _in_blocks(live / batch, sizes[1], bucket, exact=exact)
             row_layers += layers * min(float(batch), live)
-            products += layers * slots * cost.query
-            products += slots * (gates[index] if index < len(gates) else 0.0)
-            attention += layers * query_slots * keys * cost.attention_per_key
+            products += layers * blocks * cost.query
+            product_rests += layers * rest * cost.query
+            products += (blocks + rest) * (gates[index] if index < len(gates) else 0.0)
+            per_query = layers * batch * keys * cost.attention_per_key
+            attention += queries * per_query
+            attention_rests += query_rest * per_query
             deepest = depth
         stops = histogram[depth] / total
         alive = max(0.0, alive - stops) if index + 1 < len(depths) else 0.0
@@ -142,10 +154,31 @@ def expected_stages(
         passes=1.0,
         row_layers=row_layers,
         products=products + tokens * deepest * cost.keys_values,
+        product_rests=product_rests,
         attention=attention,
+        attention_rests=attention_rests,
         splits=len(depths) - 1.0,
         split_tokens=tokens * (len(depths) - 1),
     )
+
+
+def _block_sizes(executor: Executor) -> tuple[int, int]:
+    """Returns the slots of whole blocks: of projections, and of queries."""
+    if isinstance(executor, MicroBatches):
+        return executor.block, executor.query_block
+    return executor.min_bucket, executor.min_bucket
+
+
+def _in_blocks(slots: float, block: int, bucket: int, *, exact: bool) -> tuple[float, float]:
+    """Returns how many slots run in whole blocks, and in units of `bucket`, half of one wasted.
+
+    A number that is not exact leaves half a block over, on average; one below a block all of it.
+    """
+    if exact:
+        whole = slots // block * block
+        return whole, -(-(slots - whole) // bucket) * bucket
+    whole = slots - block / 2 if slots >= block > bucket else 0.0
+    return whole, slots - whole + bucket / 2
 
 
 def fit_rates(stages: Sequence[Stages], seconds: Sequence[float]) -> Rates:
