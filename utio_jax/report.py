@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of ledger rows and depths. Needs the extra `cli` (matplotlib)."""
+"""Pictures of ledger rows and depths. Needs the extra `cli` (matplotlib).
+
+Figures are made without pyplot: nobody's backend changes, and notebooks show what is returned.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # Files only: no window, no display.
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -29,13 +29,14 @@ _COLOURS = {
 
 def plot_pareto(
     rows: Sequence[Ledger],
-    file: str | Path,
+    file: str | Path | None = None,
     *,
     title: str,
     hull: Callable[[float], float | None],
-) -> None:
+) -> Figure:
     """Draws loss increase (%) over `flops_ratio`: policies, single exits and their hull."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.subplots()
     exits = sorted(
         (row.flops_ratio, row.nll_increase_pct, row.depth_decided_mean)
         for row in rows
@@ -77,6 +78,8 @@ def plot_pareto(
                 xytext=(4, 6),
                 fontsize=8,
                 color="#555555",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+                zorder=4,
             )
     for name in dict.fromkeys(row.policy for row in rows):
         points = sorted(
@@ -103,22 +106,18 @@ def plot_pareto(
     )
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    _save(figure, file)
+    return _saved(figure, file)
 
 
-def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str) -> None:
+def plot_margins(
+    rows: Sequence[ComparisonRow], file: str | Path | None = None, *, title: str
+) -> Figure:
     """Draws how far each policy lies below the hull over `flops_ratio`, with its interval."""
     names = list(dict.fromkeys(row.ledger.policy for row in rows if row.hull_margin_pct))
     columns = min(4, len(names))
-    figure, grid = plt.subplots(
-        -(-len(names) // columns),
-        columns,
-        figsize=(3.1 * columns, 2.3 * -(-len(names) // columns)),
-        layout="constrained",
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-    )
+    lines = -(-len(names) // columns)
+    figure = Figure(figsize=(3.1 * columns, 2.3 * lines + 0.7), layout="constrained")
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for name, axes in zip(names, grid.flat, strict=False):
         points = sorted(
             (row.ledger.flops_ratio or 0.0, *row.hull_margin_pct)
@@ -139,27 +138,27 @@ def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str)
     grid[0, 0].set_ylim(-1.2 * best, 1.2 * best)
     figure.suptitle(title, fontsize=10)
     figure.supxlabel("executed FLOPs / FLOPs of the full pass", fontsize=9)
-    figure.supylabel("loss below the hull (%), 95 % interval over documents", fontsize=9)
-    _save(figure, file)
+    figure.supylabel("loss below the hull (%)\n95 % interval over documents", fontsize=9)
+    return _saved(figure, file)
 
 
 def plot_depths(
     text: str,
     offsets: Sequence[tuple[int, int]],
     depths: Sequence[int],
-    file: str | Path,
+    file: str | Path | None = None,
     *,
     levels: Sequence[int],
     title: str,
     columns: int = 100,
-) -> None:
+) -> Figure:
     """Draws a text with every token on the colour of its depth.
 
     Args:
       text: what was tokenised.
       offsets: each token's first and last-plus-one character.
       depths: each token's decided depth.
-      file: picture to write.
+      file: picture to write; None writes none.
       levels: all depths that can occur, ascending.
       title: above the picture.
       columns: characters per line; longer lines are cut.
@@ -173,10 +172,9 @@ def plot_depths(
         shown = level_of_character[begin : begin + min(len(line), columns)]
         grid[number, : len(shown)] = np.where(shown < 0, np.nan, shown)
         begin += len(line) + 1
-    colours = ListedColormap(plt.get_cmap("YlGnBu")(np.linspace(0.08, 0.85, len(levels))))
-    figure, axes = plt.subplots(
-        figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained"
-    )
+    colours = ListedColormap(colormaps["YlGnBu"](np.linspace(0.08, 0.85, len(levels))))
+    figure = Figure(figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained")
+    axes = figure.subplots()
     norm = BoundaryNorm(np.arange(len(levels) + 1) - 0.5, len(levels))
     axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     for number, line in enumerate(lines):
@@ -204,10 +202,11 @@ def plot_depths(
         frameon=False,
         fontsize=8,
     )
-    _save(figure, file)
+    return _saved(figure, file)
 
 
-def _save(figure: Figure, file: str | Path) -> None:
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+def _saved(figure: Figure, file: str | Path | None) -> Figure:
+    if file is not None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=130)
+    return figure
