@@ -21,7 +21,7 @@ SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 # And two thirds of that LLVM's optimisation, which programs that run once for a moment do not need.
 QUICK := XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0"
 
-.PHONY: help demo install test test-slow test-generation parity benchmark-transformers lint types clean FORCE
+.PHONY: help demo install test test-slow test-generation notebooks parity benchmark-transformers lint types clean FORCE
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,10p'
@@ -40,6 +40,11 @@ test-slow: $(VENV)/.installed-all
 # 200 prompts x 128 tokens against full depth at batches 1, 4 and 16; memory over 1,000 batches.
 test-generation: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow tests/test_shipped_generation.py
+
+# Runs notebooks/*.py and keeps their outputs in the .ipynb beside them. 01 measures speed: on an
+# idle machine, please. One of them: make notebooks ARGS=notebooks/01_quickstart.py
+notebooks: $(VENV)/.installed-all
+	$(BIN)/python docs/run_notebooks.py $(ARGS)
 
 # Models of transformers against ours, made anew with its latest release; then ours, fine-tuned and
 # saved, against what it reads. In an environment of its own (torch is several GB where pip takes a

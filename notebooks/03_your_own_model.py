@@ -14,6 +14,7 @@
 # %%
 import dataclasses
 import itertools
+import textwrap
 from pathlib import Path
 
 import jax
@@ -104,11 +105,8 @@ def check(decoder, params, own_layer):
         policy = GivenDepths(depth_of_token=jnp.full((1, 20), depth), depths=(2, LAYERS))
         found = run(decoder, params, ids, jnp.asarray([20]), policy).log_likelihood[0, :-1]
         difference = abs(found - own(params)).max()
-        print(
-            f"depth {depth}: the log-likelihoods differ from the model's own pass, all {LAYERS} ",
-            end="",
-        )
-        print(f"layers, by at most {difference:.0e} nats")
+        print(f"{depth} layers: differs from the model's own {LAYERS} by ", end="")
+        print(f"at most {difference:.2g} nats per token")
         assert depth < LAYERS or difference < 1e-3
 
 
@@ -295,13 +293,14 @@ with tqdm(total=3, desc="calibrate") as bar:
         goal=Budgets(budgets=(0.8,)),  # A share of the full pass' FLOPs.
         progress=lambda step: (bar.set_postfix_str(step), bar.update(1)),
     )
-print(advise(qwen.decoder, qwen.params, fitted.info, lens=False).replace(". ", ".\n"))
+print(textwrap.fill(advise(qwen.decoder, qwen.params, fitted.info, lens=False), width=96))
 
 # %% [markdown]
 # That is an answer too, and the usual one for a stock model. The message names the ways out:
 # `--fit-lens` fits a small map at each exit through which the frozen head can read it; `utio-jax
 # finetune` trains the exits of your checkpoint. The picture shows what training them changes: the
-# model that comes with the package has been trained to predict at each of its exits.
+# model that comes with the package has been trained to predict at each of its exits. (Two
+# different models, each on text of its own: read the order of magnitude.)
 
 # %%
 from utio_jax.documents import sample_batches
@@ -347,6 +346,8 @@ for name, (depth, lost, agreement, colour) in lines.items():
     left.plot(100 * np.asarray(depth), lost, marker="o", color=colour, label=name)
     right.plot(100 * np.asarray(depth), agreement, marker="o", color=colour)
 left.set(yscale="log", ylabel="loss above full depth (%)", title="what stopping there costs")
+left.set_yticks([0.5, 1, 2, 5, 10, 20, 50], ["0.5", "1", "2", "5", "10", "20", "50"])
+left.minorticks_off()
 right.set(ylim=(0, 100), ylabel="top prediction as at full depth (%)", title="agreement")
 for axes in (left, right):
     axes.set(xlim=(0, 100), xlabel="depth of the exit (% of the layers)")
@@ -400,8 +401,8 @@ plot_depths(
     list(itertools.pairwise(ends)),
     lossless.decided[0],
     levels=(6, 16),
-    title="which layers guessed a token: the first 6, or all 16 (white: the prompt)",
-    columns=80,
+    title="which layers a token is from: the first 6, or all 16 (white: prompt)",
+    columns=64,
 )
 
 # %% [markdown]

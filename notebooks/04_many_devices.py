@@ -199,10 +199,11 @@ compare("4 x 2 devices", found.depths, found.log_likelihood)
 print("collectives:", dict(Counter(COLLECTIVE.findall(compiled.as_text()))) or "none")
 
 # %% [markdown]
-# Now devices of a pair do communicate: sums over the parts of a layer (`all-reduce`), and nothing
-# else; no parameter travels. (These are places in the program; those inside loops run once per
-# layer and block.) States are whole on both devices of a pair, so they take the same decisions and
-# leave their loops together.
+# Now devices of a pair do communicate: they sum the parts of a layer (`all-reduce`), and as all
+# heads of this small model share one key and value, they gather the queries of a block
+# (`all-gather`). No parameter travels. (These are places in the program; those inside loops run
+# once per layer and block.) States are whole on both devices of a pair, so they take the same
+# decisions and leave their loops together.
 #
 # `generate`, `evaluate`, `calibrate` and `compare` take `mesh=` in the same way, and the command
 # line's `--data-parallel` and `--distributed` go over the devices of one machine or of a cluster.

@@ -27,6 +27,9 @@ _COLOURS = {
 }
 
 
+_LUMINANCE = (0.2126, 0.7152, 0.0722)  # Of red, green and blue (Rec. 709).
+
+
 def plot_pareto(
     rows: Sequence[Ledger],
     file: str | Path | None = None,
@@ -180,7 +183,8 @@ def plot_depths(
     for number, line in enumerate(lines):
         for column, character in enumerate(line[:columns]):
             if not character.isspace():
-                deep = grid[number, column] >= len(levels) * 0.6
+                level = grid[number, column]
+                shade = 1.0 if np.isnan(level) else np.dot(colours(int(level))[:3], _LUMINANCE)
                 axes.text(
                     column,
                     number,
@@ -189,7 +193,7 @@ def plot_depths(
                     fontsize=7.5,
                     ha="center",
                     va="center",
-                    color="white" if deep else "black",
+                    color="white" if shade < 0.5 else "black",
                 )
     axes.axis("off")
     axes.set_title(title, fontsize=10, loc="left")
