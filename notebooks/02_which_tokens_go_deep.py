@@ -148,23 +148,21 @@ for axes, (title, (kind, colour)) in zip(panels, views.items(), strict=True):
     mean = np.asarray([depths[:, :-1][kind == k].mean() for k in range(len(KINDS))])
     files = np.isfinite(of_file).sum(axis=0)
     error = 2 * np.nanstd(of_file, axis=0) / np.sqrt(files)
-    axes.barh(KINDS, mean, xerr=error, color=colour, alpha=0.75, error_kw={"linewidth": 1})
+    axes.errorbar(mean, KINDS, xerr=error, fmt="o", color=colour, capsize=2)
     for k in range(len(KINDS)):
         axes.text(15.9, k, f"{100 * (kind == k).mean():.0f} %", va="center", ha="right")
     axes.axvline(depths.mean(), color="black", linestyle=":", linewidth=1)
-    axes.set(
-        title=title, xlim=(7, 16), xlabel="mean depth (layers), two standard errors over files"
-    )
-panels[1].text(15.9, -0.75, "share of tokens", ha="right", fontsize=7.5)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set(title=title, xlim=(9, 16), xlabel="mean depth (layers); on the right, share of tokens")
 panels[0].invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# The dotted line is the mean of all tokens, and the black lines reach two standard errors over
-# files. (The library's files have long docstrings and run deeper than the text that budgets were
-# fitted to.) Depth goes with what has to be *predicted*: where a new name begins the next token is
-# open, and tokens run deep; where a name has begun, the rest of it follows by itself. The same can
-# be seen in single pieces of text:
+# The dotted line is the mean of all tokens, and lines reach two standard errors over files. (The
+# library's files have long docstrings and run deeper than the text that budgets were fitted to.)
+# Depth goes with what has to be *predicted*: where a new name begins the next token is open, and
+# tokens run deep; where a name has begun, the rest of it follows by itself. The same can be seen
+# in single pieces of text:
 
 # %%
 pieces = {}
@@ -295,7 +293,8 @@ for row in shown:
         print(f"{name:16} {flops:4.0f} % {loss:+6.2f} %   {middle:+.2f} [{low:+.2f}, {high:+.2f}]")
 
 # %% [markdown]
-# The learned gate is below the hull; random depths are above it, although they run as many layers;
-# UTIO's surrogate wins with its knowledge about what it pays for it. That is a result about this
-# model, whose vocabulary is large beside its width. `utio-jax compare` does the same with every
-# signal of the library on all files, and `utio-jax compare --text FILES` on yours.
+# The learned gate lies below the hull, and random depths do not, although they run as many layers.
+# UTIO's surrogate loses by its own cost about what it wins by what it knows. That is a result
+# about this model, whose vocabulary is large beside its width. `utio-jax compare` does the same
+# with every signal of the library on all of these files, and `utio-jax compare --text FILES` on
+# yours.
