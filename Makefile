@@ -30,7 +30,7 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test test-slow test-generation parity bench bench-accelerator \
+.PHONY: help demo install test test-slow test-generation notebooks parity bench bench-accelerator \
         benchmark-transformers benchmark-flax lint types clean FORCE
 
 help:
@@ -50,6 +50,11 @@ test-slow: $(VENV)/.installed-all
 # 200 prompts x 128 tokens against full depth at batches 1, 4 and 16; memory over 1,000 batches.
 test-generation: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow tests/test_shipped_generation.py
+
+# Runs notebooks/*.py and keeps their outputs in the .ipynb beside them. 01 measures speed: on an
+# idle machine, please. One of them: make notebooks ARGS=notebooks/01_quickstart.py
+notebooks: $(VENV)/.installed-all
+	$(BIN)/python docs/run_notebooks.py $(ARGS)
 
 # Models of transformers against ours, made anew with its latest release; then ours, fine-tuned and
 # saved, against what it reads. In an environment of its own (torch is several GB where pip takes a

@@ -2,7 +2,8 @@
 """Where a `Transformer`'s parameters go when it is larger than one device: `load(sharding=mesh)`.
 
 Heads and the MLP's hidden width are split over the mesh's axis "model", as in Megatron-LM
-(arXiv 1909.08053): a layer then adds two sums over devices. States are whole on each of them, so
+(arXiv 1909.08053): a layer then adds two sums over devices (and gathers queries, where
+there are fewer K/V heads than devices). States are whole on each of them, so
 every device takes the same decisions and leaves its loops at the same time.
 """
 

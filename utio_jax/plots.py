@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of ledger rows and depths, and what all pictures share. Needs the extra `cli`."""
+"""Pictures of ledger rows and depths, and what all pictures share. Needs the extra `cli`.
+
+Figures are made without pyplot: nobody's backend changes, and notebooks show what is returned.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # Files only: no window, no display.
-import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm, ListedColormap, to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -57,15 +57,19 @@ def plain(text: str, width: int = 60) -> str:
     return (" " if line.startswith("_") else "") + line.replace("$", r"\$")
 
 
+_LUMINANCE = (0.2126, 0.7152, 0.0722)  # Of red, green and blue (Rec. 709).
+
+
 def plot_pareto(
     rows: Sequence[Ledger],
-    file: str | Path,
+    file: str | Path | None = None,
     *,
     title: str,
     hull: Callable[[float], float | None],
-) -> None:
+) -> Figure:
     """Draws loss increase (%) over `flops_ratio`: policies, single exits and their hull."""
-    figure, axes = plt.subplots(figsize=(7.2, 4.6), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.subplots()
     exits = sorted(
         (row.flops_ratio, row.nll_increase_pct, f"{row.depth_decided_mean:.0f} layers")
         for row in rows
@@ -94,7 +98,7 @@ def plot_pareto(
         title=title,
     )
     axes.legend(frameon=False)
-    save(figure, file)
+    return saved(figure, file)
 
 
 def draw_pareto(
@@ -143,6 +147,8 @@ def draw_pareto(
                 xytext=(4, 6),
                 fontsize=8,
                 color="#555555",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+                zorder=4,
             )
     for name, curve in curves.items():
         if curve:
@@ -160,19 +166,15 @@ def draw_pareto(
     axes.grid(alpha=0.25)
 
 
-def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str) -> None:
+def plot_margins(
+    rows: Sequence[ComparisonRow], file: str | Path | None = None, *, title: str
+) -> Figure:
     """Draws how far each policy lies below the hull over `flops_ratio`, with its interval."""
     names = list(dict.fromkeys(row.ledger.policy for row in rows if row.hull_margin_pct))
     columns = min(4, len(names))
-    figure, grid = plt.subplots(
-        -(-len(names) // columns),
-        columns,
-        figsize=(3.1 * columns, 2.3 * -(-len(names) // columns)),
-        layout="constrained",
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-    )
+    lines = -(-len(names) // columns)
+    figure = Figure(figsize=(3.1 * columns, 2.3 * lines + 0.7), layout="constrained")
+    grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     for name, axes in zip(names, grid.flat, strict=False):
         points = sorted(
             (row.ledger.flops_ratio or 0.0, *row.hull_margin_pct)
@@ -193,27 +195,27 @@ def plot_margins(rows: Sequence[ComparisonRow], file: str | Path, *, title: str)
     grid[0, 0].set_ylim(-1.2 * best, 1.2 * best)
     figure.suptitle(title, fontsize=10)
     figure.supxlabel("executed FLOPs / FLOPs of the full pass", fontsize=9)
-    figure.supylabel("loss below the hull (%), 95 % interval over documents", fontsize=9)
-    save(figure, file)
+    figure.supylabel("loss below the hull (%)\n95 % interval over documents", fontsize=9)
+    return saved(figure, file)
 
 
 def plot_depths(
     text: str,
     offsets: Sequence[tuple[int, int]],
     depths: Sequence[int],
-    file: str | Path,
+    file: str | Path | None = None,
     *,
     levels: Sequence[int],
     title: str,
     columns: int = 100,
-) -> None:
+) -> Figure:
     """Draws a text with every token on the colour of its depth.
 
     Args:
       text: what was tokenised.
       offsets: each token's first and last-plus-one character.
       depths: each token's decided depth.
-      file: picture to write.
+      file: picture to write; None writes none.
       levels: all depths that can occur, ascending.
       title: above the picture.
       columns: characters per line; longer lines are cut.
@@ -227,16 +229,16 @@ def plot_depths(
         shown = level_of_character[begin : begin + min(len(line), columns)]
         grid[number, : len(shown)] = np.where(shown < 0, np.nan, shown)
         begin += len(line) + 1
-    colours = ListedColormap(plt.get_cmap("YlGnBu")(np.linspace(0.08, 0.85, len(levels))))
-    figure, axes = plt.subplots(
-        figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained"
-    )
+    colours = ListedColormap(colormaps["YlGnBu"](np.linspace(0.08, 0.85, len(levels))))
+    figure = Figure(figsize=(0.085 * columns + 0.4, 0.172 * len(lines) + 0.9), layout="constrained")
+    axes = figure.subplots()
     norm = BoundaryNorm(np.arange(len(levels) + 1) - 0.5, len(levels))
     axes.imshow(grid, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     for number, line in enumerate(lines):
         for column, character in enumerate(line[:columns]):
             if not character.isspace():
-                deep = grid[number, column] >= len(levels) * 0.6
+                level = grid[number, column]
+                shade = 1.0 if np.isnan(level) else np.dot(colours(int(level))[:3], _LUMINANCE)
                 axes.text(
                     column,
                     number,
@@ -245,7 +247,7 @@ def plot_depths(
                     fontsize=7.5,
                     ha="center",
                     va="center",
-                    color="white" if deep else "black",
+                    color="white" if shade < 0.5 else "black",
                 )
     axes.axis("off")
     axes.set_title(title, fontsize=10, loc="left")
@@ -258,14 +260,15 @@ def plot_depths(
         frameon=False,
         fontsize=8,
     )
-    save(figure, file)
+    return saved(figure, file)
 
 
-def save(figure: Figure, file: str | Path) -> None:
-    """Writes a figure to a file and closes it."""
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+def saved(figure: Figure, file: str | Path | None) -> Figure:
+    """Returns the figure; writes it, where a file is given."""
+    if file is not None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=130)
+    return figure
 
 
 def small_multiples(
@@ -280,13 +283,9 @@ def small_multiples(
       width: of a figure whose rows are full, in inches.
     """
     rows, across = -(-number // columns), min(columns, number)
-    figure, grid = plt.subplots(
-        rows,
-        across,
-        figsize=(max(6.4, width * across / columns), height * rows + 0.6),
-        layout="constrained",
-        squeeze=False,
-    )
+    size = max(6.4, width * across / columns), height * rows + 0.6
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(rows, across, squeeze=False)
     for axes in list(grid.flat)[number:]:
         axes.axis("off")
     return figure, list(grid.flat)[:number]

@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from utio_jax.benchmark.schema import PARTS, Row
-from utio_jax.plots import save
+from utio_jax.plots import saved
 from utio_jax.report.grouping import is_gain, ran_as_itself
 from utio_jax.report.growth import growth_series
 from utio_jax.report.regressions import THRESHOLD, ResultsComparison
@@ -110,7 +110,7 @@ def sections_of(results: Results, out: Path, *, name: str) -> list[Section]:
         if figure is None:
             return ()
         file = out / f"{stem}{called}.png"
-        save(figure, file)
+        saved(figure, file)
         return (Picture(file=file, caption=caption),)
 
     rows, found = results.rows, [_conditions(results, title)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -245,7 +244,8 @@ def draw_profit(rows: Sequence[Row]) -> Figure | None:
     ]
     if not found:
         return None
-    figure, axes = plt.subplots(figsize=(5.2, 4.4), layout="constrained")
+    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
+    axes = figure.subplots()
     ends = np.asarray(
         [0.8 * min(min(p, m) for p, m, _ in found), 1.25 * max(max(p, m) for p, m, _ in found)]
     )
