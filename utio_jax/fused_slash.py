@@ -139,7 +139,7 @@ def attend_history_in_two(
     width: int,
     history: History,
     window: Int[Array, ""] | None,
-    implementation: Implementation,
+    implementation: Literal["xla", "cudnn"],
 ) -> Float[Array, "query head head_dim"]:
     """Returns what `attend_history` does, of plain values: verticals and slice in a call each."""
     gather = partial(gather_keys, row=row, verticals=verticals, start=start, width=width)
@@ -229,7 +229,7 @@ def _attend_part(
     values: Float[Array, "block key kv_head head_dim"],
     visible: Bool[Array, "block query key"],
     *,
-    implementation: Implementation,
+    implementation: Literal["xla", "cudnn"],
 ) -> tuple[Float[Array, "block query head head_dim"], Float[Array, "block query head"]]:
     """Returns attention over some of the keys, and its log-sum-exp, -inf where none is visible."""
     mixed, log_sum = jax.nn.dot_product_attention(
