@@ -213,7 +213,8 @@ def attend_by_splash(
     gather = jax.vmap(lambda row, chosen: row.at[chosen].get(mode="clip"))
     mine = [gather(y, verticals.reshape(batch, -1)) for y in (keys, values, shown)]
     keys, values, shown = (y.reshape(batch * chunks, cut, *y.shape[2:]) for y in mine)
-    positions = jnp.arange(chunks * chunk, dtype=jnp.int32).reshape(1, chunks, chunk)
+    positions = jnp.arange(chunks * chunk, dtype=jnp.int32).reshape(chunks, chunk)
+    positions = jnp.broadcast_to(positions, (batch, chunks, chunk))
     behind = visible_keys(positions - history.recent, verticals)
     visible = behind.reshape(batch * chunks, chunk, cut) & shown[:, None, :]
     far, far_sum = _attend_part(blocks, keys, values, visible, implementation="xla")
