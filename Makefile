@@ -31,7 +31,7 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .PHONY: help demo install test test-slow test-generation notebooks parity bench bench-accelerator \
-        benchmark-transformers benchmark-flax lint types clean FORCE
+        benchmark-transformers benchmark-flax benchmark-peers lint types clean FORCE
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,12p'
@@ -85,6 +85,12 @@ bench-accelerator: $(VENV)/.installed-cli
 # ARGS="--model FOLDER"
 benchmark-transformers: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/transformers_full_depth.py $(ARGS)
+
+# Early exits of other libraries, their layers counted: make benchmark-peers ARGS="--model FOLDER
+# --token-ids IDS.json --exit 3". TIDE is installed without what it needs for its own data sets.
+benchmark-peers: $(PEERS)/.installed
+	$(PEERS)/bin/python -m pip install --quiet --no-deps --no-build-isolation tide-inference==0.2.1
+	$(PEERS)/bin/python benchmarks/peers/early_exits.py $(ARGS)
 
 # The same beside transformers' Flax models: make benchmark-flax ARGS="--layers 4"
 benchmark-flax: $(FLAX)/.installed

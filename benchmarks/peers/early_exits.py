@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early exits of other libraries beside ours, on one model: what runs, what comes out, how fast.
+
+    make benchmark-peers ARGS="--model FOLDER --token-ids IDS.json --exit 3"
+
+`FOLDER` is a Llama-like model whose exits were trained, as `utio-jax finetune` writes them;
+`IDS.json` a list of documents as lists of token ids: the first half teaches TIDE's routers, the
+other half opens with the prompts. Greedy decoding at batch 1, programs taking turns in one process,
+each library against its own full depth:
+
+- transformers, full depth, and its LayerSkip (`assistant_early_exit`): drafts at `--exit`;
+- TIDE (tide-inference 0.2.1): its routers at every exit, trained by its own functions;
+- utio_jax, full depth, and `Lossless(exit=...)`.
+
+What a library skips is not what it says but what it runs: layers are counted by hooks on the
+model's layers (ours by the ledger, which the test suite holds against such counts), per new token,
+prefill apart. Ends with one line of JSON.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import TIDE
+import torch
+import transformers
+from TIDE.calibrate import compute_convergence_labels, train_routers
+from TIDE.config import TIDEConfig
+from TIDE.router import RouterCheckpoint
+
+from utio_jax import models
+from utio_jax.artifacts import conditions
+from utio_jax.controller import EntropyAbove
+from utio_jax.generate import generate
+from utio_jax.lossless import Lossless
+from utio_jax.mode import Plain
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from side_by_side import turns
+
+PROMPT = 32
+DRAFTS = 4
+
+
+def teach_tide(
+    model: Any, documents: list[list[int]], exits: tuple[int, ...], **options: float
+) -> Any:
+    """Returns TIDE's engine with routers at the early exits, trained on the documents."""
+    kept: dict[Any, list[torch.Tensor]] = {depth - 1: [] for depth in exits[:-1]} | {"final": []}
+    with torch.inference_mode():
+        for ids in documents:
+            states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+            for name, parts in kept.items():
+                parts.append(states[-1 if name == "final" else name + 1][0])
+    states = {name: torch.cat(parts).clone() for name, parts in kept.items()}
+    # The exits instead of every fourth layer, which a small model has not; the rest as it comes.
+    config = TIDEConfig(checkpoint_interval=1, min_layers=0, **options)
+    routers = train_routers(states, compute_convergence_labels(states, config), config)
+    width = states["final"].shape[-1]
+    checkpoint = RouterCheckpoint(
+        routers=routers, hidden_dim=width, bottleneck_dim=config.router_bottleneck_dim
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(f"{folder}/router.pt")
+        return TIDE.TIDE(model, router_path=f"{folder}/router.pt", config=config)
+
+
+class Counter:
+    """Counts tokens times layers that a torch model runs, passes of more than a draft apart."""
+
+    def __init__(self, model: Any) -> None:
+        self.layers = 0
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(self._seen)
+
+    def _seen(self, _: Any, inputs: tuple[Any, ...]) -> None:
+        tokens = inputs[0].shape[1]
+        self.layers += tokens if tokens <= DRAFTS + 1 else 0
+
+
+def main() -> None:
+    """Prints one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--token-ids", required=True, type=Path)
+    parser.add_argument("--exit", required=True, type=int)
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    ours = models.load(Path(options.model))
+    exits = ours.decoder.config.exits
+    peer = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    peer.eval()
+    room = ours.decoder.config.context_length
+    documents = [ids[:room] for ids in json.loads(options.token_ids.read_text())]
+    half = len(documents) // 2
+    tides = {
+        "TIDE": teach_tide(peer, documents[:half], exits),
+        # Leaves where the state is only roughly the last one's: so that it leaves at all.
+        "TIDE, eager": teach_tide(
+            peer, documents[:half], exits, convergence_threshold=0.7, exit_threshold=0.5
+        ),
+    }
+    prompts = [ids[:PROMPT] for ids in documents[half:] if len(ids) >= PROMPT][: options.prompts]
+
+    def by_torch(**how: Any) -> Callable[[], list[list[int]]]:
+        def run() -> list[list[int]]:
+            found = []
+            for ids in prompts:
+                with torch.inference_mode():
+                    out = peer.generate(
+                        torch.tensor([ids]),
+                        max_new_tokens=options.new,
+                        min_new_tokens=options.new,
+                        do_sample=False,
+                        pad_token_id=0,
+                        **how,
+                    )
+                found.append(out[0, PROMPT:].tolist())
+            return found
+
+        return run
+
+    def by_tide(name: str) -> Callable[[], list[list[int]]]:
+        def run() -> list[list[int]]:
+            found = []
+            reported[name] = []
+            for ids in prompts:
+                out = tides[name].generate(
+                    torch.tensor([ids]), max_new_tokens=options.new, temperature=0.0
+                )
+                found.append(out[0, PROMPT:].tolist())
+                stats = tides[name].last_stats
+                for layer, count in stats.exits_per_layer.items():
+                    reported[name] += [layer + 1] * count
+                reported[name] += [len(peer.model.layers)] * stats.remaining_tokens
+            return found
+
+        return run
+
+    def by_us(name: str, mode: Any) -> Callable[[], list[list[int]]]:
+        def run() -> list[list[int]]:
+            found = [
+                generate(
+                    ours.decoder,
+                    ours.params,
+                    [ids],
+                    mode=mode,
+                    max_new_tokens=options.new,
+                    eos_ids=(),
+                )
+                for ids in prompts
+            ]
+            ran[name] = sum(int(each.token_layers.sum()) for each in found)
+            return [each.token_ids[0].tolist() for each in found]
+
+        return run
+
+    ran, reported = dict[str, int](), dict[str, list[int]]()
+    modes = {
+        "utio_jax": Plain(),
+        "utio_jax lossless": Lossless(exit=options.exit, max_draft=DRAFTS),
+        # As LayerSkip's drafts do, which end where the exit is unsure.
+        "utio_jax lossless, unsure ends a draft": Lossless(
+            exit=options.exit, max_draft=DRAFTS, stop=EntropyAbove(threshold_nats=1.5)
+        ),
+    }
+    programs = {
+        "transformers": by_torch(),
+        "LayerSkip in transformers": by_torch(
+            assistant_early_exit=options.exit, num_assistant_tokens=DRAFTS
+        ),
+        **{name: by_tide(name) for name in tides},
+        **{name: by_us(name, mode) for name, mode in modes.items()},
+    }
+    times = turns(programs, options.rounds)
+    counter, rows, texts = Counter(peer), [], {}
+    for name, run in programs.items():
+        counter.layers = 0
+        texts[name] = run()
+        layers = ran[name] if name in modes else counter.layers
+        # The first new token is prefill's.
+        tokens = sum(len(ids) - 1 for ids in texts[name])
+        base = "utio_jax" if name in modes else "transformers"
+        ratios = [b / a for a, b in zip(times[name], times[base], strict=True)]
+        same = [
+            a == b
+            for mine, full in zip(texts[name], texts["transformers"], strict=True)
+            for a, b in zip(mine, full, strict=False)
+        ]
+        row = {
+            "program": name,
+            "tokens": tokens,
+            "layers_run_per_token": round(layers / tokens, 3),
+            "same_tokens": round(float(np.mean(same)), 4),
+            "milliseconds_per_token": round(1000 * statistics.median(times[name]) / tokens, 3),
+            "speedup_over_own_full_depth": round(statistics.median(ratios), 3),
+        }
+        if name in tides:
+            row["layers_it_reports_per_token"] = round(float(np.mean(reported[name])), 3)
+        rows.append(row)
+    result = {
+        "model": Path(options.model).name,
+        "layers": ours.decoder.config.num_layers,
+        "exit": options.exit,
+        "max_draft": DRAFTS,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        **conditions(ours.params),
+        "rows": rows,
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
