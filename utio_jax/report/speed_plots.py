@@ -275,6 +275,6 @@ def draw_profit(rows: Sequence[Row]) -> Figure | None:
 def _time_axis(axes: Axes, which: str) -> None:
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 40 * low else (1,)))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
     axis.set_major_formatter(EngFormatter(unit="s"))
     axis.set_minor_formatter(NullFormatter())
