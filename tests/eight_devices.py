@@ -37,6 +37,8 @@ from utio_jax.models import load, save
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
 from utio_jax.parallel import Rows, place
+from utio_jax.prefill import Prefill
+from utio_jax.prompt_ledger import prompt_cost
 from utio_jax.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.search import ThresholdSearch
 from utio_jax.signals import SoftmaxGap
@@ -290,6 +292,20 @@ def test_draws_on_a_mesh_are_those_of_one_device() -> None:
     many = run(lively_model(), PROMPTS, mesh=mesh_of("auto"), **options)
     for a, b in zip(one.token_ids, many.token_ids, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_prompts_routed_on_a_mesh_are_those_of_one_device() -> None:
+    model, mode = lively_model(), Adaptive(policy=TABLE)
+    how = Prefill(policy=TABLE)
+    one = run(model, PROMPTS, mode=mode, prefill=how)
+    many = run(model, PROMPTS, mode=mode, prefill=how, mesh=mesh_of("auto"))
+    for name in ("token_ids", "prompt_depths"):
+        for a, b in zip(getattr(one, name), getattr(many, name), strict=True):
+            np.testing.assert_array_equal(a, b)
+    costs = [prompt_cost(model.decoder, model.params, how, PROMPTS, found) for found in (one, many)]
+    assert costs[0].depth_mean == costs[1].depth_mean
+    # Two rows a device, each with a padding of its own.
+    assert costs[0].flops < costs[1].flops < 8 * costs[0].flops
 
 
 def test_a_stream_on_a_mesh_ends_its_rows_where_one_device_does(count_compiles: Any) -> None:
