@@ -87,7 +87,8 @@ benchmark-transformers: $(PEERS)/.installed
 	$(PEERS)/bin/python benchmarks/transformers_full_depth.py $(ARGS)
 
 # Early exits of other libraries, their layers counted: make benchmark-peers ARGS="--model FOLDER
-# --token-ids IDS.json --exit 3". TIDE is installed without what it needs for its own data sets.
+# --token-ids IDS.json --exit 3"; then utio-jax report out/peers/results.json. TIDE is installed
+# without what it needs for its own data sets.
 benchmark-peers: $(PEERS)/.installed
 	$(PEERS)/bin/python -m pip install --quiet --no-deps --no-build-isolation tide-inference==0.2.1
 	$(PEERS)/bin/python benchmarks/peers/early_exits.py $(ARGS)

@@ -8,8 +8,8 @@ transformers 4, the last with Flax models; `make benchmark-flax` sets it up. Bot
 """
 
 import argparse
-import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 from safetensors.numpy import save_file
-from side_by_side import row
+from side_by_side import keep, peer_row
 
 from utio_jax import models
-from utio_jax.artifacts import conditions
 from utio_jax.evaluate import run_score
 from utio_jax.forward import full_depth, next_token_nll
 from utio_jax.generate import generate
+from utio_jax.timing import time_programs
+
+PEER = "transformers, Flax"
+OURS = "utio_jax, full depth"
 
 
 def save(peer: Any, folder: Path) -> None:
@@ -40,7 +43,8 @@ def save(peer: Any, folder: Path) -> None:
 
 
 def main() -> None:
-    """Prints one line of JSON."""
+    """Writes results.json, and prints it."""
+    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=Path("out/flax"))
     options = parser.parse_args()
     config = transformers.LlamaConfig(
         vocab_size=options.vocab,
@@ -104,23 +109,33 @@ def main() -> None:
             return np.asarray(found)[:, 16:]
 
         apart = float(np.abs(ours() - theirs()).max())
-        what, size = f"score, batch {batch} x {options.width}", batch * options.width
-        found = row(what, size, ours, theirs, options.rounds, peer="flax")
-        rows.append({**found, "max_log_likelihood_difference": apart})
         same = float((ours_new() == theirs_new()).mean())
-        what, size = f"decode, batch {batch}, 16 + {options.new}", batch * options.new
-        found = row(what, size, ours_new, theirs_new, options.rounds, peer="flax")
-        rows.append({**found, "same_tokens": round(same, 4)})
-    result = {
-        "model": "random Llama",
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "layers": options.layers,
-        "embed_dim": options.dim,
-        "transformers": transformers.__version__,
-        **conditions(params),
-        "rows": rows,
-    }
-    print(json.dumps(result))
+        width, new = options.width, options.new
+        for pair, setting, size, known in (
+            ((ours, theirs), {"prompt": width}, width, {"max_log_likelihood_difference": apart}),
+            ((ours_new, theirs_new), {"prompt": 16, "output": new}, new, {"same_tokens": same}),
+        ):
+            times = time_programs(dict(zip((OURS, PEER), pair, strict=True)), rounds=options.rounds)
+            row = peer_row(
+                f"random Llama, {options.layers} x {options.dim}",
+                OURS,
+                times[OURS],
+                baseline=PEER,
+                against=times[PEER],
+                setting={"batch": batch, **setting},
+                tokens=batch * size,
+                found=known,
+                speed_only=True,
+            )
+            rows.append(row)
+    keep(
+        rows,
+        options.out,
+        suite="full depth beside transformers' Flax models",
+        settings=vars(options),
+        versions={"transformers": transformers.__version__},
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -9,24 +9,27 @@ reports is over its own full-depth program; this is how fast that one is.
 """
 
 import argparse
-import json
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from side_by_side import row
+from side_by_side import keep, peer_row
 
 from utio_jax import models
-from utio_jax.artifacts import conditions
+from utio_jax.benchmark.schema import Row
 from utio_jax.evaluate import run_score
 from utio_jax.forward import full_depth
 from utio_jax.generate import generate
 from utio_jax.microbatches import MicroBatches
+from utio_jax.timing import time_programs
+
+PEER = "transformers"
+OURS = "utio_jax, full depth"
 
 
 def random_llama(folder: str, dim: int, layers: int, vocab: int) -> str:
@@ -46,7 +49,7 @@ def random_llama(folder: str, dim: int, layers: int, vocab: int) -> str:
     return folder
 
 
-def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int) -> dict[str, Any]:
+def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int, **about: Any) -> Row:
     """Returns the row of log-likelihoods of whole windows, and how far these lie apart."""
     batch, width = ids.shape
     lengths, policy = jnp.full(batch, width), full_depth(model.decoder)
@@ -73,15 +76,22 @@ def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int) -> dic
         return -losses.reshape(batch, -1).numpy()
 
     apart = float(np.abs(ours()[:, : width - 1] - theirs()).max())
-    found = row(
-        f"score, batch {batch} x {width}", batch * width, ours, theirs, rounds, peer="transformers"
+    times = time_programs({OURS: ours, PEER: theirs}, rounds=rounds)
+    return peer_row(
+        method=OURS,
+        timing=times[OURS],
+        baseline=PEER,
+        against=times[PEER],
+        setting={"batch": batch, "prompt": width},
+        tokens=batch * width,
+        found={"max_log_likelihood_difference": apart},
+        **about,
     )
-    return {**found, "max_log_likelihood_difference": apart}
 
 
 def decoding(
-    model: models.Model, peer: Any, prompts: np.ndarray, new: int, rounds: int
-) -> dict[str, Any]:
+    model: models.Model, peer: Any, prompts: np.ndarray, new: int, rounds: int, **about: Any
+) -> Row:
     """Returns the row of greedy decoding with a KV cache, and the share of tokens that agree."""
     batch, width = prompts.shape
     words = torch.from_numpy(prompts.astype(np.int64))
@@ -98,19 +108,22 @@ def decoding(
         return found[:, width:].numpy()
 
     same = float((ours() == theirs()).mean())
-    found = row(
-        f"decode, batch {batch}, {width} + {new}",
-        batch * new,
-        ours,
-        theirs,
-        rounds,
-        peer="transformers",
+    times = time_programs({OURS: ours, PEER: theirs}, rounds=rounds)
+    return peer_row(
+        method=OURS,
+        timing=times[OURS],
+        baseline=PEER,
+        against=times[PEER],
+        setting={"batch": batch, "prompt": width, "output": new},
+        tokens=batch * new,
+        found={"same_tokens": same},
+        **about,
     )
-    return {**found, "same_tokens": round(same, 4)}
 
 
 def main() -> None:
-    """Prints one line of JSON."""
+    """Writes results.json, and prints it."""
+    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--dim", type=int, default=512)
@@ -119,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=Path("out/transformers"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = options.model or random_llama(made, options.dim, options.layers, options.vocab)
@@ -127,23 +141,24 @@ def main() -> None:
     peer.eval()
     config, rng, rows = model.decoder.config, np.random.default_rng(0), []
     width = min(options.width, config.context_length)
+    name = f"random Llama, {config.num_layers} x {config.embed_dim}"
+    about = {
+        "model_name": name if options.model is None else Path(options.model).name,
+        "speed_only": options.model is None,
+    }
     for batch in (1, 8):
         ids = rng.integers(3, config.vocab_size, (batch, width)).astype(np.int32)
-        rows.append(scoring(model, peer, ids, options.rounds))
+        rows.append(scoring(model, peer, ids, options.rounds, **about))
         new = min(options.new, config.context_length - 16)
-        rows.append(decoding(model, peer, ids[:, :16], new, options.rounds))
-    found = {
-        "model": "random Llama" if options.model is None else Path(options.model).name,
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.params)),
-        "layers": config.num_layers,
-        "embed_dim": config.embed_dim,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        **conditions(model.params),
-        "rows": rows,
-    }
-    print(json.dumps(found))
+        rows.append(decoding(model, peer, ids[:, :16], new, options.rounds, **about))
+    keep(
+        rows,
+        options.out,
+        suite="full depth beside transformers",
+        settings=vars(options) | {"threads": torch.get_num_threads()},
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        started=started,
+    )
 
 
 if __name__ == "__main__":

@@ -14,14 +14,14 @@ each library against its own full depth:
 
 What a library skips is not what it says but what it runs: layers are counted by hooks on the
 model's layers (ours by the ledger, which the test suite holds against such counts), per new token,
-prefill apart. Ends with one line of JSON.
+prefill apart. A program that says it exits and runs every layer is a row without a speed-up.
 """
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,14 @@ from TIDE.config import TIDEConfig
 from TIDE.router import RouterCheckpoint
 
 from utio_jax import models
-from utio_jax.artifacts import conditions
 from utio_jax.controller import EntropyAbove
 from utio_jax.generate import generate
 from utio_jax.lossless import Lossless
 from utio_jax.mode import Plain
+from utio_jax.timing import time_programs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from side_by_side import turns
+from side_by_side import keep, peer_row
 
 PROMPT = 32
 DRAFTS = 4
@@ -85,7 +85,8 @@ class Counter:
 
 
 def main() -> None:
-    """Prints one line of JSON."""
+    """Writes results.json, and prints it."""
+    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--token-ids", required=True, type=Path)
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("out/peers"))
     options = parser.parse_args()
     ours = models.load(Path(options.model))
     exits = ours.decoder.config.exits
@@ -165,7 +167,7 @@ def main() -> None:
 
     ran, reported = dict[str, int](), dict[str, list[int]]()
     modes = {
-        "utio_jax": Plain(),
+        "utio_jax, full depth": Plain(),
         "utio_jax lossless": Lossless(exit=options.exit, max_draft=DRAFTS),
         # As LayerSkip's drafts do, which end where the exit is unsure.
         "utio_jax lossless, unsure ends a draft": Lossless(
@@ -173,14 +175,14 @@ def main() -> None:
         ),
     }
     programs = {
-        "transformers": by_torch(),
+        "transformers, full depth": by_torch(),
         "LayerSkip in transformers": by_torch(
             assistant_early_exit=options.exit, num_assistant_tokens=DRAFTS
         ),
         **{name: by_tide(name) for name in tides},
         **{name: by_us(name, mode) for name, mode in modes.items()},
     }
-    times = turns(programs, options.rounds)
+    times = time_programs(programs, rounds=options.rounds)
     counter, rows, texts = Counter(peer), [], {}
     for name, run in programs.items():
         counter.layers = 0
@@ -188,35 +190,39 @@ def main() -> None:
         layers = ran[name] if name in modes else counter.layers
         # The first new token is prefill's.
         tokens = sum(len(ids) - 1 for ids in texts[name])
-        base = "utio_jax" if name in modes else "transformers"
-        ratios = [b / a for a, b in zip(times[name], times[base], strict=True)]
+        base = "utio_jax, full depth" if name in modes else "transformers, full depth"
         same = [
             a == b
-            for mine, full in zip(texts[name], texts["transformers"], strict=True)
+            for mine, full in zip(texts[name], texts["transformers, full depth"], strict=True)
             for a, b in zip(mine, full, strict=False)
         ]
-        row = {
-            "program": name,
-            "tokens": tokens,
-            "layers_run_per_token": round(layers / tokens, 3),
-            "same_tokens": round(float(np.mean(same)), 4),
-            "milliseconds_per_token": round(1000 * statistics.median(times[name]) / tokens, 3),
-            "speedup_over_own_full_depth": round(statistics.median(ratios), 3),
+        known = {
+            "layers run per token": round(layers / tokens, 3),
+            "same tokens": round(float(np.mean(same)), 4),
         }
         if name in tides:
-            row["layers_it_reports_per_token"] = round(float(np.mean(reported[name])), 3)
+            known["layers it reports"] = round(float(np.mean(reported[name])), 3)
+        skips_nothing = name in tides and layers >= tokens * len(peer.model.layers)
+        row = peer_row(
+            f"{Path(options.model).name}, {ours.decoder.config.num_layers} layers",
+            name,
+            times[name],
+            baseline=base,
+            against=times[base],
+            setting={"batch": 1, "prompt": PROMPT, "output": options.new},
+            tokens=tokens,
+            found=known,
+            fallbacks={"tokens that ran every layer": tokens} if skips_nothing else {},
+        )
         rows.append(row)
-    result = {
-        "model": Path(options.model).name,
-        "layers": ours.decoder.config.num_layers,
-        "exit": options.exit,
-        "max_draft": DRAFTS,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        **conditions(ours.params),
-        "rows": rows,
-    }
-    print(json.dumps(result))
+    keep(
+        rows,
+        options.out,
+        suite="early exits of others",
+        settings=vars(options) | {"max_draft": DRAFTS},
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        started=started,
+    )
 
 
 if __name__ == "__main__":
