@@ -176,6 +176,20 @@ def test_an_interrupted_run_keeps_what_it_measured_and_resumes_there(tmp_path: P
     assert read_results(tmp_path / "results.json")["rows"] == [], "replaced unless resumed"
 
 
+def test_a_group_leaves_no_compiled_programs_behind(tmp_path: Path) -> None:
+    program = jax.jit(lambda x: x + 1.0)
+
+    def measure() -> list[Row]:
+        program(1.0)
+        held.append(program._cache_size())
+        return [dataclasses.replace(PLANNED, key="a")]
+
+    held: list[int] = []
+    planned = Group(title="a", rows=(dataclasses.replace(PLANNED, key="a"),), measure=measure)
+    run([planned], recorder_at(tmp_path))
+    assert (held, program._cache_size()) == ([1], 0)
+
+
 def test_a_run_is_resumed_on_the_same_terms_alone(tmp_path: Path) -> None:
     recorder_at(tmp_path, rounds=3)
     recorder_at(tmp_path, rounds=3, resume=True)

@@ -220,6 +220,8 @@ def run_groups(
             say(f"  did not run: {reason}")
             rows = [row.failed(reason) for row in group.rows]
         recorder.add([row.noting(note) for row in rows], seconds=time.perf_counter() - started)
+        # The programs of a whole suite use up a process' memory maps; no group needs another's.
+        jax.clear_caches()
     return complete
 
 
