@@ -189,8 +189,14 @@ def draw_growth(rows: Sequence[Row]) -> Figure | None:
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.grid(alpha=0.25)
+        _leave_room(axes)
         axes.legend(
-            frameon=False, fontsize=7, title="fitted power", title_fontsize=7, alignment="left"
+            frameon=False,
+            fontsize=7,
+            title="fitted power",
+            title_fontsize=7,
+            alignment="left",
+            loc="upper left",
         )
     figure.supylabel("seconds, quartiles", fontsize=9)
     return figure
@@ -211,18 +217,29 @@ def _growth_line(axes: Axes, series: Series, colour: str) -> None:
 
 
 def _power(found: tuple[float, float] | None) -> str:
-    return "no fit" if found is None else f"{found[0]:.2f} ± {found[1]:.2f}"
+    return "none" if found is None else f"{found[0]:.2f} ± {found[1]:.2f}"
+
+
+def _leave_room(axes: Axes, share: float = 0.3) -> None:
+    """Lifts the upper end of the y axis: its legend stands there, above all curves."""
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log":
+        axes.set_ylim(low, high * (high / low) ** share)
+    else:
+        axes.set_ylim(low, high + share * (high - low))
 
 
 def _baseline_line(axes: Axes, members: Sequence[Series]) -> None:
+    """Draws what the members are compared with, unless that is one of them."""
     points: dict[float, list[float]] = {}
     for series in members:
         for x, row in zip(series.x, series.rows, strict=True):
             if row.baseline_seconds is not None:
                 points.setdefault(float(x), []).append(row.baseline_seconds.median)
-    if points:
-        x = np.asarray(sorted(points))
-        y = np.asarray([np.median(points[each]) for each in x])
+    x = np.asarray(sorted(points))
+    y = np.asarray([np.median(points[each]) for each in x])
+    drawn = any(np.array_equal(x, each.x) and np.allclose(y, each.seconds[0]) for each in members)
+    if points and not drawn:
         axes.plot(
             x,
             y,
