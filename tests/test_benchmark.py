@@ -19,7 +19,8 @@ import pytest
 from utio_jax.benchmark.environment import describe
 from utio_jax.benchmark.execution import layer_programs, stop_programs
 from utio_jax.benchmark.passes import given_depths, memory_of, score_group
-from utio_jax.benchmark.profitability import predict, profit_group
+from utio_jax.benchmark.predictions import Score, predict
+from utio_jax.benchmark.profitability import profit_group
 from utio_jax.benchmark.results import Recorder, read_results
 from utio_jax.benchmark.rows import Bench, Group, timed
 from utio_jax.benchmark.schema import Row
@@ -177,7 +178,7 @@ def test_an_interrupted_run_keeps_what_it_measured_and_resumes_there(tmp_path: P
 
 
 def test_a_group_leaves_no_compiled_programs_behind(tmp_path: Path) -> None:
-    program = jax.jit(lambda x: x + 1.0)
+    program: Any = jax.jit(lambda x: x + 1.0)
 
     def measure() -> list[Row]:
         program(1.0)
@@ -334,7 +335,8 @@ def test_profit_is_fitted_on_one_half_and_scored_on_the_other(subject: Subject) 
 
     found = predict(subject, [measured(row) for row in planned])
     assert found is not None
-    assert found.summary() == {"held_out": 24, "within": 24, "decisions": 24}
+    none = {"held_out": 0, "within": 0, "decisions": 0}
+    assert found.summary() == {"held_out": 24, "within": 24, "decisions": 24, "decoding": none}
     for row in found.rows:
         point: Any = row.profit
         assert point["predicted_seconds"] == pytest.approx(point["measured_seconds"], rel=1e-3)
@@ -342,9 +344,50 @@ def test_profit_is_fitted_on_one_half_and_scored_on_the_other(subject: Subject) 
     odd = {row.key: 3.0 if row in held[:5] else 1.0 for row in planned}
     worse = predict(subject, [measured(row, odd[row.key]) for row in planned])
     assert worse is not None
-    assert worse.within == 19
+    assert worse.passes.within == 19
     assert worse.profit == found.profit
     assert predict(subject, []) is None
+    # Decoding beside it: fitted on single depths, scored on a depth per token.
+    decoded = [decoding_row(subject, batch, depth) for batch in (1, 4) for depth in (1, 2, 4, None)]
+    both = predict(subject, [*map(measured, planned), *decoded])
+    assert both is not None
+    assert both.summary()["decoding"] == {"held_out": 2, "within": 2, "decisions": 2}
+    assert [
+        (r.batch, round(r.seconds, 9), round(r.seconds_per_layer, 9)) for r in both.profit.steps
+    ] == [
+        (1, 0.01, 0.02),
+        (4, 0.04, 0.02),
+    ]
+    assert [row.key for row in both.rows[len(planned) :]] == [row.key for row in decoded]
+    for row in both.rows[len(planned) :]:
+        point: Any = row.profit
+        assert point["predicted_seconds"] == pytest.approx(point["measured_seconds"], rel=1e-3)
+        assert point["held_out"] == (row.method == "learned")
+    slow = decoding_row(subject, 4, None, factor=3.0)
+    odd_one = predict(subject, [*map(measured, planned), *decoded[:-1], slow])
+    assert odd_one is not None
+    assert odd_one.decoding == Score(held_out=2, within=1, decisions=1)
+
+
+def decoding_row(subject: Subject, batch: int, depth: int | None, factor: float = 1.0) -> Row:
+    """A row of 11 tokens, the first of them the prompt's own; None is half at 1 and half at 4."""
+    shares = {1: 0.5, 4: 0.5} if depth is None else {depth: 1.0}
+    layers = {1: 1.0, 2: 2.0, 4: 4.0}.get(depth or 0, 4 - 3 * 0.5**batch)
+    take = lambda layers: 10 * (0.01 * batch + 0.02 * layers)  # noqa: E731
+    counts = {d: 10 * share / 11 for d, share in shares.items()}
+    counts[4] = counts.get(4, 0.0) + 1 / 11
+    method = "learned" if depth is None else f"uniform:{depth}"
+    row = Row(
+        key=f"decode/{method}/b{batch}",
+        part="decode",
+        model=subject.name,
+        method=method,
+        baseline="plain",
+        setting={"batch": batch, "output": 11, "layers": 4},
+        ledger={"depth_histogram": {str(d): share for d, share in counts.items()}},
+    )
+    seconds = factor * take(layers)
+    return timed(row, timing(seconds, seconds), BENCH, against=timing(take(4), take(4)))
 
 
 def test_choices_of_execution_compute_the_same(subject: Subject) -> None:

@@ -12,8 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from utio_jax.artifacts import conditions
 from utio_jax.cli import main
+from utio_jax.cost import token_cost
 from utio_jax.ledger import Ledger
+from utio_jax.models import load
+from utio_jax.profit import Profit, Rates
+from utio_jax.step_profit import StepRates
 
 TEXTS = ("ledger", "plan")
 SOURCE = Path(__file__).parents[1] / "utio_jax"
@@ -205,6 +210,37 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     assert len(found["token_ids"][0]) < 20
 
 
+def test_generate_runs_the_plain_model_where_a_depth_per_token_would_not_pay(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load(folder)
+    where, file = conditions(model.params), tmp_path / "profit.json"
+    arguments = ["generate", "import", "def", "--model", str(folder), "--max-new-tokens", "4"]
+    arguments += ["--rounds", "1", "--enable-utio", "--budget", "0.8", "--profit", str(file)]
+    found = {}
+    for per_layer in (1.0, -1.0):  # As devices are; and as none is, so that nothing pays.
+        Profit(
+            cost=token_cost(model.decoder, model.params),
+            num_layers=4,
+            routed=Rates(),
+            full=Rates(),
+            device=where["device"],
+            dtype=where["dtype"],
+            steps=(StepRates(batch=2, seconds=9.0, seconds_per_layer=per_layer),),
+        ).save(file)
+        assert main(arguments) == 0
+        captured = capsys.readouterr()
+        found[per_layer] = json.loads(captured.out)
+    assert found[1.0]["mode"] == "adaptive"
+    assert found[1.0]["fallbacks"] == {}
+    assert found[-1.0]["mode"] == "plain"
+    assert found[-1.0]["flops_ratio"] == 1
+    ((reason, count),) = found[-1.0]["fallbacks"].items()
+    assert "2 rows that step together" in reason
+    assert count == 2
+    assert f"plain decoding instead: {reason}" in captured.err
+
+
 def test_generate_draws_by_its_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", "import", "--model", str(folder), "--max-new-tokens", "20"]
     arguments += ["--rounds", "1", "--temperature", "1.5", "--top-p", "0.9"]
@@ -307,6 +343,12 @@ def test_a_model_without_exits_cannot_draft(
         ),
         (["generate", "x", "--temperature", "-1"], "a temperature above 0"),
         (["generate", "x", "--top-p", "0.9"], "Wanted --temperature above 0 with --top-p"),
+        (["generate", "x", "--profit", "p.json"], "--profit with --enable-utio and a calibrated"),
+        (
+            ["generate", "x", "--enable-utio", "--throttle", "1", "--profit", "p.json"],
+            "--profit with --enable-utio and a calibrated policy, and no --throttle",
+        ),
+        (["generate", "x", "--enable-utio", "--profit", "p.json"], "No such file"),
         (["generate", "x", "--stop", ""], "stop strings of at least one character"),
         (["generate", "x", "--model", "nowhere"], "nothing at nowhere"),
     ],

@@ -27,6 +27,7 @@ from utio_jax.profit import (
     routing_pays,
     splitting_overhead,
 )
+from utio_jax.step_profit import StepRates
 
 COST = TokenCost(query=10.0, keys_values=2.0, attention_per_key=1.0, head=5.0)
 SMALL = MicroBatches(min_bucket=4, block=4, query_block=4, key_step=8)
@@ -114,7 +115,8 @@ def test_rates_are_found_again_in_synthetic_times() -> None:
 
 
 def test_coefficients_are_kept_in_a_file(tmp_path: Path) -> None:
-    profit = profit_of(dataclasses.replace(FREE, splits=0.1))
+    steps = (StepRates(batch=2, seconds=-0.5, seconds_per_layer=1.5),)
+    profit = dataclasses.replace(profit_of(dataclasses.replace(FREE, splits=0.1)), steps=steps)
     profit.save(tmp_path / "profit.json")
     assert Profit.load(tmp_path / "profit.json") == profit
     with pytest.raises(ValueError, match="No such file"):

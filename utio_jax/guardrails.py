@@ -16,6 +16,7 @@ from utio_jax.executors import Executor
 from utio_jax.microbatches import MicroBatches
 from utio_jax.plan import Policy
 from utio_jax.profit import Profit, predict_seconds
+from utio_jax.step_profit import expected_step_depth, predict_step
 
 
 def check_worthwhile(
@@ -84,6 +85,42 @@ def check_worthwhile(
     if seconds < seconds_full:
         return None
     return f"{at} take {seconds / seconds_full:.2f} of the full pass' time, by measured rates"
+
+
+def check_decoding(
+    decoder: Decoder,
+    params: Params,
+    policy: Policy,
+    *,
+    batch: int,
+    fractions: Sequence[float],
+    profit: Profit,
+) -> str | None:
+    """Returns why a depth per token is predicted not to pay in decoding, or None where it is.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      policy: what would route.
+      batch: rows that step together.
+      fractions: expected share of tokens at each of the policy's depths.
+      profit: times that `utio-jax bench` measured of this model on this device.
+
+    Raises:
+      ValueError: `profit` is of another model, device or dtype, or has no steps of such a batch.
+    """
+    check_profit(profit, decoder, params)
+    layers = decoder.config.num_layers
+    histogram = dict(zip(policy.depths, fractions, strict=True))
+    routed = predict_step(profit.steps, histogram, batch)
+    full = predict_step(profit.steps, {layers: 1.0}, batch)
+    if routed < full:
+        return None
+    return (
+        f"{batch} rows that step together would run {expected_step_depth(histogram, batch):.1f} of "
+        f"{layers} layers, and take {routed / full:.2f} of the plain model's time, by measured "
+        "rates"
+    )
 
 
 def check_profit(profit: Profit, decoder: Decoder, params: Params) -> None:

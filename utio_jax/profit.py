@@ -23,6 +23,7 @@ import numpy as np
 from utio_jax.cost import TokenCost
 from utio_jax.executors import Executor
 from utio_jax.microbatches import MicroBatches
+from utio_jax.step_profit import StepRates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,6 +219,7 @@ class Profit:
       num_layers: of the model.
       routed: rates of the staircase.
       full: rates of the fastest full-depth program.
+      steps: of decoding, by batch; empty where that was not measured.
       device: where they were measured.
       dtype: of the parameters.
     """
@@ -228,6 +230,7 @@ class Profit:
     full: Rates
     device: str
     dtype: str
+    steps: tuple[StepRates, ...] = ()
 
     def save(self, file: Path) -> None:
         """Writes it as JSON."""
@@ -245,7 +248,9 @@ class Profit:
         try:
             stored = json.loads(file.read_text())
             parts = {name: Rates(**stored[name]) for name in ("routed", "full")}
-            return cls(**{**stored, **parts, "cost": TokenCost(**stored["cost"])})
+            steps = tuple(StepRates(**each) for each in stored.get("steps", ()))
+            cost = TokenCost(**stored["cost"])
+            return cls(**{**stored, **parts, "cost": cost, "steps": steps})
         except OSError as error:
             raise ValueError(f"{wanted} {error.strerror}.") from error
         except (json.JSONDecodeError, KeyError, TypeError) as error:

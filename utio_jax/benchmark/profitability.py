@@ -1,26 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Part "profit": a grid of batches, contexts and depth histograms, half to fit and half to score.
 
-Depths are injected (`GivenDepths`), so that the histogram is exactly the one in question. `predict`
-fits `utio_jax.profit` on one half of the points and writes its predictions into all rows.
+Depths are injected (`GivenDepths`), so that the histogram is exactly the one in question.
+`utio_jax.benchmark.predictions` fits and scores.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from utio_jax.artifacts import conditions
 from utio_jax.benchmark.passes import given_depths, pass_programs
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Method, Subject
-from utio_jax.cost import token_cost
 from utio_jax.policies import GivenDepths
-from utio_jax.profit import Profit, Stages, expected_stages, fit_rates, routing_pays
 from utio_jax.timing import Timing, time_programs
 
 SHARES = (
@@ -30,9 +27,6 @@ SHARES = (
     (0.7, 0.2, 0.1),
 )
 """Of tokens that stop at the first exit, at a middle one, and at the last layer."""
-
-TOLERANCE = 0.1
-"""Of the measured time; or within its quartiles."""
 
 
 def profit_group(
@@ -149,100 +143,3 @@ def _point(histogram: Mapping[int, float], *, held_out: bool) -> dict[str, Any]:
         "measured_seconds": None,
         "held_out": held_out,
     }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """A fitted model of profitability, and how well it foretells what it was not fitted on.
-
-    Attributes:
-      profit: the coefficients.
-      rows: with their predictions.
-      held_out: routed points that were not fitted.
-      within: of these, predicted within `TOLERANCE` or between the measured quartiles.
-      decisions: of these, `routing_pays` is right about; points whose speed-up has 1 between its
-        quartiles are right either way.
-    """
-
-    profit: Profit
-    rows: tuple[Row, ...]
-    held_out: int
-    within: int
-    decisions: int
-
-    def summary(self) -> dict[str, Any]:
-        """Returns the counts, JSON-ready."""
-        return {name: getattr(self, name) for name in ("held_out", "within", "decisions")}
-
-
-def predict(subject: Subject, rows: Iterable[Row]) -> Prediction | None:
-    """Returns the model fitted on the rows that are not held out; None without such rows."""
-    cost = token_cost(subject.decoder, subject.params)
-    points = [row for row in rows if row.profit and row.ran and row.seconds is not None]
-
-    def stages(row: Row) -> Stages:
-        return expected_stages(
-            cost,
-            _histogram(row),
-            batch=row.setting["batch"],
-            context=row.setting["context"],
-        )
-
-    def fit(is_full: bool) -> Any:
-        chosen = [
-            row for row in points if (row.method == "full") == is_full and not _is_held_out(row)
-        ]
-        seconds = [row.seconds.median for row in chosen if row.seconds is not None]
-        return fit_rates([stages(row) for row in chosen], seconds) if chosen else None
-
-    full, routed = fit(True), fit(False)
-    if full is None or routed is None:
-        return None
-    where = conditions(subject.params)
-    profit = Profit(
-        cost=cost,
-        num_layers=subject.decoder.config.num_layers,
-        routed=routed,
-        full=full,
-        device=where["device"],
-        dtype=where["dtype"],
-    )
-    done = []
-    for row in points:
-        rates = full if row.method == "full" else routed
-        known: Any = row.profit
-        predicted = {**known, "predicted_seconds": rates.seconds(stages(row))}
-        done.append(dataclasses.replace(row, profit=predicted))
-    held = [row for row in done if row.method != "full" and _is_held_out(row)]
-    return Prediction(
-        profit=profit,
-        rows=tuple(done),
-        held_out=len(held),
-        within=sum(map(_is_within, held)),
-        decisions=sum(_is_decided(profit, row) for row in held),
-    )
-
-
-def _histogram(row: Row) -> dict[int, float]:
-    return {int(depth): share for depth, share in (row.profit or {})["histogram"].items()}
-
-
-def _is_held_out(row: Row) -> bool:
-    return bool((row.profit or {})["held_out"])
-
-
-def _is_within(row: Row) -> bool:
-    predicted, seconds = (row.profit or {})["predicted_seconds"], row.seconds
-    assert seconds is not None
-    near = abs(predicted - seconds.median) <= TOLERANCE * seconds.median
-    return near or seconds.low <= predicted <= seconds.high
-
-
-def _is_decided(profit: Profit, row: Row) -> bool:
-    if row.speedup is None:
-        return False
-    if row.speedup.low <= 1.0 <= row.speedup.high:
-        return True
-    setting = row.setting
-    pays = routing_pays(profit, setting["batch"], setting["context"], _histogram(row))
-    return pays == (row.speedup.median > 1.0)

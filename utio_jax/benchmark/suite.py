@@ -14,7 +14,8 @@ import jax
 from utio_jax.benchmark.execution import execution_groups
 from utio_jax.benchmark.growth import growth_group
 from utio_jax.benchmark.passes import memory_group, score_group
-from utio_jax.benchmark.profitability import Prediction, predict, profit_group
+from utio_jax.benchmark.predictions import Prediction, predict
+from utio_jax.benchmark.profitability import profit_group
 from utio_jax.benchmark.results import Recorder
 from utio_jax.benchmark.rows import Bench, Group
 from utio_jax.benchmark.schema import Row
@@ -229,7 +230,7 @@ def write_profit(
     subject: Subject, recorder: Recorder, file: Path, *, started: float
 ) -> Prediction | None:
     """Fits profitability to the recorded rows of a model, and writes rows and coefficients."""
-    mine = [row for row in recorder.rows.values() if row.model == subject.name and row.profit]
+    mine = [row for row in recorder.rows.values() if row.model == subject.name]
     found = predict(subject, mine)
     if found is not None:
         recorder.add(found.rows, seconds=time.perf_counter() - started)

@@ -36,6 +36,8 @@ class Generate(OfModel):
       route_prompt: prompt tokens, too, stop where the policy says.
       history: of throttled and sparse tokens: how many recent ones they see, first ones, and ones
         between that got most attention. By default 98 4 0.
+      profit: a profit.json that `utio-jax bench` measured here; where it predicts that a depth per
+        token does not pay at this many prompts, the plain model runs, and `fallbacks` says so.
       max_new_tokens: new tokens per prompt at most.
       temperature: 0 takes the most probable token, always; above it tokens are drawn.
       top_p: draws among the most probable tokens that reach this probability together.
@@ -56,6 +58,7 @@ class Generate(OfModel):
     sparse_prompt: float | None = None
     route_prompt: bool = False
     history: tuple[int, int, int] | None = None
+    profit: Path | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
     top_p: float | None = None
@@ -74,6 +77,12 @@ class Generate(OfModel):
             raise ValueError("Wanted at least one prompt. Got none.")
         model, sampling = self.load(), self._sampling()
         mode, prefill, budget = self._mode(model)
+        fallbacks = dict[str, int]()
+        if self.profit is not None:
+            reason = self._no_profit(model, self.profit)
+            if reason is not None:
+                print(f"plain decoding instead: {reason}", file=sys.stderr)
+                mode, budget, fallbacks = Plain(), None, {reason: len(self.prompts)}
         mode.check(model.decoder)
         if prefill is not None:
             prefill.check(model.decoder, kv=mode.kv)
@@ -116,6 +125,7 @@ class Generate(OfModel):
         return {
             "command": "generate",
             "mode": mode.name,
+            "fallbacks": fallbacks,
             "prompts": list(self.prompts),
             "token_ids": [ids.tolist() for ids in generated.token_ids],
             "texts": list(found.texts),
@@ -126,6 +136,38 @@ class Generate(OfModel):
             "finish_reasons": list(generated.finish_reasons),
             **measured.to_dict(),
         }
+
+    def _no_profit(self, model: Any, file: Path) -> str | None:
+        """Returns why the policy is predicted not to pay for these prompts, None where it is."""
+        from utio_jax.guardrails import check_decoding
+        from utio_jax.profit import Profit
+
+        spared = self.route_prompt or self.throttle is not None or self.sparse_prompt is not None
+        policy, _, fractions = self._policy(model)
+        if not self.enable_utio or spared or fractions is None:
+            raise ValueError(
+                "Wanted --profit with --enable-utio and a calibrated policy, and no --throttle, "
+                "--sparse-prompt or --route-prompt: it knows what depths a policy was fitted to, "
+                f"and foretells those alone. Got --policy {self.policy}. Leave out --profit."
+            )
+        return check_decoding(
+            model.decoder,
+            model.params,
+            policy,
+            batch=len(self.prompts),
+            fractions=fractions,
+            profit=Profit.load(file),
+        )
+
+    def _policy(self, model: Any) -> Any:
+        """Returns the policy, its budget, and the shares of its depths."""
+        return policy_named(
+            model,
+            "learned" if self.policy is None else self.policy,
+            budget=self.budget,
+            depth=self.depth,
+            calibration=self.calibration,
+        )
 
     def _mode(self, model: Any) -> tuple[Any, Any, float | None]:
         """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
@@ -167,13 +209,7 @@ class Generate(OfModel):
             return Plain(), None, None
         kv: Any = "propagate" if self.kv is None else self.kv
         check_kv(kv)
-        policy, budget, _ = policy_named(
-            model,
-            "learned" if self.policy is None else self.policy,
-            budget=self.budget,
-            depth=self.depth,
-            calibration=self.calibration,
-        )
+        policy, budget, _ = self._policy(model)
         throttle = attention = None
         if self.throttle is not None or self.sparse_prompt is not None:
             policy, signal = self._scored(model, policy)
