@@ -363,6 +363,10 @@ def test_profit_is_fitted_on_one_half_and_scored_on_the_other(subject: Subject) 
         point: Any = row.profit
         assert point["predicted_seconds"] == pytest.approx(point["measured_seconds"], rel=1e-3)
         assert point["held_out"] == (row.method == "learned")
+    one = dataclasses.replace(decoded[0], setting={**decoded[0].setting, "output": 1})
+    none_left = predict(subject, [*map(measured, planned), one])
+    assert none_left is not None
+    assert (none_left.profit.steps, len(none_left.rows)) == ((), len(planned)), "no step, no time"
     slow = decoding_row(subject, 4, None, factor=3.0)
     odd_one = predict(subject, [*map(measured, planned), *decoded[:-1], slow])
     assert odd_one is not None

@@ -122,7 +122,7 @@ def _predict_steps(
     """Returns the lines of decoding at single depths, and all rows of such batches predicted."""
     found, points = list[Row](), list[tuple[int, float, float]]()
     for row in rows:
-        if row.part != "decode" or row.seconds is None or not row.ledger:
+        if row.part != "decode" or row.seconds is None or not row.ledger or _steps(row) < 1:
             continue
         histogram = _of_steps(row)
         # A depth that everyone has: the plain model, and those truncated at an exit.
