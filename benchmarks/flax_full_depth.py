@@ -9,7 +9,6 @@ transformers 4, the last with Flax models; `make benchmark-flax` sets it up. Bot
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import transformers
 from safetensors.numpy import save_file
-from side_by_side import keep, peer_row
+from side_by_side import peer_row, recording
 
 from utio_jax import models
 from utio_jax.evaluate import run_score
@@ -44,7 +43,6 @@ def save(peer: Any, folder: Path) -> None:
 
 def main() -> None:
     """Writes results.json, and prints it."""
-    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dim", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
@@ -88,54 +86,60 @@ def main() -> None:
         )
         return found.sequences
 
-    rows, rng = [], np.random.default_rng(0)
-    for batch in (1, 8):
-        ids = rng.integers(3, options.vocab, (batch, options.width)).astype(np.int32)
-        tokens, lengths, prompts = jnp.asarray(ids), jnp.full(batch, options.width), ids[:, :16]
-
-        def ours(tokens: Any = tokens, lengths: Any = lengths) -> np.ndarray:
-            found = run_score(decoder, params, tokens, lengths, policy=policy)
-            return np.asarray(found.log_likelihood)[:, :-1]
-
-        def theirs(tokens: Any = tokens) -> np.ndarray:
-            return np.asarray(theirs_scored(peer.params, tokens))
-
-        def ours_new(prompts: np.ndarray = prompts) -> np.ndarray:
-            found = generate(decoder, params, list(prompts), max_new_tokens=options.new, eos_ids=())
-            return np.stack(found.token_ids)
-
-        def theirs_new(prompts: np.ndarray = prompts) -> np.ndarray:
-            found = theirs_generated(peer.params, prompts)
-            return np.asarray(found)[:, 16:]
-
-        apart = float(np.abs(ours() - theirs()).max())
-        same = float((ours_new() == theirs_new()).mean())
-        width, new = options.width, options.new
-        for pair, setting, size, known in (
-            ((ours, theirs), {"prompt": width}, width, {"max_log_likelihood_difference": apart}),
-            ((ours_new, theirs_new), {"prompt": 16, "output": new}, new, {"same_tokens": same}),
-        ):
-            times = time_programs(dict(zip((OURS, PEER), pair, strict=True)), rounds=options.rounds)
-            row = peer_row(
-                f"random Llama, {options.layers} x {options.dim}",
-                OURS,
-                times[OURS],
-                baseline=PEER,
-                against=times[PEER],
-                setting={"batch": batch, **setting},
-                tokens=batch * size,
-                found=known,
-                speed_only=True,
-            )
-            rows.append(row)
-    keep(
-        rows,
+    rng = np.random.default_rng(0)
+    with recording(
         options.out,
         suite="full depth beside transformers' Flax models",
         settings=vars(options),
         versions={"transformers": transformers.__version__},
-        started=started,
-    )
+    ) as keep:
+        for batch in (1, 8):
+            ids = rng.integers(3, options.vocab, (batch, options.width)).astype(np.int32)
+            tokens, lengths, prompts = jnp.asarray(ids), jnp.full(batch, options.width), ids[:, :16]
+
+            def ours(tokens: Any = tokens, lengths: Any = lengths) -> np.ndarray:
+                found = run_score(decoder, params, tokens, lengths, policy=policy)
+                return np.asarray(found.log_likelihood)[:, :-1]
+
+            def theirs(tokens: Any = tokens) -> np.ndarray:
+                return np.asarray(theirs_scored(peer.params, tokens))
+
+            def ours_new(prompts: np.ndarray = prompts) -> np.ndarray:
+                found = generate(
+                    decoder, params, list(prompts), max_new_tokens=options.new, eos_ids=()
+                )
+                return np.stack(found.token_ids)
+
+            def theirs_new(prompts: np.ndarray = prompts) -> np.ndarray:
+                found = theirs_generated(peer.params, prompts)
+                return np.asarray(found)[:, 16:]
+
+            apart = float(np.abs(ours() - theirs()).max())
+            same = float((ours_new() == theirs_new()).mean())
+            width, new = options.width, options.new
+            for pair, setting, size, known in (
+                (
+                    (ours, theirs),
+                    {"prompt": width},
+                    width,
+                    {"max_log_likelihood_difference": apart},
+                ),
+                ((ours_new, theirs_new), {"prompt": 16, "output": new}, new, {"same_tokens": same}),
+            ):
+                times = time_programs(
+                    dict(zip((OURS, PEER), pair, strict=True)), rounds=options.rounds
+                )
+                row = peer_row(
+                    f"random Llama, {options.layers} x {options.dim}",
+                    OURS,
+                    PEER,
+                    times,
+                    setting={"batch": batch, **setting},
+                    tokens=batch * size,
+                    found=known,
+                    speed_only=True,
+                )
+                keep(row)
 
 
 if __name__ == "__main__":

@@ -9,27 +9,28 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from utio_jax.benchmark.environment import describe
 from utio_jax.benchmark.results import Recorder
 from utio_jax.benchmark.rows import Bench, timed
-from utio_jax.benchmark.schema import Row
+from utio_jax.benchmark.schema import Row, rounded
 from utio_jax.timing import Timing
 
 
 def peer_row(
     model_name: str,
     method: str,
-    timing: Timing,
-    *,
     baseline: str,
-    against: Timing,
+    times: Mapping[str, Timing],
+    *,
     setting: Mapping[str, Any],
-    tokens: int,
+    tokens: float,
     found: Mapping[str, Any],
+    calls: int = 1,
     speed_only: bool = False,
     fallbacks: Mapping[str, int] | None = None,
 ) -> Row:
@@ -38,20 +39,19 @@ def peer_row(
     Args:
       model_name: as rows are to name it.
       method: what ran.
-      timing: of it.
-      baseline: name of what it is compared with.
-      against: that one's timing, in the same rounds.
+      baseline: what it is compared with.
+      times: of both and perhaps others, which took turns.
       setting: batch, prompt and output.
       tokens: scored, or new, in one call.
-      found: what else was counted; it is kept as the row's ledger.
+      found: what else was counted.
+      calls: in one timed turn.
       speed_only: the weights are random.
       fallbacks: how often it did something else than it says: then it has no speed-up.
     """
-    key = "/".join(
-        ["peer", model_name, method, *(f"{name}{value}" for name, value in setting.items())]
-    )
+    found = rounded(dict(found))
+    where = [f"{name}{value}" for name, value in setting.items()]
     row = Row(
-        key=key,
+        key="/".join(["peer", model_name, method, *where]),
         part="peer",
         model=model_name,
         method=method,
@@ -60,38 +60,32 @@ def peer_row(
         speed_only=speed_only,
         note="; ".join(f"{name} {value}" for name, value in found.items()),
         fallbacks=dict(fallbacks or {}),
-        ledger=dict(found),
+        ledger=found,
     )
-    bench = Bench(rounds=len(timing.seconds), environment={})
-    return timed(row, timing, bench, against=against, tokens=tokens)
+    bench = Bench(rounds=len(times[method].seconds), environment={})
+    against = times[baseline]
+    return timed(row, times[method], bench, against=against, calls=calls, tokens=tokens)
 
 
-def keep(
-    rows: Sequence[Row],
-    out: Path,
-    *,
-    suite: str,
-    settings: Mapping[str, Any],
-    versions: Mapping[str, str],
-    started: float,
-) -> None:
-    """Writes results.json, and prints it as a line.
+@contextmanager
+def recording(
+    out: Path, *, suite: str, settings: Mapping[str, Any], versions: Mapping[str, str]
+) -> Iterator[Callable[[Row], None]]:
+    """Keeps rows in results.json as they come, and prints all of it as a line at the end.
 
     Args:
-      rows: all of them.
       out: folder.
       suite: name of the comparison.
       settings: the options as given.
       versions: of the other libraries.
-      started: when it began, of `time.perf_counter`.
     """
+    started, file = time.perf_counter(), out / "results.json"
     environment = describe(dtype="float32")
     environment["versions"] |= versions
-    file, seconds = out / "results.json", time.perf_counter() - started
     shown = {
         name: str(value) if isinstance(value, Path) else value for name, value in settings.items()
     }
     recorder = Recorder(file, suite=suite, settings=shown, environment=environment)
-    recorder.add(rows, seconds=seconds)
-    print(json.dumps(recorder.close(complete=True, seconds=seconds)))
+    yield lambda row: recorder.add([row], seconds=time.perf_counter() - started)
+    print(json.dumps(recorder.close(complete=True, seconds=time.perf_counter() - started)))
     print(f"Results: {file}", file=sys.stderr)

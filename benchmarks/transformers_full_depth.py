@@ -10,7 +10,6 @@ reports is over its own full-depth program; this is how fast that one is.
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from side_by_side import keep, peer_row
+from side_by_side import peer_row, recording
 
 from utio_jax import models
 from utio_jax.benchmark.schema import Row
@@ -79,9 +78,8 @@ def scoring(model: models.Model, peer: Any, ids: np.ndarray, rounds: int, **abou
     times = time_programs({OURS: ours, PEER: theirs}, rounds=rounds)
     return peer_row(
         method=OURS,
-        timing=times[OURS],
         baseline=PEER,
-        against=times[PEER],
+        times=times,
         setting={"batch": batch, "prompt": width},
         tokens=batch * width,
         found={"max_log_likelihood_difference": apart},
@@ -111,9 +109,8 @@ def decoding(
     times = time_programs({OURS: ours, PEER: theirs}, rounds=rounds)
     return peer_row(
         method=OURS,
-        timing=times[OURS],
         baseline=PEER,
-        against=times[PEER],
+        times=times,
         setting={"batch": batch, "prompt": width, "output": new},
         tokens=batch * new,
         found={"same_tokens": same},
@@ -123,7 +120,6 @@ def decoding(
 
 def main() -> None:
     """Writes results.json, and prints it."""
-    started = time.perf_counter()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model")
     parser.add_argument("--dim", type=int, default=512)
@@ -139,26 +135,24 @@ def main() -> None:
         model = models.load(Path(folder))
         peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     peer.eval()
-    config, rng, rows = model.decoder.config, np.random.default_rng(0), []
+    config, rng = model.decoder.config, np.random.default_rng(0)
     width = min(options.width, config.context_length)
     name = f"random Llama, {config.num_layers} x {config.embed_dim}"
     about = {
         "model_name": name if options.model is None else Path(options.model).name,
         "speed_only": options.model is None,
     }
-    for batch in (1, 8):
-        ids = rng.integers(3, config.vocab_size, (batch, width)).astype(np.int32)
-        rows.append(scoring(model, peer, ids, options.rounds, **about))
-        new = min(options.new, config.context_length - 16)
-        rows.append(decoding(model, peer, ids[:, :16], new, options.rounds, **about))
-    keep(
-        rows,
+    with recording(
         options.out,
         suite="full depth beside transformers",
         settings=vars(options) | {"threads": torch.get_num_threads()},
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
-        started=started,
-    )
+    ) as keep:
+        for batch in (1, 8):
+            ids = rng.integers(3, config.vocab_size, (batch, width)).astype(np.int32)
+            keep(scoring(model, peer, ids, options.rounds, **about))
+            new = min(options.new, config.context_length - 16)
+            keep(decoding(model, peer, ids[:, :16], new, options.rounds, **about))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -347,51 +347,72 @@ def test_profit_is_fitted_on_one_half_and_scored_on_the_other(subject: Subject) 
     assert worse.passes.within == 19
     assert worse.profit == found.profit
     assert predict(subject, []) is None
-    # Decoding beside it: fitted on single depths, scored on a depth per token.
-    decoded = [decoding_row(subject, batch, depth) for batch in (1, 4) for depth in (1, 2, 4, None)]
-    both = predict(subject, [*map(measured, planned), *decoded])
-    assert both is not None
-    assert both.summary()["decoding"] == {"held_out": 2, "within": 2, "decisions": 2}
-    assert [
-        (r.batch, round(r.seconds, 9), round(r.seconds_per_layer, 9)) for r in both.profit.steps
-    ] == [
-        (1, 0.01, 0.02),
-        (4, 0.04, 0.02),
+
+
+def test_decoding_is_fitted_to_chance_and_scored_on_policies(subject: Subject) -> None:
+    grid = profit_group(BENCH, subject, (1, 2), (32, 64)).rows
+    grid = [
+        dataclasses.replace(
+            timed(row, timing(1.0, 1.0), BENCH),
+            profit={**cast("dict[str, Any]", row.profit), "measured_seconds": 1.0},
+        )
+        for row in grid
     ]
-    assert [row.key for row in both.rows[len(planned) :]] == [row.key for row in decoded]
-    for row in both.rows[len(planned) :]:
+    names = ("plain", "uniform:2", "random@0.5", "random@0.7", "learned@0.5", "learned@0.7")
+    rows = [decoding_row(batch, name) for batch in (1, 4) for name in names]
+    found = predict(subject, [*grid, *rows])
+    assert found is not None
+    # Half of the tokens at layer 1 pay alone and among four; less than a third, alone only.
+    assert found.summary()["decoding"] == {"held_out": 4, "within": 4, "decisions": 4}
+    pays = [row.speedup.median > 1 for row in rows if row.speedup and "learned" in row.method]
+    assert pays == [True, True, True, False]
+    for each, batch in zip(found.profit.steps, (1, 4), strict=True):
+        assert dataclasses.astuple(each) == pytest.approx(
+            (batch, 0.01 * batch, 0.02, 0.01 * batch + 0.0765)
+        )
+    predicted = found.rows[len(grid) :]
+    assert {row.method for row in predicted} == {*names[2:]}
+    for row in predicted:
         point: Any = row.profit
         assert point["predicted_seconds"] == pytest.approx(point["measured_seconds"], rel=1e-3)
-        assert point["held_out"] == (row.method == "learned")
-    one = dataclasses.replace(decoded[0], setting={**decoded[0].setting, "output": 1})
-    none_left = predict(subject, [*map(measured, planned), one])
-    assert none_left is not None
-    assert (none_left.profit.steps, len(none_left.rows)) == ((), len(planned)), "no step, no time"
-    slow = decoding_row(subject, 4, None, factor=3.0)
-    odd_one = predict(subject, [*map(measured, planned), *decoded[:-1], slow])
-    assert odd_one is not None
-    assert odd_one.decoding == Score(held_out=2, within=1, decisions=1)
+        assert point["held_out"] == row.method.startswith("learned")
+    # Steps that took longer than the line, programs that compiled, and no steps at all.
+    last, rest = rows[-1], rows[:-1]
+    slow = decoding_row(4, "learned@0.7", factor=3.0)
+    late = dataclasses.replace(last, fallbacks={"compiled": 1}, speedup=None)
+    short = dataclasses.replace(last, setting={**last.setting, "output": 1})
+    for odd, score in (
+        (slow, Score(held_out=4, within=3, decisions=4)),
+        (late, Score(held_out=3, within=3, decisions=3)),
+        (short, Score(held_out=3, within=3, decisions=3)),
+    ):
+        again = predict(subject, [*grid, *rest, odd])
+        assert again is not None
+        assert again.decoding == score
+        assert again.profit.steps == found.profit.steps
+    assert predict(subject, [*grid, *rows[1:6]]).profit.steps == ()  # type: ignore[union-attr]
 
 
-def decoding_row(subject: Subject, batch: int, depth: int | None, factor: float = 1.0) -> Row:
-    """A row of 11 tokens, the first of them the prompt's own; None is half at 1 and half at 4."""
-    shares = {1: 0.5, 4: 0.5} if depth is None else {depth: 1.0}
-    layers = {1: 1.0, 2: 2.0, 4: 4.0}.get(depth or 0, 4 - 3 * 0.5**batch)
-    take = lambda layers: 10 * (0.01 * batch + 0.02 * layers)  # noqa: E731
-    counts = {d: 10 * share / 11 for d, share in shares.items()}
-    counts[4] = counts.get(4, 0.0) + 1 / 11
-    method = "learned" if depth is None else f"uniform:{depth}"
+def decoding_row(batch: int, method: str, factor: float = 1.0) -> Row:
+    """A row of 11 tokens, the first of them the prompt's own, at 1 layer or at 4."""
+    name, _, value = method.partition("@")
+    stopped = {"0.5": 0.5, "0.7": 0.3}.get(value, 0.0)
+    layers = 2.0 if name == "uniform:2" else 4 - 3 * stopped**batch
+    # The plain model has no boundaries, and takes less than four layers with them.
+    plain = 0.01 * batch + 0.0765
+    seconds = plain if name == "plain" else 0.01 * batch + 0.02 * layers
+    counts = {"1": 10 * stopped / 11, "4": (10 * (1 - stopped) + 1) / 11}
     row = Row(
         key=f"decode/{method}/b{batch}",
         part="decode",
-        model=subject.name,
+        model="tiny",
         method=method,
         baseline="plain",
         setting={"batch": batch, "output": 11, "layers": 4},
-        ledger={"depth_histogram": {str(d): share for d, share in counts.items()}},
+        ledger={"depth_histogram": {depth: share for depth, share in counts.items() if share}},
     )
-    seconds = factor * take(layers)
-    return timed(row, timing(seconds, seconds), BENCH, against=timing(take(4), take(4)))
+    took = timing(*2 * [10 * factor * seconds])
+    return timed(row, took, BENCH, against=timing(10 * plain, 10 * plain))
 
 
 def test_choices_of_execution_compute_the_same(subject: Subject) -> None:

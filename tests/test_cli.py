@@ -218,7 +218,7 @@ def test_generate_runs_the_plain_model_where_a_depth_per_token_would_not_pay(
     arguments = ["generate", "import", "def", "--model", str(folder), "--max-new-tokens", "4"]
     arguments += ["--rounds", "1", "--enable-utio", "--budget", "0.8", "--profit", str(file)]
     found = {}
-    for per_layer in (1.0, -1.0):  # As devices are; and as none is, so that nothing pays.
+    for plain in (99.0, 1.0):  # The plain model's step: slower than any routed one, and faster.
         Profit(
             cost=token_cost(model.decoder, model.params),
             num_layers=4,
@@ -226,16 +226,16 @@ def test_generate_runs_the_plain_model_where_a_depth_per_token_would_not_pay(
             full=Rates(),
             device=where["device"],
             dtype=where["dtype"],
-            steps=(StepRates(batch=2, seconds=9.0, seconds_per_layer=per_layer),),
+            steps=(StepRates(batch=2, seconds=9.0, seconds_per_layer=1.0, plain_seconds=plain),),
         ).save(file)
         assert main(arguments) == 0
         captured = capsys.readouterr()
-        found[per_layer] = json.loads(captured.out)
-    assert found[1.0]["mode"] == "adaptive"
-    assert found[1.0]["fallbacks"] == {}
-    assert found[-1.0]["mode"] == "plain"
-    assert found[-1.0]["flops_ratio"] == 1
-    ((reason, count),) = found[-1.0]["fallbacks"].items()
+        found[plain] = json.loads(captured.out)
+    assert found[99.0]["mode"] == "adaptive"
+    assert found[99.0]["fallbacks"] == {}
+    assert found[1.0]["mode"] == "plain"
+    assert found[1.0]["flops_ratio"] == 1
+    ((reason, count),) = found[1.0]["fallbacks"].items()
     assert "2 rows that step together" in reason
     assert count == 2
     assert f"plain decoding instead: {reason}" in captured.err
@@ -343,10 +343,16 @@ def test_a_model_without_exits_cannot_draft(
         ),
         (["generate", "x", "--temperature", "-1"], "a temperature above 0"),
         (["generate", "x", "--top-p", "0.9"], "Wanted --temperature above 0 with --top-p"),
-        (["generate", "x", "--profit", "p.json"], "--profit with --enable-utio and a calibrated"),
+        (["generate", "x", "--profit", "p.json"], "Got no --enable-utio"),
         (
             ["generate", "x", "--enable-utio", "--throttle", "1", "--profit", "p.json"],
-            "--profit with --enable-utio and a calibrated policy, and no --throttle",
+            "--profit with --enable-utio alone",
+        ),
+        (["generate", "x", "--enable-utio", "--lossless", "--profit", "p.json"], "Got --lossless"),
+        (["generate", "x", "--enable-utio", "--kv", "full", "--profit", "p.json"], "Got --kv"),
+        (
+            ["generate", "x", "--enable-utio", "--policy", "uniform", "--profit", "p.json"],
+            "a calibrated policy with --profit",
         ),
         (["generate", "x", "--enable-utio", "--profit", "p.json"], "No such file"),
         (["generate", "x", "--stop", ""], "stop strings of at least one character"),

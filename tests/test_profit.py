@@ -115,7 +115,7 @@ def test_rates_are_found_again_in_synthetic_times() -> None:
 
 
 def test_coefficients_are_kept_in_a_file(tmp_path: Path) -> None:
-    steps = (StepRates(batch=2, seconds=-0.5, seconds_per_layer=1.5),)
+    steps = (StepRates(batch=2, seconds=-0.5, seconds_per_layer=1.5, plain_seconds=3.0),)
     profit = dataclasses.replace(profit_of(dataclasses.replace(FREE, splits=0.1)), steps=steps)
     profit.save(tmp_path / "profit.json")
     assert Profit.load(tmp_path / "profit.json") == profit

@@ -2,8 +2,8 @@
 """Rows before they were run: times that are fitted on some of them and foretold for the others.
 
 `predict` fits `utio_jax.profit` on the half of part "profit" that is not held out, and
-`utio_jax.step_profit` on the rows of part "decode" that run one depth; it writes its predictions
-into all rows, and scores them on those that were not fitted.
+`utio_jax.step_profit` on the rows of part "decode" that stop tokens by chance; it writes its
+predictions into all rows, and scores them on the policies', which were not fitted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 from utio_jax.artifacts import conditions
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
+from utio_jax.benchmark.texts import PLAIN
 from utio_jax.cost import token_cost
 from utio_jax.profit import Profit, Stages, expected_stages, fit_rates, routing_pays
-from utio_jax.step_profit import StepRates, fit_steps, predict_step
+from utio_jax.step_profit import StepRates, expected_step_depth, fit_steps, predict_step
 
 TOLERANCE = 0.1
 """Of the measured time; or within its quartiles."""
@@ -105,8 +106,8 @@ def predict(subject: Subject, rows: Iterable[Row]) -> Prediction | None:
         return routing_pays(profit, setting["batch"], setting["context"], _histogram(row))
 
     def step_pays(row: Row) -> bool:
-        plain, batch = {profit.num_layers: 1.0}, row.setting["batch"]
-        return predict_step(steps, _histogram(row), batch) < predict_step(steps, plain, batch)
+        routed, plain = predict_step(steps, _histogram(row), row.setting["batch"])
+        return routed < plain
 
     return Prediction(
         profit=profit,
@@ -119,31 +120,34 @@ def predict(subject: Subject, rows: Iterable[Row]) -> Prediction | None:
 def _predict_steps(
     subject: Subject, rows: Iterable[Row]
 ) -> tuple[tuple[StepRates, ...], list[Row]]:
-    """Returns the lines of decoding at single depths, and all rows of such batches predicted."""
-    found, points = list[Row](), list[tuple[int, float, float]]()
+    """Returns the lines of decoding, and the routed rows of such batches predicted."""
+    routed, points = list[Row](), list[tuple[int, float, float]]()
+    plain = dict[int, float]()
     for row in rows:
-        if row.part != "decode" or row.seconds is None or not row.ledger or _steps(row) < 1:
+        if row.part != "decode" or row.seconds is None or not row.ledger or row.fallbacks:
             continue
-        histogram = _of_steps(row)
-        # A depth that everyone has: the plain model, and those truncated at an exit.
-        single = len(histogram) == 1
-        if single:
-            (depth,) = map(int, histogram)
-            points.append((row.setting["batch"], depth, row.seconds.median / _steps(row)))
+        if _steps(row) < 1 or row.method.startswith("uniform:"):
+            continue
+        batch, seconds = row.setting["batch"], row.seconds.median / _steps(row)
+        if row.method == PLAIN:
+            plain[batch] = seconds
+            continue
+        by_chance = row.method.startswith("random@")
         point = {
-            "histogram": histogram,
+            "histogram": _of_steps(row),
             "predicted_seconds": None,
             "measured_seconds": row.seconds.median,
-            "held_out": not single,
+            "held_out": not by_chance,
         }
-        found.append(dataclasses.replace(row, profit=point))
-    steps = fit_steps(points)
-    fitted = {each.batch for each in steps}
-    done = []
-    for row in found:
+        routed.append(dataclasses.replace(row, profit=point))
+        if by_chance:
+            points.append((batch, expected_step_depth(_histogram(routed[-1]), batch), seconds))
+    steps = fit_steps(points, plain)
+    fitted, done = {each.batch for each in steps}, []
+    for row in routed:
         known: Any = row.profit
         if row.setting["batch"] in fitted:
-            step = predict_step(steps, _histogram(row), row.setting["batch"])
+            step, _ = predict_step(steps, _histogram(row), row.setting["batch"])
             point = {**known, "predicted_seconds": step * _steps(row)}
             done.append(dataclasses.replace(row, profit=point))
     return steps, done

@@ -142,13 +142,25 @@ class Generate(OfModel):
         from utio_jax.guardrails import check_decoding
         from utio_jax.profit import Profit
 
-        spared = self.route_prompt or self.throttle is not None or self.sparse_prompt is not None
-        policy, _, fractions = self._policy(model)
-        if not self.enable_utio or spared or fractions is None:
+        others = {
+            "--lossless": self.lossless or None,
+            "--kv": None if self.kv == "propagate" else self.kv,
+            "--throttle": self.throttle,
+            "--sparse-prompt": self.sparse_prompt,
+            "--route-prompt": self.route_prompt or None,
+        }
+        given = [name for name, value in others.items() if value is not None]
+        if not self.enable_utio or given:
             raise ValueError(
-                "Wanted --profit with --enable-utio and a calibrated policy, and no --throttle, "
-                "--sparse-prompt or --route-prompt: it knows what depths a policy was fitted to, "
-                f"and foretells those alone. Got --policy {self.policy}. Leave out --profit."
+                "Wanted --profit with --enable-utio alone: it foretells a depth per token, with "
+                f"nothing else changed. Got {', '.join(given) or 'no --enable-utio'}. Leave out "
+                "one or the other."
+            )
+        policy, _, fractions = self._policy(model)
+        if fractions is None:
+            raise ValueError(
+                "Wanted a calibrated policy with --profit: it foretells from the depths that a "
+                f"policy was fitted to. Got --policy {self.policy}. Leave out --profit."
             )
         return check_decoding(
             model.decoder,

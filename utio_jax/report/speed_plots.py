@@ -181,15 +181,16 @@ def draw_growth(rows: Sequence[Row]) -> Figure | None:
         if xs[0] > 0 and xs[-1] >= 4 * xs[0]:
             axes.set_xscale("log")
             axes.set_yscale("log")
+            _leave_room(axes)
             _time_axis(axes, "y")
         else:
             axes.set_ylim(bottom=0)
+            _leave_room(axes)
             axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
         axes.xaxis.set_major_locator(FixedLocator(xs.tolist()))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.grid(alpha=0.25)
-        _leave_room(axes)
         axes.legend(
             frameon=False,
             fontsize=7,
