@@ -4,7 +4,7 @@
 #   make demo                     # what the command line needs, then the demonstration
 #   make test                     # everything, then lint, format, types, doctests, tests
 #   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
-#   make test TESTS=tests/test_buckets.py
+#   make test TESTS=tests/staircase/test_buckets.py
 #   make bench                    # speed, cost and memory here, in two minutes
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten
 #
@@ -49,7 +49,7 @@ test-slow: $(VENV)/.installed-all
 
 # 200 prompts x 128 tokens against full depth at batches 1, 4 and 16; memory over 1,000 batches.
 test-generation: $(VENV)/.installed-all
-	$(BIN)/python -m pytest -m slow tests/test_shipped_generation.py
+	$(BIN)/python -m pytest -m slow tests/decoding/test_shipped_generation.py
 
 # Runs notebooks/*.py and keeps their outputs in the .ipynb beside them. 01 measures speed: on an
 # idle machine, please. One of them: make notebooks ARGS=notebooks/01_quickstart.py
@@ -61,15 +61,15 @@ notebooks: $(VENV)/.installed-all
 # CUDA build).
 parity: $(VENV)/.installed-all $(PEERS)/.installed
 	rm -rf $(PEERS)/made
-	$(PEERS)/bin/python tests/huggingface/make.py $(PEERS)/made
-	UTIO_PARITY=$(PEERS)/made $(BIN)/python -m pytest tests/test_huggingface.py
+	$(PEERS)/bin/python tests/models/huggingface/make.py $(PEERS)/made
+	UTIO_PARITY=$(PEERS)/made $(BIN)/python -m pytest tests/models/test_huggingface.py
 	$(BIN)/python -c "import json, random; random.seed(0); print(json.dumps( \
 	    [[random.randrange(48) for _ in range(40)] for _ in range(60)]))" > $(PEERS)/made/ids.json
 	for case in llama_biases qwen3 gpt2 mistral gemma2 gemma3; do \
 	    $(BIN)/utio-jax finetune --model $(PEERS)/made/$$case --exits 1 $$([ $$case = gemma3 ] && echo 4 || echo 3) \
 	        --token-ids $(PEERS)/made/ids.json --steps 4 --tokens-per-step 128 --context 32 \
 	        --out $(PEERS)/made/tuned-$$case > /dev/null || exit 1; \
-	    $(PEERS)/bin/python tests/huggingface/check.py $(PEERS)/made/tuned-$$case/model || exit 1; \
+	    $(PEERS)/bin/python tests/models/huggingface/check.py $(PEERS)/made/tuned-$$case/model || exit 1; \
 	done
 
 # Speed, cost and memory on this machine: make bench ARGS="--suite cpu --resume"

@@ -24,8 +24,13 @@ import numpy as np
 from sparse_attention import long_windows
 
 from utio_jax import models
-from utio_jax.executors import layer_at
-from utio_jax.exits import collect_scores, predicted_tokens, rank_correlation, study_exits
+from utio_jax.calibration.studies import (
+    collect_scores,
+    predicted_tokens,
+    rank_correlation,
+    study_exits,
+)
+from utio_jax.staircase.base import layer_at
 
 RECENT, SINKS = 66, 4
 NAMES = ("reach", "entropy", "largest weight", "heat of what it attends to")

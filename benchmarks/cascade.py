@@ -28,16 +28,16 @@ import numpy as np
 from throttle import EXITS, Forced, medians, read_on, text_of
 
 from utio_jax import Chance, History, SparseAttention, full_depth, models
-from utio_jax.adaptive import Adaptive
-from utio_jax.documents import batches_of
-from utio_jax.emission import DecodeState, stop_rules
-from utio_jax.evaluate import evaluate, run_score
-from utio_jax.loop import begin
-from utio_jax.mode import Mode, Plain
-from utio_jax.policies import never_stops
-from utio_jax.prefill import Prefill, fastest_prefill
-from utio_jax.throttle import Throttle
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.core.documents import batches_of
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.loop import begin
+from utio_jax.decoding.prefill import Prefill, fastest_prefill
+from utio_jax.decoding.state import DecodeState, stop_rules
+from utio_jax.decoding.throttle import Throttle
+from utio_jax.evaluation.evaluate import evaluate, run_score
+from utio_jax.policies.depth import never_stops
 
 HISTORY = History(recent=98, sinks=4)
 

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from utio_jax import models
-from utio_jax.adaptive import Adaptive
 from utio_jax.benchmark.decoding import (
     STAGE_REPEATS,
     measure_marginal,
@@ -31,16 +30,17 @@ from utio_jax.benchmark.decoding import (
     middles,
     stage_program,
 )
-from utio_jax.controller import Controller, EntropyAbove
-from utio_jax.documents import batches_of, windows_of
-from utio_jax.evaluate import evaluate
-from utio_jax.generate import Generated, generate
-from utio_jax.loop import Prompts
-from utio_jax.lossless import Lossless
-from utio_jax.mode import Mode, Plain
-from utio_jax.models.corpus import standard_library
-from utio_jax.policies import Uniform
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.core.documents import batches_of, windows_of
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.drafting import Controller, EntropyAbove
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.models.training.corpus import standard_library
+from utio_jax.policies.depth import Uniform
 
 
 def main(argv: Sequence[str] | None = None) -> None:

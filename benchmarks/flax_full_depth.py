@@ -20,10 +20,10 @@ from safetensors.numpy import save_file
 from side_by_side import peer_row, recording
 
 from utio_jax import models
-from utio_jax.evaluate import run_score
-from utio_jax.forward import full_depth, next_token_nll
-from utio_jax.generate import generate
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.decoding.generate import generate
+from utio_jax.evaluation.evaluate import run_score
+from utio_jax.staircase.score import full_depth, next_token_nll
 
 PEER = "transformers, Flax"
 OURS = "utio_jax, full depth"

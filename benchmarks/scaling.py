@@ -34,11 +34,11 @@ import jax
 import numpy as np
 
 from utio_jax import models
-from utio_jax.cost import TokenCost, token_cost
-from utio_jax.documents import sample_batches
-from utio_jax.evaluate import run_score
+from utio_jax.core.documents import sample_batches
+from utio_jax.core.flops import TokenCost, token_cost
+from utio_jax.evaluation.evaluate import run_score
 from utio_jax.models import Transformer, TransformerConfig
-from utio_jax.models.corpus import standard_library
+from utio_jax.models.training.corpus import standard_library
 
 DEVICES = (8, 32, 128, 512, 1024)
 SHAPE_8B = TransformerConfig(
@@ -141,7 +141,7 @@ class Layout:
 
     def __init__(self, options: argparse.Namespace, counts: np.ndarray, exits: tuple[int, ...]):
         self.options = options
-        config = models.load_config(Path(models.__file__).parent / "stdlib_16" / "config.json")
+        config = models.load_config(models.load().folder / "config.json")
         if options.shape == "8b":  # The same shares, at the same fractions of the depth.
             exits = tuple(exit_ * SHAPE_8B.num_layers // config.num_layers for exit_ in exits)
             config = SHAPE_8B

@@ -18,7 +18,7 @@ from utio_jax.benchmark.environment import describe
 from utio_jax.benchmark.results import Recorder
 from utio_jax.benchmark.rows import Bench, timed
 from utio_jax.benchmark.schema import Row, rounded
-from utio_jax.timing import Timing
+from utio_jax.benchmark.timing import Timing
 
 
 def peer_row(

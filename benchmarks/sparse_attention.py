@@ -32,16 +32,16 @@ from utio_jax import (
     attend_vertical_slash,
     models,
 )
+from utio_jax.attention.cache import KVCache, init_cache
 from utio_jax.benchmark.sparse import HISTORY, SHARES, sparse_choices, time_sparse
-from utio_jax.cache import KVCache, init_cache
-from utio_jax.documents import Batch, batches_of, windows_of
-from utio_jax.evaluate import evaluate
-from utio_jax.exits import collect_scores, predicted_tokens, study_exits
+from utio_jax.calibration.studies import collect_scores, predicted_tokens, study_exits
+from utio_jax.core.documents import Batch, batches_of, windows_of
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.models import Transformer
-from utio_jax.models.corpus import Split, standard_library
+from utio_jax.models.training.corpus import Split, standard_library
 from utio_jax.models.transformer import TransformerConfig
-from utio_jax.prefill import Prefill
-from utio_jax.query_blocks import attend_blocks
+from utio_jax.staircase.query_blocks import attend_blocks
 
 FLOOR = 4
 

@@ -30,19 +30,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax import models
-from utio_jax.adaptive import Adaptive
+from utio_jax.attention.history import History
 from utio_jax.benchmark.throttling import time_throttle
-from utio_jax.chance import Chance
-from utio_jax.dense import dense_states
-from utio_jax.documents import windows_of
-from utio_jax.emission import DecodeState, stop_rules
-from utio_jax.history import History
-from utio_jax.loop import begin
-from utio_jax.mode import Mode, Setting
-from utio_jax.models.corpus import standard_library
+from utio_jax.core.documents import windows_of
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.loop import begin
+from utio_jax.decoding.state import DecodeState, stop_rules
+from utio_jax.decoding.throttle import Throttle
+from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.policies import never_stops
-from utio_jax.throttle import Throttle
+from utio_jax.policies.chance import Chance
+from utio_jax.policies.depth import never_stops
+from utio_jax.staircase.reference import dense_states
 
 MODEL = TransformerConfig(
     vocab_size=8192,

@@ -21,11 +21,11 @@ from side_by_side import peer_row, recording
 
 from utio_jax import models
 from utio_jax.benchmark.schema import Row
-from utio_jax.evaluate import run_score
-from utio_jax.forward import full_depth
-from utio_jax.generate import generate
-from utio_jax.microbatches import MicroBatches
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.decoding.generate import generate
+from utio_jax.evaluation.evaluate import run_score
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.score import full_depth
 
 PEER = "transformers"
 OURS = "utio_jax, full depth"

@@ -153,7 +153,7 @@ print(f"slot-layers executed: {np.sum(found.work.queries)}")
 
 # %%
 from utio_jax import bucket_tokens, dense_states, run_buckets, surrogate_importance
-from utio_jax.models.corpus import standard_library
+from utio_jax.models.training.corpus import standard_library
 
 unseen = model.encode([document.text for document in standard_library("test")])
 text = np.concatenate(unseen)
@@ -228,10 +228,10 @@ plt.show()
 from functools import partial
 
 from utio_jax import Uniform, full_depth
-from utio_jax.documents import sample_batches
-from utio_jax.evaluate import evaluate, run_score
-from utio_jax.forward import score_dense
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.core.documents import sample_batches
+from utio_jax.evaluation.evaluate import evaluate, run_score
+from utio_jax.staircase.score import score_dense
 
 (batch,), _ = sample_batches(
     unseen, rows=8, width=256, batches=1, vocab_size=config.vocab_size, seed=0

@@ -30,7 +30,7 @@ from tqdm.auto import tqdm
 import utio_jax
 from utio_jax import score
 from utio_jax.models import load
-from utio_jax.plots import plot_depths, plot_margins, plot_pareto
+from utio_jax.report.plots import plot_depths, plot_margins, plot_pareto
 
 # %matplotlib inline
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
@@ -52,7 +52,7 @@ run = jax.jit(score, static_argnums=0)
 # A token's depth is what it took to predict the token *after* it.
 
 # %%
-text = inspect.getsource(utio_jax.buckets.stable_partition)
+text = inspect.getsource(utio_jax.staircase.buckets.stable_partition)
 encoded = model.tokenizer.encode(text, add_special_tokens=False)
 ids = [config.bos_id, *encoded.ids]
 rows, lengths = np.zeros((8, 512), np.int32), np.zeros(8, np.int32)  # Seven empty rows.
@@ -186,9 +186,14 @@ for least, most in zip(order[:10], order[:-11:-1], strict=True):
 
 # %%
 from utio_jax import Chance
-from utio_jax.documents import sample_batches
-from utio_jax.exits import collect_scores, predicted_tokens, rank_correlation, study_exits
-from utio_jax.models.corpus import standard_library
+from utio_jax.calibration.studies import (
+    collect_scores,
+    predicted_tokens,
+    rank_correlation,
+    study_exits,
+)
+from utio_jax.core.documents import sample_batches
+from utio_jax.models.training.corpus import standard_library
 
 documents = standard_library("test")
 batches, document_of_window = sample_batches(
@@ -256,8 +261,8 @@ plt.show()
 # Intervals come from drawing the documents again (bootstrap): few documents, wide intervals.
 
 # %%
-from utio_jax.comparison import compare
-from utio_jax.ledger import uniform_hull
+from utio_jax.accounting.ledger import uniform_hull
+from utio_jax.calibration.compare import compare
 
 shallow = load(exits=(8, 10, 12, 16))  # The same model; these exits are enough here.
 few = dataclasses.replace(

@@ -24,7 +24,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from utio_jax import DecoderConfig, GivenDepths, Uniform, score
-from utio_jax.attention import attend, visible_keys
+from utio_jax.attention.products import attend, visible_keys
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
@@ -235,7 +235,7 @@ if nnx is not None:
 
 # %%
 from utio_jax import dense_states
-from utio_jax.artifacts import load_tensors
+from utio_jax.core.files import load_tensors
 from utio_jax.models import load
 
 root = next(folder for folder in Path.cwd().parents if (folder / "tests/huggingface").is_dir())
@@ -261,12 +261,12 @@ print(f"{abs(logits - reference['logits']).max():.0e}")
 # possible.
 
 # %%
-from utio_jax.advice import advise
-from utio_jax.calibrate import calibrate
-from utio_jax.documents import batches_of
-from utio_jax.generate import generate
-from utio_jax.goals import Budgets
-from utio_jax.sampling import Temperature
+from utio_jax.calibration.advice import advise
+from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.goals import Budgets
+from utio_jax.core.documents import batches_of
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.sampling import Temperature
 
 rng = np.random.default_rng(0)
 prompts = rng.integers(0, qwen.decoder.config.vocab_size, (32, 4)).tolist()
@@ -303,9 +303,9 @@ print(textwrap.fill(advise(qwen.decoder, qwen.params, fitted.info, lens=False), 
 # different models, each on text of its own: read the order of magnitude.)
 
 # %%
-from utio_jax.documents import sample_batches
-from utio_jax.exits import study_exits
-from utio_jax.models.corpus import standard_library
+from utio_jax.calibration.studies import study_exits
+from utio_jax.core.documents import sample_batches
+from utio_jax.models.training.corpus import standard_library
 
 trained = load()
 documents = trained.encode([document.text for document in standard_library("calibrate")])
@@ -365,10 +365,10 @@ plt.show()
 # one, as both read all weights once.
 
 # %%
-from utio_jax.lossless import Lossless
-from utio_jax.mode import Plain
-from utio_jax.plots import plot_depths
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.report.plots import plot_depths
 
 prompt = "def count_words(path):\n    "
 (start,) = trained.encode([prompt])

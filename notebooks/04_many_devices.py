@@ -28,9 +28,9 @@ from jax.sharding import AxisType, PartitionSpec
 from tqdm.auto import tqdm
 
 from utio_jax import score
-from utio_jax.evaluate import run_score
+from utio_jax.evaluation.evaluate import run_score
 from utio_jax.models import load
-from utio_jax.models.corpus import standard_library
+from utio_jax.models.training.corpus import standard_library
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
@@ -51,7 +51,7 @@ print(f"{DEVICES} devices; a model of {layers} layers")
 # rows, and `mesh=` makes `score` run on each device for itself.
 
 # %%
-from utio_jax.parallel import Rows, place
+from utio_jax.devices.rows import Rows, place
 
 documents = model.encode([document.text for document in standard_library("test")])
 documents = sorted((each for each in documents if len(each) > 600), key=len)

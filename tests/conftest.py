@@ -13,6 +13,7 @@ import jax
 import jaxtyping
 import numpy as np
 import pytest
+from helpers.models import Model, live_params
 
 # Before anything imports utio_jax: every annotated array is checked for dtype and shape.
 jaxtyping.install_import_hook("utio_jax", "checker.check")
@@ -91,40 +92,6 @@ def forget_programs() -> Iterator[None]:
     jax.clear_caches()
 
 
-def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:
-    """Returns parameters under which every layer does something.
-
-    Fresh ones have output projections of zero: each layer is the identity, and every depth agrees.
-    """
-
-    @jax.jit  # One program instead of dozens: every test file starts with this.
-    def make() -> Any:
-        leaves, treedef = jax.tree.flatten(decoder.init(jax.random.key(seed)))
-        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-        return jax.tree.unflatten(
-            treedef,
-            [
-                leaf + scale * jax.random.normal(key, leaf.shape)
-                for leaf, key in zip(leaves, keys, strict=True)
-            ],
-        )
-
-    return make()
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """A decoder with parameters."""
-
-    decoder: Any
-    params: Any
-
-    def tokens(self, *shape: int, seed: int = 0) -> jax.Array:
-        """Returns random token ids of the model's vocabulary."""
-        ids = np.random.default_rng(seed).integers(0, self.decoder.config.vocab_size, shape)
-        return jax.numpy.asarray(ids, jax.numpy.int32)
-
-
 @pytest.fixture(scope="session")
 def tiny() -> Model:
     """The TINY preset, with parameters under which every layer does something."""
@@ -150,9 +117,9 @@ def tiny_swiglu() -> Model:
 @pytest.fixture(scope="session")
 def text(tiny: Model) -> list[Any]:
     """Documents that the full model wrote itself: it predicts them better than its exits do."""
-    from cases import run_dense
+    from helpers.cases import run_dense
 
-    from utio_jax.documents import batches_of, windows_of
+    from utio_jax.core.documents import batches_of, windows_of
 
     rng = np.random.default_rng(4)
     ids = rng.integers(0, 64, (40, 32)).astype(np.int32)
@@ -168,6 +135,6 @@ def text(tiny: Model) -> list[Any]:
 @pytest.fixture(scope="session")
 def fitted(tiny: Model, text: list[Any]) -> Any:
     """A calibration of two policies of the tiny model at budgets of 0.3 and 0.8."""
-    from cases import calibrated
+    from helpers.cases import calibrated
 
     return calibrated(tiny, text)

@@ -12,29 +12,24 @@ Index arrays name their frame: `token_of_slot[slot]` is a token, `bucket_of_toke
 Depths count layers; scores and thresholds are in nats unless they say otherwise.
 """
 
-from utio_jax.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
-from utio_jax.capacity import CapacityPrefix, fit_capacities
-from utio_jax.chance import Chance
-from utio_jax.decoder import Decoder, DecoderConfig
-from utio_jax.dense import dense_states, oracle
-from utio_jax.documents import check_tokens
-from utio_jax.forward import Scores, exit_nll, full_depth, score
-from utio_jax.fused_slash import attend_vertical_slash
-from utio_jax.history import History
-from utio_jax.importance import (
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.attention.fused_slash import attend_vertical_slash
+from utio_jax.attention.history import History
+from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.calibration.online import adapt
+from utio_jax.core.decoder import Decoder, DecoderConfig
+from utio_jax.core.documents import check_tokens
+from utio_jax.policies.base import Boundary, BucketPlan, Policy, Signal
+from utio_jax.policies.chance import Chance
+from utio_jax.policies.depth import GivenDepths, Random, Thresholded, Uniform
+from utio_jax.policies.importance import (
     attention_heat,
     embedding_outlier,
     predictive_entropy,
     surrogate_importance,
 )
-from utio_jax.layers import StaircaseResult, staircase
-from utio_jax.learned import Hazard, Learned, PromptRouter, StateGate
-from utio_jax.ledger import Ledger
-from utio_jax.microbatches import MicroBatches
-from utio_jax.online import adapt
-from utio_jax.plan import Boundary, BucketPlan, Policy, Signal
-from utio_jax.policies import GivenDepths, Random, Thresholded, Uniform
-from utio_jax.signals import (
+from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
+from utio_jax.policies.signals import (
     Entropy,
     MaxProbability,
     Patience,
@@ -45,9 +40,14 @@ from utio_jax.signals import (
     UtioSurrogate,
     surrogate_table,
 )
-from utio_jax.sparse import SparseAttention
-from utio_jax.vertical_slash import SparseQueries
-from utio_jax.wrappers import DepthFloor, KeepFirst, PositionDecay
+from utio_jax.policies.wrappers import DepthFloor, KeepFirst, PositionDecay
+from utio_jax.staircase.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
+from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
+from utio_jax.staircase.loop import StaircaseResult, staircase
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import dense_states, oracle
+from utio_jax.staircase.score import Scores, exit_nll, full_depth, score
+from utio_jax.staircase.sparse import SparseAttention
 
 __all__ = [
     "Boundary",

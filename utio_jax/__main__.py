@@ -3,7 +3,7 @@
 
 import sys
 
-from utio_jax.cli import main
+from utio_jax.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

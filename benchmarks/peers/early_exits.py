@@ -34,11 +34,11 @@ from TIDE.config import TIDEConfig
 from TIDE.router import RouterCheckpoint
 
 from utio_jax import models
-from utio_jax.controller import EntropyAbove
-from utio_jax.generate import generate
-from utio_jax.lossless import Lossless
-from utio_jax.mode import Plain
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.drafting import EntropyAbove
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.lossless import Lossless
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from side_by_side import peer_row, recording

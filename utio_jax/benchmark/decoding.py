@@ -20,16 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.cache import init_cache
-from utio_jax.decode import block_at, run_segment
-from utio_jax.decoder import Decoder, Params
-from utio_jax.generate import Generated, generate
-from utio_jax.generation_ledger import generation_ledger
-from utio_jax.ledger import Ledger
-from utio_jax.loop import Prompts
-from utio_jax.mode import Mode
-from utio_jax.sampling import Greedy, Sampling, most_probable
-from utio_jax.timing import Timing, time_programs
+from utio_jax.accounting.generation import generation_ledger
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.attention.cache import init_cache
+from utio_jax.benchmark.timing import Timing, time_programs
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.base import Mode
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.sampling import Greedy, Sampling, most_probable
+from utio_jax.decoding.segments import block_at, run_segment
 
 STAGE_REPEATS = 32
 """How often `stage_program` runs its stage in one call."""

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from utio_jax.artifacts import versions
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.core.files import versions
 
 # Elements of a square matrix' side, and bytes of a copy. Caches hold neither: 3 x 64 MiB of
 # float32, 256 MiB; a GPU needs more of both to be busy.

@@ -18,15 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from utio_jax.attention.cache import init_cache
+from utio_jax.attention.fused_slash import attend_vertical_slash
+from utio_jax.attention.history import History
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
-from utio_jax.cache import init_cache
-from utio_jax.decode import block_at, run_segment
-from utio_jax.executors import layer_at
-from utio_jax.fused_slash import attend_vertical_slash
-from utio_jax.history import History
-from utio_jax.timing import time_programs
+from utio_jax.benchmark.timing import time_programs
+from utio_jax.decoding.segments import block_at, run_segment
+from utio_jax.staircase.base import layer_at
 
 Program = Callable[[], Any]
 

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from utio_jax.accounting.guardrails import check_worthwhile
 from utio_jax.benchmark.rows import Bench, Group, plan, quality_of, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.scoring import Entry, Measured, measure_entries
 from utio_jax.benchmark.subjects import Method, Subject, full_method, methods_of
-from utio_jax.evaluate import run_score
-from utio_jax.forward import score_dense
-from utio_jax.guardrails import check_worthwhile
+from utio_jax.evaluation.evaluate import run_score
+from utio_jax.staircase.score import score_dense
 
 run_dense = jax.jit(score_dense, static_argnums=0)
 """The plain full-depth program."""

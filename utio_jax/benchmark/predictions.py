@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows before they were run: times that are fitted on some of them and foretold for the others.
 
-`predict` fits `utio_jax.profit` on the half of part "profit" that is not held out, and
-`utio_jax.step_profit` on the rows of part "decode" that stop tokens by chance; it writes its
-predictions into all rows, and scores them on the policies', which were not fitted.
+`predict` fits `utio_jax.accounting.profit` on the half of part "profit" that is not held out, and
+`utio_jax.accounting.step_profit` on the rows of part "decode" that stop tokens by chance; it
+writes its predictions into all rows, and scores them on the policies', which were not fitted.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from utio_jax.artifacts import conditions
+from utio_jax.accounting.profit import Profit, Stages, expected_stages, fit_rates, routing_pays
+from utio_jax.accounting.step_profit import StepRates, expected_step_depth, fit_steps, predict_step
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.texts import PLAIN
-from utio_jax.cost import token_cost
-from utio_jax.profit import Profit, Stages, expected_stages, fit_rates, routing_pays
-from utio_jax.step_profit import StepRates, expected_step_depth, fit_steps, predict_step
+from utio_jax.core.files import conditions
+from utio_jax.core.flops import token_cost
 
 TOLERANCE = 0.1
 """Of the measured time; or within its quartiles."""

@@ -17,8 +17,8 @@ from utio_jax.benchmark.passes import given_depths, pass_programs
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Method, Subject
-from utio_jax.policies import GivenDepths
-from utio_jax.timing import Timing, time_programs
+from utio_jax.benchmark.timing import Timing, time_programs
+from utio_jax.policies.depth import GivenDepths
 
 SHARES = (
     (0.0, 0.0, 1.0),  # Everyone goes on: what splitting costs by itself.

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from utio_jax.timing import Spread
+from utio_jax.benchmark.timing import Spread
 
 SCHEMA = 1
 """Version of the format; readers refuse others."""
@@ -99,7 +99,8 @@ class Row:
       memory_bytes: `peak`, `arguments` and `temporaries` of the compiled program.
       profit: `histogram` of depths, seconds `predicted_seconds` and `measured_seconds`, and whether
         the point was `held_out` of the fit.
-      ledger: the whole record, see `utio_jax.ledger.Ledger`; of another system, what was counted.
+      ledger: the whole record, see `utio_jax.accounting.ledger.Ledger`; of another system, what
+        was counted.
     """
 
     key: str

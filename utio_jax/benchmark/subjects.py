@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.benchmark.decoding import middles
-from utio_jax.calibration import Calibration
-from utio_jax.cost import expected_flops, token_cost
-from utio_jax.decoder import Decoder, Params
-from utio_jax.documents import Batch
-from utio_jax.forward import full_depth
-from utio_jax.lens import Lensed
-from utio_jax.plan import Policy
-from utio_jax.policies import Random, Uniform
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import Batch
+from utio_jax.core.flops import expected_flops, token_cost
+from utio_jax.core.lens import Lensed
+from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import Random, Uniform
+from utio_jax.policies.store import Calibration
+from utio_jax.staircase.score import full_depth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from utio_jax.attention.history import History
 from utio_jax.benchmark.execution import execution_groups
 from utio_jax.benchmark.growth import growth_group
 from utio_jax.benchmark.passes import memory_group, score_group
@@ -24,7 +25,6 @@ from utio_jax.benchmark.startup import compile_group
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.texts import decode_group, lossless_group
 from utio_jax.benchmark.throttling import throttle_group
-from utio_jax.history import History
 
 HISTORY = History(recent=256, sinks=4, heavy=60)
 """What throttled and sparse tokens see."""

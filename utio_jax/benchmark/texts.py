@@ -10,17 +10,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax.adaptive import Adaptive
+from utio_jax.accounting.generation import spent_on
 from utio_jax.benchmark.decoding import Measured, measure_modes
 from utio_jax.benchmark.rows import Bench, Group, plan, quality_of, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject, methods_of
-from utio_jax.cost import token_cost
-from utio_jax.generate import Generated, generate
-from utio_jax.generation_ledger import spent_on
-from utio_jax.loop import Prompts
-from utio_jax.lossless import Lossless
-from utio_jax.mode import Mode, Plain
+from utio_jax.core.flops import token_cost
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.lossless import Lossless
 
 PLAIN = "plain"
 """The model's own decoding: the baseline of both parts, and the only full-depth one."""

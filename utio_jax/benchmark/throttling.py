@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.adaptive import Adaptive
+from utio_jax.attention.cache import KVCache, bytes_per_slot, init_cache
+from utio_jax.attention.history import History
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
-from utio_jax.cache import KVCache, bytes_per_slot, init_cache
-from utio_jax.decoder import Decoder, Params
-from utio_jax.emission import DecodeState, empty_tally, stop_rules
-from utio_jax.history import History
-from utio_jax.loop import advance
-from utio_jax.mode import Mode, Plain, Setting
-from utio_jax.policies import never_stops
-from utio_jax.sampling import Greedy
-from utio_jax.signals import SignalBase, static
-from utio_jax.throttle import Throttle
-from utio_jax.timing import Timing, time_programs
+from utio_jax.benchmark.timing import Timing, time_programs
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Plain, Setting
+from utio_jax.decoding.loop import advance
+from utio_jax.decoding.sampling import Greedy
+from utio_jax.decoding.state import DecodeState, empty_tally, stop_rules
+from utio_jax.decoding.throttle import Throttle
+from utio_jax.policies.depth import never_stops
+from utio_jax.policies.signals import SignalBase, static
 
 HISTORY = History(recent=256, sinks=4, heavy=140)
 

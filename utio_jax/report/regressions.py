@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from utio_jax.benchmark.schema import Row
+from utio_jax.benchmark.timing import Spread
 from utio_jax.report.grouping import ran_as_itself
 from utio_jax.report.results import Results
-from utio_jax.timing import Spread
 
 Verdict = Literal["regression", "improvement", "same", "too few rounds"]
 Measure = Literal["ran", "speedup", "seconds"]

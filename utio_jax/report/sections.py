@@ -11,9 +11,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from utio_jax.benchmark.schema import PARTS, Row
-from utio_jax.plots import saved
 from utio_jax.report.grouping import is_gain, ran_as_itself
 from utio_jax.report.growth import growth_series
+from utio_jax.report.plots import saved
 from utio_jax.report.regressions import THRESHOLD, ResultsComparison
 from utio_jax.report.results import Results
 from utio_jax.report.speed_plots import draw_efficiency, draw_growth, draw_profit, draw_speedups

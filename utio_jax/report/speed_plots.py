@@ -14,9 +14,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from utio_jax.benchmark.schema import Row
-from utio_jax.plots import legend_above, method_colours, plain, small_multiples
 from utio_jax.report.grouping import family, group, is_gain, ran_as_itself, tell_apart
 from utio_jax.report.growth import Series, fit_exponent, growth_series
+from utio_jax.report.plots import legend_above, method_colours, plain, small_multiples
 
 _GREY = "#555555"
 _CONTROLS = ("uniform", "random")

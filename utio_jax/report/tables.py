@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from utio_jax.benchmark.schema import Row
+from utio_jax.benchmark.timing import Spread
 from utio_jax.report.grouping import ran_as_itself
 from utio_jax.report.growth import Series
 from utio_jax.report.regressions import Change
-from utio_jax.timing import Spread
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

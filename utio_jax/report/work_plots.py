@@ -13,9 +13,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 from numpy.typing import ArrayLike
 
+from utio_jax.accounting.ledger import convex_hull
 from utio_jax.benchmark.schema import Row
-from utio_jax.ledger import convex_hull
-from utio_jax.plots import (
+from utio_jax.report.grouping import family, group, is_full, ran_as_itself
+from utio_jax.report.plots import (
     colour_of,
     draw_pareto,
     legend_above,
@@ -23,7 +24,6 @@ from utio_jax.plots import (
     plain,
     small_multiples,
 )
-from utio_jax.report.grouping import family, group, is_full, ran_as_itself
 
 _GREY = "#555555"
 _SPEEDUP_TICKS = (0.5, 0.7, 0.9, 1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5, 3, 4, 6, 10)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention against a softmax in float64, query by query and head by head."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.attention.products import attend, attend_counted, with_count
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+
+def slow_attend(queries, keys, values, visible) -> np.ndarray:
+    """Returns attention of one sequence, `[query, head, head_dim]`."""
+    queries, keys, values = (np.asarray(leaf, np.float64) for leaf in (queries, keys, values))
+    group = queries.shape[1] // keys.shape[1]
+    out = np.zeros(queries.shape)
+    for query, head in np.ndindex(queries.shape[:2]):
+        seen = np.flatnonzero(visible[query])
+        if seen.size == 0:
+            continue
+        scores = np.array([queries[query, head] @ keys[key, head // group] for key in seen])
+        weights = np.exp(scores - scores.max())
+        mixed = sum(w * values[key, head // group] for w, key in zip(weights, seen, strict=True))
+        out[query, head] = mixed / weights.sum()
+    return out
+
+
+def example(heads: int, kv_heads: int, *, queries: int = 5, keys: int = 7, scale: float = 2.0):
+    """Returns queries, keys, values and a random mask in which every query sees something."""
+    rng = np.random.default_rng(heads * 10 + kv_heads)
+    visible = rng.uniform(size=(queries, keys)) < 0.6
+    visible[:, 0] = True
+    return (
+        jnp.asarray(scale * rng.normal(size=(queries, heads, 8)), jnp.float32),
+        jnp.asarray(rng.normal(size=(keys, kv_heads, 8)), jnp.float32),
+        jnp.asarray(rng.normal(size=(keys, kv_heads, 8)), jnp.float32),
+        jnp.asarray(visible),
+    )
+
+
+@pytest.mark.parametrize("queries", [5, 70])  # Few and many are computed in two ways.
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
+def test_equals_softmax_also_where_heads_share_keys(heads, kv_heads, queries):
+    inputs = example(heads, kv_heads, queries=queries)
+    np.testing.assert_allclose(attend(*inputs), slow_attend(*inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_large_scores_do_not_overflow():
+    inputs = example(4, 2, scale=200.0)
+    np.testing.assert_allclose(attend(*inputs), slow_attend(*inputs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("count", [5, 70])
+def test_a_query_that_sees_nothing_gets_zeros_and_finite_gradients(count):
+    queries, keys, values, visible = example(4, 2, queries=count)
+    visible = visible.at[2].set(False)
+    out = attend(queries, keys, values, visible)
+    np.testing.assert_array_equal(out[2], np.zeros((4, 8)))
+    np.testing.assert_allclose(
+        out, slow_attend(queries, keys, values, visible), rtol=1e-5, atol=1e-6
+    )
+    gradients = jax.grad(lambda q, k, v: attend(q, k, v, visible).sum(), argnums=(0, 1, 2))(
+        queries, keys, values
+    )
+    assert all(jnp.isfinite(gradient).all() for gradient in gradients)
+    assert not gradients[0][2].any()
+
+
+def test_hidden_keys_weigh_nothing_whatever_they_hold():
+    queries, keys, values, visible = example(4, 2)
+    visible = visible.at[:, 3].set(False)
+    out = attend(queries, keys, values, visible)
+    changed = attend(queries, keys.at[3].set(50.0), values.at[3].set(1e6), visible)
+    np.testing.assert_array_equal(out, changed)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_inputs_are_summed_in_float32(dtype):
+    queries, keys, values, visible = example(4, 2, keys=600)
+    q, k, v = queries.astype(dtype), keys.astype(dtype), values.astype(dtype)
+    out = attend(q, k, v, visible)
+    assert out.dtype == dtype
+    wide = q.astype(jnp.float32), k.astype(jnp.float32), v.astype(jnp.float32)
+    # Rounding of each weight and of the result.
+    tolerance = 2 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), slow_attend(*wide, visible), rtol=2 * tolerance, atol=tolerance
+    )
+    # CPUs sum in float32 anyway; accelerators do as they are told.
+    program = str(jax.make_jaxpr(attend)(q, k, v, visible))
+    assert program.count("preferred_element_type=float32") == program.count("dot_general") == 2
+
+
+def test_leading_axes_are_independent_and_masks_broadcast():
+    queries, keys, values, visible = example(4, 2)
+    q, k, v = (jnp.stack([leaf, 2 * leaf, -leaf]) for leaf in (queries, keys, values))
+    out = attend(q, k, v, visible[None])
+    for row in range(3):
+        expected = slow_attend(q[row], k[row], v[row], visible)
+        np.testing.assert_allclose(out[row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_values_with_a_count_prepared_once_give_the_same():
+    queries, keys, values, visible = example(4, 2)
+    counted = with_count(values)
+    assert counted.shape == (7, 2, 9)
+    np.testing.assert_array_equal(counted[..., :-1], values)
+    np.testing.assert_allclose(
+        attend_counted(queries, keys, counted, visible),
+        attend(queries, keys, values, visible),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+def test_gradients_equal_those_of_a_plain_softmax():
+    queries, keys, values, visible = example(4, 4)
+
+    def plain(queries, keys, values):
+        scores = jnp.einsum("qhd,khd->hqk", queries, keys)
+        weights = jax.nn.softmax(jnp.where(visible[None], scores, -jnp.inf), axis=-1)
+        return jnp.sum(jnp.sin(jnp.einsum("hqk,khd->qhd", weights, values)))
+
+    def ours(queries, keys, values):
+        return jnp.sum(jnp.sin(attend(queries, keys, values, visible)))
+
+    for found, wanted in zip(
+        jax.grad(ours, argnums=(0, 1, 2))(queries, keys, values),
+        jax.grad(plain, argnums=(0, 1, 2))(queries, keys, values),
+        strict=True,
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)

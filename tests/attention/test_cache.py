@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The K/V cache and `run_segment`: what lies where, who sees it, and what padding may not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.attention.cache import bytes_per_slot, fill, init_cache, key_widths, read, write
+from utio_jax.decoding.segments import block_at, decode_step, prefill, project_frozen, run_segment
+from utio_jax.staircase.reference import dense_states
+
+LENGTHS = np.array([3, 7, 1], np.int32)
+
+
+@pytest.fixture(scope="module")
+def cache(tiny):
+    return init_cache(tiny.decoder.config, batch=3, slots=16, segments=2)
+
+
+@pytest.fixture(scope="module")
+def filled(tiny, cache):
+    """Three ragged prompts of up to 8 tokens, prefilled."""
+    return jax.jit(prefill, static_argnums=0)(
+        tiny.decoder, tiny.params, tiny.tokens(3, 8), LENGTHS, cache
+    )
+
+
+def test_tokens_lie_at_their_positions(tiny, cache):
+    # A token's units say its position, its tens its row, its hundreds the layer.
+    positions = jnp.array([[2, 5], [0, 1], [15, 3]])
+    valid = jnp.array([[True, True], [True, False], [True, True]])
+    rows = jnp.arange(3)[:, None]
+    for layer in (1, 3):
+        marks = (100.0 * layer + 10 * rows + positions)[:, :, None, None]
+        marks = jnp.broadcast_to(marks, (3, 2, 2, 8))
+        cache = write(cache, layer, marks, -marks, positions=positions, valid=valid)
+    expected = np.zeros((4, 3, 16))
+    for layer in (1, 3):
+        for row, position in ((0, 2), (0, 5), (1, 0), (2, 15), (2, 3)):
+            expected[layer, row, position] = 100 * layer + 10 * row + position
+    np.testing.assert_array_equal(cache.keys[..., 0, 0], expected)
+    np.testing.assert_array_equal(cache.values[..., 1, 7], -expected)
+    keys, values = read(cache, 3, width=6)
+    np.testing.assert_array_equal(keys, cache.keys[3, :, :6])
+    np.testing.assert_array_equal(values, cache.values[3, :, :6])
+
+
+def test_watermarks(tiny, cache):
+    cache = fill(cache, jnp.array([5, 6, 7]))
+    cache = fill(cache, jnp.array([2, 6, 1]), segment=1)
+    np.testing.assert_array_equal(cache.filled, [[5, 6, 7], [2, 6, 1]])
+    np.testing.assert_array_equal(cache.lengths, [5, 6, 7])
+    assert cache.num_slots == 16
+    assert bytes_per_slot(cache) == 2 * 2 * 8 * 4
+
+
+def test_prefill_is_the_full_model(tiny, filled):
+    logits, cache = filled
+    ids = tiny.tokens(3, 8)
+    (x,) = dense_states(tiny.decoder, tiny.params, ids, jnp.asarray(LENGTHS), depths=(4,))
+    last = x[jnp.arange(3), LENGTHS - 1]
+    np.testing.assert_allclose(logits, tiny.decoder.unembed(tiny.params, last), atol=1e-4)
+    np.testing.assert_array_equal(cache.filled, [LENGTHS, LENGTHS])
+    for row, length in enumerate(LENGTHS):  # Padding was never written.
+        assert not np.any(cache.keys[:, row, length:])
+        assert np.all(np.any(cache.keys[:, row, :length] != 0, axis=(-1, -2)))
+
+
+def test_padding_never_leaks(tiny, cache, filled):
+    ids = tiny.tokens(3, 8)
+    other = jnp.where(jnp.arange(8)[None] < LENGTHS[:, None], ids, 63 - ids)
+    logits, after = jax.jit(prefill, static_argnums=0)(
+        tiny.decoder, tiny.params, other, LENGTHS, cache
+    )
+    np.testing.assert_array_equal(logits, filled[0])
+    np.testing.assert_array_equal(after.keys, filled[1].keys)
+    # Nor does what lies behind the watermark: rubbish there, far beyond any real key's size.
+    behind = jnp.arange(16)[None, None, :, None, None] > LENGTHS[None, :, None, None, None]
+    dirty = dataclasses.replace(
+        filled[1],
+        keys=jnp.where(behind, 1e4, filled[1].keys),
+        values=jnp.where(behind, 1e4, filled[1].values),
+    )
+    step = jax.jit(decode_step, static_argnums=0)
+    new = jnp.array([1, 2, 3], jnp.int32)
+    clean, _ = step(tiny.decoder, tiny.params, new, filled[1])
+    np.testing.assert_array_equal(step(tiny.decoder, tiny.params, new, dirty)[0], clean)
+
+
+def test_steps_equal_a_pass_from_scratch(tiny, filled):
+    logits, cache = filled
+    ids = np.zeros((3, 16), np.int32)
+    ids[:, :8] = tiny.tokens(3, 8)
+    new = np.asarray(tiny.tokens(3, 6, seed=5))
+    step = jax.jit(decode_step, static_argnums=0)
+    active = np.array([True, True, True])
+    for at in range(6):
+        if at == 4:
+            active = np.array([True, False, True])  # One row pauses, and stays as it is.
+        logits, cache = step(
+            tiny.decoder, tiny.params, jnp.asarray(new[:, at]), cache, active=jnp.asarray(active)
+        )
+        for row in np.flatnonzero(active):
+            ids[row, LENGTHS[row] + at] = new[row, at]
+    lengths = LENGTHS + np.array([6, 4, 6])
+    np.testing.assert_array_equal(cache.lengths, lengths)
+    (x,) = dense_states(
+        tiny.decoder, tiny.params, jnp.asarray(ids), jnp.asarray(lengths), depths=(4,)
+    )
+    expected = tiny.decoder.unembed(tiny.params, x[jnp.arange(3), lengths - 1])
+    np.testing.assert_allclose(logits[::2], expected[::2], atol=1e-4)
+
+
+def test_segments_compose(tiny, filled):
+    """Layers [0, 4) at once, as [0, 1) [1, 4), and with an empty segment between: one result."""
+    _, cache = filled
+    positions = jnp.asarray(LENGTHS)[:, None] + jnp.arange(2)[None]
+    block = block_at(
+        tiny.decoder, positions, jnp.array([[True, True], [True, False], [True, True]])
+    )
+    x = tiny.decoder.embed(tiny.params, tiny.tokens(3, 2, seed=3), positions)
+    run = jax.jit(run_segment, static_argnums=0, static_argnames="width")
+
+    def through(*cuts: int):
+        state, now = x, cache
+        for start, stop in itertools.pairwise(cuts):
+            state, now = run(
+                tiny.decoder, tiny.params, now, state, block, start=start, stop=stop, width=12
+            )
+        return state, now
+
+    whole, after = through(0, 4)
+    parts, parts_after = through(0, 1, 1, 4)
+    np.testing.assert_array_equal(parts, whole)
+    np.testing.assert_array_equal(parts_after.keys, after.keys)
+    np.testing.assert_array_equal(after.keys[:, 1, 8:], 0)  # The invalid token left no trace.
+    np.testing.assert_array_equal(after.keys[:, 1, :7], cache.keys[:, 1, :7])
+
+
+def test_frozen_states_project_their_keys_and_values(tiny, cache):
+    positions = jnp.array([[4], [0], [9]])
+    block = block_at(tiny.decoder, positions, jnp.array([[True], [False], [True]]))
+    x = tiny.decoder.embed(tiny.params, tiny.tokens(3, 1), positions)
+    after = jax.jit(project_frozen, static_argnums=0)(
+        tiny.decoder, tiny.params, cache, x, block, start=2, stop=4
+    )
+    layer = jax.tree.map(lambda leaf: leaf[3], tiny.decoder.layers(tiny.params))
+    keys, values = tiny.decoder.keys_values(layer, x, block.places)
+    np.testing.assert_allclose(after.keys[3, 0, 4], keys[0, 0], atol=1e-5)
+    np.testing.assert_allclose(after.values[3, 2, 9], values[2, 0], atol=1e-5)
+    assert not np.any(after.keys[:2])
+    assert not np.any(after.keys[:, 1])
+
+
+@pytest.mark.parametrize(
+    ("slots", "step", "widths"),
+    [
+        (512, 128, (128, 256, 384, 512)),
+        (600, 128, (256, 512, 600)),
+        (16, 16, (16,)),
+        (10, 16, (10,)),
+        (4096, 128, (1024, 2048, 3072, 4096)),
+    ],
+)
+def test_widths_are_few_and_reach_the_end(slots, step, widths):
+    assert key_widths(slots, key_step=step) == widths
+
+
+def test_errors(tiny, cache):
+    with pytest.raises(ValueError, match="slots=0"):
+        init_cache(tiny.decoder.config, batch=1, slots=0)
+    with pytest.raises(ValueError, match=r"16 slots.*17 tokens.*longer cache"):
+        prefill(tiny.decoder, tiny.params, tiny.tokens(3, 17), jnp.asarray(LENGTHS), cache)

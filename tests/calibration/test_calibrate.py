@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration: thresholds against exhaustive search, gates against a known target, files."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import EXECUTOR, calibrated, run_dense
+from helpers.models import plain_nll
+
+from utio_jax import Entropy, KeepFirst, PositionDecay
+from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
+from utio_jax.calibration.hindsight import oracle_policies
+from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
+from utio_jax.calibration.thresholds import Thresholds, fit_thresholds, leave_at
+from utio_jax.core.documents import Batch
+from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.policies.store import Calibration, load_calibration
+
+
+@pytest.mark.parametrize(
+    ("gate", "tokens"),
+    # Cheap gates; dear ones, which the budget must hold; and ones that are hardly worth their cost.
+    [((0.01, 0.01), 40), ((0.05, 0.05), 40), ((0.01, 0.15), 60), ((0.01, 0.2), 60)],
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_thresholds_are_as_good_as_exhaustive_search(
+    gate: tuple[float, float], tokens: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    kl = np.stack([rng.exponential(1.0, tokens), rng.exponential(0.4, tokens), np.zeros(tokens)])
+    scores = np.sqrt(kl[:2]) + rng.normal(0, 0.3, (2, tokens))
+    cost = np.asarray([0.3, 0.6, 1.0])
+
+    def stops(cuts: tuple[float, float]) -> np.ndarray:
+        return np.where(scores[0] <= cuts[0], 0, np.where(scores[1] <= cuts[1], 1, 2))
+
+    def outcome(cuts: tuple[float, float]) -> tuple[float, float]:
+        left = stops(cuts)
+        gates = sum(gate[b] * (left >= b).mean() for b in range(2) if np.isfinite(cuts[b]))
+        return float(kl[left, np.arange(tokens)].mean()), float(cost[left].mean() + gates)
+
+    grid = [[-np.inf, *np.sort(row)] for row in scores]
+    for budget in (0.5, 0.7, 0.85):
+        best = min(
+            harm
+            for cuts in itertools.product(*grid)
+            for harm, mean in [outcome(cuts)]
+            if mean <= budget
+        )
+        fit = fit_thresholds(
+            scores,
+            kl,
+            depths=(1, 2, 3),
+            cost_of_depth=cost,
+            cost_of_gate=np.asarray(gate),
+            budget=budget,
+        )
+        found = dict(zip(fit.depths[:-1], fit.thresholds, strict=True))
+        cuts = found.get(1, -np.inf), found.get(2, -np.inf)
+        harm, mean = outcome(cuts)
+        assert mean <= budget
+        # Exact at the corners of the convex hull of all outcomes; between them within a token's
+        # worth or two. Corners alone would be up to 0.28 off in these cases.
+        assert harm <= best + 0.03
+        shares = np.bincount(stops(cuts), minlength=3) / tokens
+        assert fit.fractions == pytest.approx([shares[depth - 1] for depth in fit.depths])
+        assert sum(fit.fractions) == pytest.approx(1)
+
+
+def test_unreachable_budgets_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match="at least 0.310, the cost of leaving at depth 1. Got budget=0.2"
+    ):
+        fit_thresholds(
+            np.zeros((1, 4)),
+            np.zeros((2, 4)),
+            depths=(1, 2),
+            cost_of_depth=np.asarray([0.3, 1.0]),
+            cost_of_gate=np.asarray([0.01]),
+            budget=0.2,
+        )
+
+
+def test_gates_learn_what_the_state_says_about_kl() -> None:
+    rng = np.random.default_rng(1)
+    states = rng.normal(size=(2, 4000, 16)).astype(np.float32)
+    unit = states / np.sqrt((states**2).mean(-1, keepdims=True))
+    root = np.abs(unit @ rng.normal(size=16) * 0.2) + 0.1
+    gates = fit_gates(states, root, hidden=16, steps=800)
+    for index, (x, target) in enumerate(zip(states, root, strict=True)):
+        assert rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target) > 0.9
+    classifier = fit_gates(states, root > 0.3, loss="logistic", hidden=16, steps=800)
+    for index, (x, target) in enumerate(zip(states, root, strict=True)):
+        logit = np.asarray(classifier.at(index)(jnp.asarray(x)))
+        assert ((logit > 0) == (target > 0.3)).mean() > 0.85
+
+
+def test_the_cost_aware_target_is_whether_a_later_exit_is_cheaper_in_all() -> None:
+    kl = np.asarray([[1.0, 0.1], [0.9, 0.05], [0.0, 0.0]])
+    # In all, at a price of 0.5 per unit: [1.25, .35], [1.4, .55], [1, 1].
+    found = worth_going_deeper(kl, np.asarray([0.5, 1.0, 2.0]), 0.5)
+    np.testing.assert_array_equal(found, [[True, False], [True, False]])
+    free = worth_going_deeper(kl, np.asarray([0.5, 1.0, 2.0]), 0.0)
+    assert free.all(), "what costs nothing is worth going for"
+
+
+def test_tokens_of_one_score_leave_together() -> None:
+    rng = np.random.default_rng(5)
+    scores = rng.integers(0, 3, (1, 600)).astype(np.float32)
+    scores[0, :60] = np.inf  # Who may not stop.
+    harm = np.stack([0.1 * scores[0] + rng.normal(0, 1, 600), np.zeros(600)])
+    harm[0, :60] = -100.0
+    fit = fit_thresholds(
+        scores,
+        harm,
+        depths=(1, 2),
+        cost_of_depth=np.asarray([0.5, 1.0]),
+        cost_of_gate=np.zeros(1),
+        budget=0.85,
+    )
+    left = leave_at(scores, np.asarray(fit.thresholds))
+    assert fit.fractions[0] == (left == 0).mean()
+    assert np.isfinite(fit.thresholds[0])
+    assert 0.5 * fit.fractions[0] + 1.0 * fit.fractions[1] <= 0.85
+    assert (left[:60] == 1).all()
+
+
+def test_rank_correlation_of_monotone_and_of_unrelated_values() -> None:
+    values = np.random.default_rng(2).normal(size=2000)
+    assert rank_correlation(values, np.exp(values)) == pytest.approx(1)
+    assert rank_correlation(values, -values) == pytest.approx(-1)
+    assert abs(rank_correlation(values, np.random.default_rng(3).normal(size=2000))) < 0.1
+
+
+def numbers_of(leaf: jax.Array) -> np.ndarray:
+    """Returns a leaf of a policy as numbers; the control's PRNG key is opaque otherwise."""
+    is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def test_a_calibration_is_deterministic(tiny: Any, text: list[Batch], fitted: Calibration) -> None:
+    again = calibrated(tiny, text, policies=("learned",))
+    assert fitted.entries["learned"] == again.entries["learned"]
+    for ours, theirs in zip(
+        *map(jax.tree.leaves, (fitted.signals["learned"], again.signals["learned"])), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_calibration_survives_its_files_and_refuses_other_models(
+    tiny: Any, text: list[Batch], fitted: Calibration, tmp_path: Path
+) -> None:
+    assert 0.8 in fitted.entries["learned"]
+    goal = fitted.info["goals"]["learned"]
+    assert goal["unreachable"] == [0.3]
+    assert list(goal["nll_increase_pct_by_budget"]) == ["0.8"]
+    correlations = fitted.info["rank_correlation_kl"]["learned"]
+    assert min(correlations.values()) > 0.9, "each exit's gate must have learned that exit's KL"
+    # Real passes, padding and all, come out at the budget; below it where no threshold is near.
+    policies = {name: fitted.policy(name, 0.8) for name in fitted.entries}
+    found = evaluate(tiny.decoder, tiny.params, text[::4], policies, executor=EXECUTOR)
+    ratios = {name: quality.flops / quality.flops_full for name, quality in found.items()}
+    assert abs(ratios["utio_surrogate"] - 0.8) < 0.03
+    assert ratios["learned"] < 0.83
+    fitted.save(tmp_path)
+    loaded = load_calibration(tmp_path, model_sha256="a" * 64)
+    assert loaded.entries == fitted.entries
+    for name in ("learned", "random"):
+        ours, theirs = fitted.policy(name, 0.8), loaded.policy(name, 0.8)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_array_equal(numbers_of(a), numbers_of(b))
+    with pytest.raises(ValueError, match="belongs to aaaaaaaaaaaa. Make one for this model"):
+        load_calibration(tmp_path, model_sha256="b" * 64)
+    with pytest.raises(
+        ValueError, match=r"a budget of \[0.8\], for which 'learned' was calibrated. Got 0.5"
+    ):
+        loaded.policy("learned", 0.5)
+    with pytest.raises(ValueError, match="a policy of full, uniform, learned.*Got 'magic'"):
+        loaded.policy("magic", 0.8)
+    with pytest.raises(ValueError, match="calibration at .*There is none"):
+        load_calibration(tmp_path / "nowhere", model_sha256="a" * 64)
+    stored = json.loads((tmp_path / "policies.json").read_text())
+    del stored["info"]["model_sha256"]
+    (tmp_path / "policies.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_calibration(tmp_path, model_sha256="a" * 64)
+
+
+@pytest.mark.parametrize(
+    ("names", "reached"),
+    [
+        # Looks cost too much for the smallest of models, of 64 tokens' vocabulary and 4 layers.
+        (("position", "hazard", "patience"), {"position", "hazard"}),
+        pytest.param(
+            tuple(SIGNALS),
+            {"learned", "classifier", "hazard", "position", "utio_before"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_signals_are_calibrated_and_survive_their_files(
+    tiny: Any, text: list[Batch], tmp_path: Path, names: tuple[str, ...], reached: set[str]
+) -> None:
+    fitted = calibrated(tiny, text, policies=names, budgets=(0.85,))
+    assert set(fitted.signals) == set(names) == set(fitted.info["rank_correlation_kl"])
+    fitted.save(tmp_path)
+    loaded = load_calibration(tmp_path, model_sha256="a" * 64)
+    found = {name for name in names if 0.85 in fitted.entries[name]}
+    assert found >= reached
+    for name in found:
+        ours, theirs = fitted.policy(name, 0.85), loaded.policy(name, 0.85)
+        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
+        batch = text[:1]
+        row = evaluate(tiny.decoder, tiny.params, batch, {"": theirs}, executor=EXECUTOR)[""]
+        assert row.flops / row.flops_full < 1.0, name
+
+
+def test_fixed_exits_keep_their_places() -> None:
+    fit = Thresholds(depths=(2, 8), thresholds=(0.5,), fractions=(0.4, 0.6))
+    wider = fit.over((1, 2, 4, 8))
+    assert wider.depths == (1, 2, 4, 8)
+    assert wider.thresholds == (-np.inf, 0.5, -np.inf)
+    assert wider.fractions == (0.0, 0.4, 0.0, 0.6)
+
+
+def test_wrapped_signals_survive_their_files(tiny: Any, tmp_path: Path) -> None:
+    signal = KeepFirst(signal=PositionDecay(signal=Entropy(), amplitude=0.5, decay=0.1), count=4)
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    calibration = Calibration(
+        entries={"kept": {0.5: entry}}, signals={"kept": signal}, info={"model_sha256": "b"}
+    )
+    calibration.save(tmp_path)
+    loaded = load_calibration(tmp_path, model_sha256="b").signals["kept"]
+    assert jax.tree.structure(loaded) == jax.tree.structure(signal)
+    np.testing.assert_allclose(jax.tree.leaves(loaded), jax.tree.leaves(signal))
+    stored = json.loads((tmp_path / "policies.json").read_text())
+    stored["signals"]["kept"]["type"] = "os.system"
+    (tmp_path / "policies.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="do not fit each other.*Calibrate again"):
+        load_calibration(tmp_path, model_sha256="b")
+
+
+def test_a_study_holds_the_divergences_and_the_harm_of_the_exits(
+    tiny: Any, text: list[Batch]
+) -> None:
+    studies = study_exits(tiny.decoder, tiny.params, text)
+    merge = lambda field: predicted_tokens(studies, [getattr(s, field) for s in studies])  # noqa: E731
+    kl, differs = merge("kl"), merge("differs")
+    exits = tiny.decoder.config.exits
+    predicted = 39 * 31 + 19
+    assert merge("states").shape == (len(exits) - 1, predicted, tiny.decoder.config.embed_dim)
+    assert kl.shape == differs.shape == (len(exits), predicted)
+    np.testing.assert_allclose(kl[-1], 0, atol=1e-6)
+    assert (kl[0] > 0).mean() > 0.99
+    assert not differs[-1].any(), "the last exit is the outcome itself: no gate learns from it"
+    assert 0 < differs[0].mean() < 1
+
+    rows = [(batch.token_ids, batch.lengths) for batch in text]
+    harm = []
+    for depth in exits:
+        losses = []
+        for ids, lengths in rows:
+            mask = np.arange(31) < lengths[:, None] - 1
+            states = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(depth,))
+            losses.append(plain_nll(tiny, ids, states[0])[mask])
+        harm.append(np.concatenate(losses))
+    np.testing.assert_allclose(merge("harm"), np.asarray(harm) - harm[-1], atol=1e-3)
+
+
+@pytest.mark.parametrize("by", ["kl", "loss"])
+def test_oracles_know_the_harm_of_every_exit(tiny: Any, by: Any, text: list[Batch]) -> None:
+    studies = study_exits(tiny.decoder, tiny.params, text)
+    policies = oracle_policies(
+        tiny.decoder, tiny.params, studies, by=by, budget=0.8, executor=EXECUTOR
+    )
+    harms, blind, shares = [], [], []
+    for policy, study in zip(policies, studies, strict=True):
+        assert policy.name == f"oracle_{by}"
+        assert not policy.causal
+        harm = (study.kl if by == "kl" else study.harm)[:, study.predicted]
+        exits = np.asarray(tiny.decoder.config.exits)
+        left = np.searchsorted(exits, np.asarray(policy.depth_of_token)[study.predicted])
+        harms.append(harm[left, np.arange(left.size)])
+        blind.append(harm[np.random.default_rng(0).permutation(left), np.arange(left.size)])
+        row = evaluate(tiny.decoder, tiny.params, [study.batch], {"": policy}, executor=EXECUTOR)
+        shares.append(row[""].flops / row[""].flops_full)
+    assert np.concatenate(harms).mean() < 0.8 * np.concatenate(blind).mean()
+    assert np.mean(shares) == pytest.approx(0.8, abs=0.08)
+
+
+def test_impossible_oracles_are_refused(
+    tiny: Any, unchecked_shapes: None, text: list[Batch]
+) -> None:
+    ask = partial(
+        oracle_policies,
+        tiny.decoder,
+        tiny.params,
+        study_exits(tiny.decoder, tiny.params, text),
+    )
+    with pytest.raises(ValueError, match="by to be one of kl, loss. Got by='luck'"):
+        ask(by="luck", budget=0.8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="covers the first exit, at depth 1. Got budget=0.01"):
+        ask(by="kl", budget=0.01)
+
+
+def test_unknown_policies_are_refused(tiny: Any, text: list[Batch]) -> None:
+    with pytest.raises(ValueError, match="policies of learned, utio_surrogate.*Got 'magic'"):
+        calibrated(tiny, text, policies=("magic",))
+
+
+def test_models_without_exits_cannot_be_calibrated(tiny: Any, text: list[Batch]) -> None:
+    config = dataclasses.replace(tiny.decoder.config, exits=(4,))
+    with pytest.raises(ValueError, match="an exit before its last layer 4. Got exits=\\(4,\\)"):
+        study_exits(type(tiny.decoder)(config), tiny.params, text)

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Policies against their controls: the hull in every draw, documents' sums, correlations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.cases import EXECUTOR
+from helpers.models import gated
+
+from utio_jax.accounting.ledger import convex_hull, uniform_hull
+from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
+from utio_jax.calibration.compare import _recovered, compare, needed_exit
+from utio_jax.calibration.thresholds import Thresholds
+from utio_jax.core.documents import Batch, sample_batches
+from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.policies.store import Calibration
+
+
+def sums(nll: Any, flops: Any) -> DocumentSums:
+    return DocumentSums(nll=np.asarray(nll, float), flops=np.asarray(flops, float))
+
+
+def some_exits(rng: np.random.Generator, documents: int) -> list[DocumentSums]:
+    size = rng.integers(5, 50, documents)
+    full = rng.uniform(1, 3, documents) * size
+    losses = [full * (1 + rate * rng.uniform(0.5, 1.5, documents)) for rate in (0.4, 0.1, 0.06)]
+    return [
+        *(sums(nll, cost * size) for nll, cost in zip(losses, (0.3, 0.5, 0.7), strict=True)),
+        sums(full, size),
+    ]
+
+
+def test_every_draw_has_the_convex_hull_of_its_own_documents() -> None:
+    """The lowest of all chords is the hull by turning left, in each draw."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        uniform = some_exits(rng, 6)
+        bootstrap = HullBootstrap(uniform, draws=15, seed=3)
+        weights = bootstrap._weights
+        for ratio in (0.29, 0.301, 0.41, 0.5, 0.66, 0.93, 0.999, 1.02):
+            found = bootstrap.hull(np.full(16, ratio))
+            for draw, weight in enumerate(weights):
+                full, flops = weight @ uniform[-1].nll, weight @ uniform[-1].flops
+                points = [
+                    (weight @ each.flops / flops, 100 * (weight @ each.nll / full - 1))
+                    for each in uniform
+                ]
+                wanted = convex_hull(points)(ratio)
+                if wanted is None:
+                    assert np.isnan(found[draw])
+                else:
+                    assert found[draw] == pytest.approx(wanted, abs=1e-9)
+
+
+def test_intervals_hold_the_margin_and_cover_its_true_value_about_as_often_as_they_say() -> None:
+    """Policies that are truly 1 % of the loss below the hull, on 40 documents, 300 times."""
+    rng, covered, truth = np.random.default_rng(1), 0, 1.0
+    for trial in range(300):
+        size = rng.integers(5, 50, 40).astype(float)
+        full = 2 * size * rng.uniform(0.5, 1.5, 40)
+        shallow = sums(full * (1 + 0.1), 0.5 * size)
+        policy = sums(full * (1 + 0.04 * rng.uniform(0, 2, 40)), 0.75 * size)
+        bootstrap = HullBootstrap([shallow, sums(full, size)], draws=300, seed=trial)
+        low, mid, high = bootstrap.interval(policy) or (0, 0, 0)
+        assert low <= mid <= high
+        assert mid == pytest.approx(100 * (0.05 - (policy.nll.sum() / full.sum() - 1)))
+        covered += low <= truth <= high
+    assert 0.88 < covered / 300 < 0.985
+
+
+def test_a_policy_cheaper_than_the_cheapest_exit_has_no_margin() -> None:
+    exits = some_exits(np.random.default_rng(2), 8)
+    bootstrap = HullBootstrap(exits, draws=50)
+    assert bootstrap.interval(sums(exits[0].nll, 0.9 * exits[0].flops)) is None
+    assert bootstrap.interval(exits[1]) is not None
+    assert bootstrap.ratio(exits[1]) == pytest.approx(exits[1].flops.sum() / exits[3].flops.sum())
+
+
+def test_intervals_need_two_documents() -> None:
+    with pytest.raises(ValueError, match="at least two documents.*Got 1. Add files with --text"):
+        HullBootstrap([sums([1.0], [1.0])])
+
+
+def test_the_needed_exit_is_the_first_after_the_last_that_differs() -> None:
+    differs = np.asarray([[0, 1, 0, 1, 1], [0, 0, 1, 1, 1], [0, 0, 0, 0, 1], [0, 0, 0, 0, 0]], bool)
+    np.testing.assert_array_equal(needed_exit(differs), [0, 1, 2, 2, 3])
+
+
+def test_what_is_recovered_is_the_oracles_margin_at_equal_cost() -> None:
+    oracle = [(0.8, (0.5, 1.0, 2.0)), (0.4, (1.5, 2.0, 2.5))]
+    assert _recovered(0.6, 0.75, oracle) == pytest.approx(0.5)
+    assert _recovered(0.3, 0.75, oracle) is None
+    assert _recovered(0.6, 0.75, []) is None
+    doubtful = [(0.4, (-1.0, 1.0, 2.0)), (0.8, (-1.0, 1.0, 2.0))]
+    assert _recovered(0.6, 0.75, doubtful) is None, "what the oracle may not have itself"
+
+
+def test_windows_are_drawn_over_all_documents() -> None:
+    rng = np.random.default_rng(5)
+    documents = [rng.integers(0, 60, n) for n in (100, 3, 1, 40, 200)]
+    batches, document_of = sample_batches(
+        documents, rows=2, width=16, batches=4, vocab_size=64, seed=1
+    )
+    assert len(batches) == 4
+    assert set(document_of) == {0, 1, 3, 4}, "one token predicts nothing"
+    seen = set()
+    for batch in batches:
+        for ids, length, window in zip(batch.token_ids, batch.lengths, batch.window, strict=True):
+            text = documents[document_of[window]]
+            cuts = range(0, len(text), 15)
+            starts = [s for s in cuts if np.array_equal(text[s : s + length], ids[:length])]
+            assert starts
+            seen.add((document_of[window], starts[0]))
+    assert len(seen) == 8, "without replacement"
+    whole, document_of = sample_batches(documents, rows=2, width=16, vocab_size=64)
+    assert sum((batch.lengths - 1).clip(0).sum() for batch in whole) == 99 + 2 + 39 + 199
+    with pytest.raises(ValueError, match="at least 1 batch. Got batches=0"):
+        sample_batches(documents, rows=2, width=16, batches=0, vocab_size=64)
+    with pytest.raises(ValueError, match="documents of at least two tokens"):
+        sample_batches([np.arange(1)], rows=2, width=16, vocab_size=64)
+
+
+@pytest.fixture(scope="module")
+def compared(tiny: Any, text: list[Batch], fitted: Calibration) -> Any:
+    learned = Calibration(
+        entries={"learned": fitted.entries["learned"]}, signals=fitted.signals, info=fitted.info
+    )
+    document_of = np.arange(40) // 4
+    return learned, compare(
+        tiny.decoder, tiny.params, text, document_of, learned, executor=EXECUTOR, draws=50
+    )
+
+
+def test_rows_are_those_of_evaluate_with_margins_of_the_table(
+    tiny: Any, text: list[Batch], compared: Any
+) -> None:
+    fitted, rows = compared
+    names = [(row.ledger.policy, row.ledger.budget) for row in rows]
+    assert len(set(names)) == len(names) - 1, "uniform has a row per exit"
+    policies = {str(b): fitted.policy("learned", b) for b in fitted.entries["learned"]}
+    found = evaluate(tiny.decoder, tiny.params, text, policies, executor=EXECUTOR)
+    hull = uniform_hull([row.ledger for row in rows])
+    for budget, quality in zip(fitted.entries["learned"], found.values(), strict=True):
+        row = rows[names.index(("learned", budget))]
+        wanted = quality.ledger("learned", budget=budget, num_layers=4)
+        # Over all exits, yet at the cost of those in use.
+        assert row.ledger.nll == pytest.approx(wanted.nll, rel=1e-5)
+        assert row.ledger.flops_ratio == pytest.approx(wanted.flops_ratio, rel=1e-6)
+        assert row.ledger.depth_histogram == wanted.depth_histogram
+        assert row.ledger.gate_pct == pytest.approx(wanted.gate_pct)
+        assert row.hull_margin_pct is not None
+        at_hull = hull(wanted.flops_ratio or 0)
+        assert at_hull is not None
+        assert row.hull_margin_pct[1] == pytest.approx(
+            at_hull - (wanted.nll_increase_pct or 0), abs=1e-3
+        )
+        depth = fitted.entries["learned"][budget].depths[0]
+        assert row.rank_correlation_kl == pytest.approx(
+            fitted.info["rank_correlation_kl"]["learned"][str(depth)], abs=1e-3
+        ), "on the text that was fitted it is what calibration found"
+        assert row.rank_correlation_depth is not None
+        assert 0 < row.rank_correlation_depth < 1
+    by_name = {row.ledger.policy: row for row in rows}
+    assert by_name["random"].rank_correlation_kl is None
+    assert by_name["uniform"].hull_margin_pct is None
+    assert by_name["full"].ledger.flops_ratio == pytest.approx(1)
+    learned, oracle = (by_name[name].hull_margin_pct[1] for name in ("learned", "oracle_kl"))
+    assert learned < oracle, "hindsight is better"
+
+
+def test_rows_are_ready_for_json(compared: Any) -> None:
+    _, rows = compared
+    for row in rows:
+        found = row.to_dict()
+        assert {"policy", "nll", "hull_margin_pct", "rank_correlation_kl"} <= set(found)
+        assert found["hull_margin_pct"] is None or len(found["hull_margin_pct"]) == 3
+
+
+def test_budgets_that_nobody_has_are_refused(tiny: Any, text: list[Batch]) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    fitted = Calibration(
+        entries={"learned": {0.6: entry}}, signals={"learned": gated(tiny).signal}, info={}
+    )
+    with pytest.raises(
+        ValueError, match=r"some of the budgets \[0.6\], as calibrated. Got \[0.5\]"
+    ):
+        compare(tiny.decoder, tiny.params, text, np.arange(40), fitted, budgets=[0.5])

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Promised risks: kept on known distributions, by bets as a plain loop makes them; near-copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from utio_jax.calibration.risk import (
+    _p_values,
+    control,
+    group_near_duplicates,
+    risks_of_groups,
+    units_needed,
+)
+
+REPEATS = 1000
+Draw = Callable[[np.random.Generator, np.ndarray, int], np.ndarray]
+
+
+def bernoulli(rng: np.random.Generator, means: np.ndarray, units: int) -> np.ndarray:
+    return (rng.random((len(means), units)) < means[:, None]).astype(float)
+
+
+def even_beta(rng: np.random.Generator, means: np.ndarray, units: int) -> np.ndarray:
+    return rng.beta(100 * means[:, None], 100 * (1 - means[:, None]), (len(means), units))
+
+
+def rare_ones(rng: np.random.Generator, means: np.ndarray, units: int) -> np.ndarray:
+    """60 % of the mean from every unit, the rest from units of risk 1: the hardest for any test."""
+    low = 0.6 * means[:, None]
+    chance = (means[:, None] - low) / (1 - low)
+    return np.where(rng.random((len(means), units)) < chance, 1.0, low)
+
+
+def slow_p_value(risks: np.ndarray, max_risk: float) -> float:
+    """Bets on one unit after the other; wealth starts at 1."""
+    wealth = most = 1.0
+    for now in range(len(risks)):
+        variance, total = 0.25, 0.5
+        for i, earlier in enumerate(risks[:now]):
+            total += earlier
+            variance += (earlier - total / (i + 2)) ** 2
+        variance /= now + 1
+        bet = min(1.0, math.sqrt(2 * math.log(20) / (len(risks) * variance)))
+        wealth *= 1 + bet * (max_risk - risks[now])
+        most = max(most, wealth)
+    return 1 / most
+
+
+def hoeffding_bentkus(risks: np.ndarray, max_risk: float) -> np.ndarray:
+    """The other p-value of Learn-then-Test, which needs no order."""
+    units = risks.shape[1]
+    means = risks.mean(axis=1)
+    low = np.clip(means, 1e-12, max_risk)
+    kl = low * np.log(low / max_risk) + (1 - low) * np.log((1 - low) / (1 - max_risk))
+    bentkus = math.e * stats.binom.cdf(np.ceil(units * means), units, max_risk)
+    return np.minimum(np.minimum(np.exp(-units * kl), bentkus), 1.0)
+
+
+def most_violations(confidence: float) -> float:
+    return float(stats.binom.ppf(0.999, REPEATS, 1 - confidence))
+
+
+@pytest.mark.parametrize("draw", [bernoulli, even_beta, rare_ones])
+def test_p_values_are_those_of_a_plain_loop(draw: Draw) -> None:
+    risks = draw(np.random.default_rng(0), np.linspace(0.001, 0.9, 12), 40)
+    for max_risk in (0.02, 0.3, 0.8):
+        wanted = [slow_p_value(row, max_risk) for row in risks]
+        np.testing.assert_allclose(_p_values(risks, max_risk), wanted, rtol=1e-10)
+
+
+@pytest.mark.parametrize("draw", [bernoulli, even_beta, rare_ones])
+@pytest.mark.parametrize(("units", "confidence"), [(85, 0.8), (300, 0.8), (160, 0.95), (300, 0.95)])
+def test_a_risk_at_the_bound_is_seldom_taken_for_a_lower_one(
+    draw: Draw, units: int, confidence: float
+) -> None:
+    risks = draw(np.random.default_rng(1), np.full(REPEATS, 0.05), units)
+    violations = (_p_values(risks, 0.05) <= 1 - confidence).sum()
+    assert violations <= most_violations(confidence)
+    if draw is rare_ones and units < 300:  # Here no valid p-value can be much smaller.
+        assert violations >= 0.5 * (1 - confidence) * REPEATS
+
+
+@pytest.mark.parametrize("draw", [bernoulli, even_beta, rare_ones])
+def test_a_sequence_seldom_ends_beyond_the_bound(draw: Draw) -> None:
+    # Fifteen chances to err, each with its own units, behind five candidates easily passed.
+    means = np.concatenate([np.linspace(0.001, 0.01, 5), np.linspace(0.0501, 0.053, 15)])
+    rng = np.random.default_rng(3)
+    chosen = [
+        control(draw(rng, means, 125), max_risk=0.05, confidence=0.9, seed=seed).chosen
+        for seed in range(REPEATS)
+    ]
+    violations = sum(means[index] > 0.05 for index in chosen if index is not None)
+    assert violations <= most_violations(0.9)
+
+
+def test_documents_sorted_by_their_risk_fool_nobody() -> None:
+    risks = np.sort(rare_ones(np.random.default_rng(4), np.full(REPEATS, 0.05), 160), axis=1)
+    violations = sum(
+        control(row[None], max_risk=0.05, confidence=0.95, seed=seed).chosen is not None
+        for seed, row in enumerate(risks)
+    )
+    assert violations <= most_violations(0.95)
+
+
+def test_the_order_of_bets_comes_from_the_seed() -> None:
+    risks = bernoulli(np.random.default_rng(5), np.full(3, 0.3), 80)
+    for seed in (0, 7):
+        order = np.random.default_rng(seed).permutation(80)
+        found = control(risks, max_risk=0.4, confidence=0.9, seed=seed)
+        wanted = [slow_p_value(row[order], 0.4) for row in risks]
+        np.testing.assert_allclose(found.p_values, wanted, rtol=1e-10)
+    assert found.p_values != control(risks, max_risk=0.4, confidence=0.9).p_values
+
+
+def test_testing_stops_at_the_first_candidate_not_rejected() -> None:
+    low, high = np.full(100, 0.01), np.full(100, 0.2)
+    found = control(np.stack([low, low, high, low]), max_risk=0.05, confidence=0.95)
+    assert found.chosen == 1
+    assert (found.units, found.needed) == (100, 63)
+    np.testing.assert_allclose(found.means, [0.01, 0.01, 0.2, 0.01])
+    assert found.p_values[3] == found.p_values[1] < 0.05 < found.p_values[2] == 1
+    assert control(np.stack([high, low]), max_risk=0.05, confidence=0.95).chosen is None
+    assert control(np.stack([low, low]), max_risk=0.05, confidence=0.95).chosen == 1
+
+
+def test_most_of_the_saving_is_kept() -> None:
+    means, saving = np.linspace(0.004, 0.08, 20), np.linspace(0.02, 0.4, 20)
+    rng = np.random.default_rng(6)
+    kept, kept_by_others, unbounded = 0.0, 0.0, 0.0
+    for seed in range(200):
+        risks = np.minimum(means[:, None] * rng.gamma(4.0, 0.25, 150), 1.0)
+        risks = rng.binomial(400, risks) / 400  # A hard document is hard for every candidate.
+        found = control(risks, max_risk=0.05, confidence=0.95, seed=seed)
+        kept += saving[found.chosen] if found.chosen is not None else 0.0
+        passed = [*(hoeffding_bentkus(risks, 0.05) <= 0.05), False].index(False)
+        kept_by_others += saving[passed - 1] if passed else 0.0
+        unbounded += saving[np.flatnonzero(risks.mean(axis=1) <= 0.05)[-1]]
+    assert kept >= 0.5 * unbounded
+    assert kept >= 1.5 * kept_by_others  # Why it bets, instead.
+
+
+def test_what_asks_for_less_chooses_no_less() -> None:
+    rng = np.random.default_rng(7)
+    depth_of = {None: -1} | {index: index for index in range(10)}
+    moved = 0
+    for _ in range(20):
+        risks = np.sort(bernoulli(rng, np.linspace(0.01, 0.3, 10), 150), axis=0)
+        found = [control(risks, max_risk=r, confidence=0.9) for r in (0.05, 0.1, 0.2, 0.3)]
+        assert np.all(np.diff([result.p_values for result in found], axis=0) <= 0)
+        by_risk = [depth_of[result.chosen] for result in found]
+        assert by_risk == sorted(by_risk)
+        levels = (0.99, 0.95, 0.9, 0.5)
+        by_level = [depth_of[control(risks, max_risk=0.1, confidence=c).chosen] for c in levels]
+        assert by_level == sorted(by_level)
+        moved += (by_risk[0] < by_risk[-1]) + (by_level[0] < by_level[-1])
+    assert moved > 20
+
+
+@pytest.mark.parametrize("max_risk", [0.003, 0.02, 0.05, 0.3, 0.9])
+@pytest.mark.parametrize("confidence", [0.1, 0.5, 0.9, 0.95, 0.999])
+def test_one_unit_less_than_needed_could_prove_nothing(max_risk: float, confidence: float) -> None:
+    needed = units_needed(max_risk, confidence)
+    rejected = [_p_values(np.zeros((1, n)), max_risk)[0] <= 1 - confidence for n in range(1, 400)]
+    if needed < 400:
+        assert rejected.index(True) + 1 == needed
+    else:
+        assert not any(rejected)
+        assert control(np.zeros((1, needed)), max_risk=max_risk, confidence=confidence).chosen == 0
+
+
+def shingles_of(document: np.ndarray) -> set[tuple[int, ...]]:
+    ids = document.tolist()
+    return {tuple(ids[i : i + 8]) for i in range(max(1, len(ids) - 7))}
+
+
+def slow_groups(documents: list[np.ndarray], similarity: float) -> list[int]:
+    """Joins whatever is alike, pair by pair, until nothing changes."""
+    sets = [shingles_of(document) for document in documents]
+    groups = list(range(len(documents)))
+    for _ in documents:
+        for a, one in enumerate(sets):
+            for b, other in enumerate(sets):
+                if len(one & other) >= similarity * len(one | other):
+                    groups[a] = groups[b] = min(groups[a], groups[b])
+    return [sorted(set(groups)).index(group) for group in groups]
+
+
+def changed(rng: np.random.Generator, document: np.ndarray, share: float) -> np.ndarray:
+    hit = rng.random(len(document)) < share
+    return np.where(hit, rng.integers(0, 16384, len(document)), document)
+
+
+def test_near_duplicates_are_one_group() -> None:
+    rng = np.random.default_rng(8)
+    first, second, third = (rng.integers(0, 16384, 3000) for _ in range(3))
+    header = rng.integers(0, 16384, 500)
+    documents = [
+        first,
+        second,
+        first.copy(),
+        changed(rng, first, 0.05),
+        np.concatenate([header, third]),
+        np.concatenate([header, second[:1500], third[:100]]),  # Half of the second.
+        np.concatenate([header, rng.integers(0, 16384, 3000)]),  # Shares the header only.
+        changed(rng, first, 0.3),
+    ]
+    assert group_near_duplicates(documents).tolist() == [0, 1, 0, 0, 2, 1, 3, 4]
+    assert group_near_duplicates(documents, similarity=1).tolist() == [0, 1, 0, 2, 3, 4, 5, 6]
+    assert group_near_duplicates([first, first]).tolist() == [0, 0]
+    assert group_near_duplicates([]).tolist() == []
+
+
+def test_documents_are_joined_through_others() -> None:
+    text = np.arange(1000)
+    parts = [text[:600], text[500:], text[200:800]]
+    assert group_near_duplicates(parts[:2]).tolist() == [0, 1]
+    assert group_near_duplicates(parts).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("similarity", [0.2, 1 / 3, 0.5, 1.0])
+def test_groups_are_those_of_plain_sets(seed: int, similarity: float) -> None:
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(0, 3, length) for length in (1, 1, 1, 7, 8, 9)]
+    for length in (3, 7, 8, 30, 200, 200):
+        source = rng.integers(0, 16384, length)
+        for share in (0.0, 0.02, 0.05, 0.1, 0.2):
+            cut = rng.integers(0, length // 3 + 1)
+            documents.append(changed(rng, source[cut:], share))
+    loop = np.tile(rng.integers(0, 16384, 12), 9)  # Its 8-grams recur.
+    documents += [loop, np.concatenate([loop, rng.integers(0, 16384, 30)])]
+    documents = [documents[index] for index in rng.permutation(len(documents))]
+    found = group_near_duplicates(documents, similarity=similarity)
+    slow = slow_groups(documents, similarity)
+    assert found.tolist() == slow
+    assert 6 < len(set(slow)) < len(documents)
+
+
+def test_a_group_counts_as_its_documents_laid_end_to_end() -> None:
+    rng = np.random.default_rng(9)
+    differs = [rng.random((2, length)) < 0.3 for length in (5, 40, 1, 17, 9)]
+    groups = np.asarray([0, 1, 0, 2, 1])
+    found = risks_of_groups(
+        np.stack([tokens.mean(axis=1) for tokens in differs], axis=1),
+        np.asarray([tokens.shape[1] for tokens in differs]),
+        groups,
+    )
+    for group in range(3):
+        members = [tokens for tokens, name in zip(differs, groups, strict=True) if name == group]
+        wanted = np.concatenate(members, axis=1).mean(axis=1)
+        np.testing.assert_allclose(found[:, group], wanted, rtol=1e-12)
+    tokens = np.asarray([3, 7, 49, 1, 1])
+    assert risks_of_groups(np.ones((1, 5)), tokens, groups).max() <= 1
+
+
+def test_wrong_risks_are_refused() -> None:
+    def ask(risks: np.ndarray, max_risk: float = 0.05, confidence: float = 0.95) -> None:
+        control(risks, max_risk=max_risk, confidence=confidence)
+
+    with pytest.raises(ValueError, match="at least 63 documents for max_disagreement=0.05 at con"):
+        ask(np.zeros((1, 62)))
+    with pytest.raises(ValueError, match="Got 62. Give more text with --text, or ask for less"):
+        ask(np.zeros((1, 62)))
+    ask(np.zeros((1, 63)))
+    for shape in [(80,), (0, 80), (1, 80, 1)]:
+        with pytest.raises(ValueError, match=r"\[candidate, unit\] of at least one candidate"):
+            ask(np.zeros(shape))
+    for wrong in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=f"risks from 0 to 1. Got .*{wrong}"):
+            ask(np.where(np.arange(80) == 3, wrong, 0.5)[None])
+    for wrong in (0.0, 1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match=f"max_disagreement between 0 and 1.*Got {wrong}"):
+            ask(np.zeros((1, 80)), max_risk=wrong)
+        with pytest.raises(ValueError, match=f"confidence between 0 and 1.*Got {wrong}"):
+            ask(np.zeros((1, 80)), confidence=wrong)
+
+
+def test_wrong_documents_are_refused() -> None:
+    with pytest.raises(ValueError, match="Document 1 is empty. Leave it out"):
+        group_near_duplicates([np.arange(9), np.arange(0)])
+    for wrong in (0.0, 1.1, math.nan):
+        with pytest.raises(ValueError, match=f"similarity above 0, at most 1. Got {wrong}"):
+            group_near_duplicates([np.arange(9)], similarity=wrong)
+    three = np.arange(3)
+    for risks, tokens, groups in [
+        (np.ones(3), three, three),
+        (np.ones((1, 2)), three, three),
+        (np.ones((1, 3)), three[:2], three),
+        (np.ones((1, 3)), three, three[:2]),
+    ]:
+        with pytest.raises(ValueError, match="Give all of the same documents"):
+            risks_of_groups(risks, tokens, groups)
+    with pytest.raises(ValueError, match="at least one token. Document 0 predicts 0"):
+        risks_of_groups(np.ones((1, 3)), three, three)

@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line's contract: a line of JSON last on stdout, all else on stderr, honest errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.accounting.profit import Profit, Rates
+from utio_jax.accounting.step_profit import StepRates
+from utio_jax.cli.main import main
+from utio_jax.core.files import conditions
+from utio_jax.core.flops import token_cost
+from utio_jax.models import load
+
+TEXTS = ("ledger", "plan")
+SOURCE = Path(__file__).parents[2] / "utio_jax"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model folder with tokenizer and calibration."""
+    from helpers.models import live_params
+
+    from utio_jax.models import TINY, Transformer, save
+    from utio_jax.models.tokenizer import train_tokenizer
+
+    out = tmp_path_factory.mktemp("model")
+    text = [file.read_text() for file in sorted(SOURCE.glob("*.py"))]
+    train_tokenizer(text, vocab_size=300).save(str(out / "tokenizer.json"))
+    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
+    save(out, decoder, live_params(decoder))
+    files = [str(SOURCE / name) for name in ("buckets.py", "layers.py")]
+    assert main(["calibrate", "--model", str(out), "--text", *files, "--budget", "0.8"]) == 0
+    return out
+
+
+def test_a_calibration_of_its_own_is_made_compared_and_used(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "mine.json"
+    model = ["--model", str(folder)]
+    train, read = ([str(SOURCE / f"{n}.py") for n in names] for names in (("plan",), TEXTS))
+    arguments = ["calibrate", "--text", *train, "--policy", "position", "--out", str(out)]
+    assert main([*arguments, *model, "--max-nll-increase-pct", "1"]) == 0
+    fitted = last_line(capsys)
+    assert fitted["out"] == str(out)
+    ((budget, entry),) = fitted["entries"]["position"].items()
+    assert entry["depths"][-1] <= 4
+    arguments = ["compare", "--text", *read, "--calibration", str(out), "--draws", "20"]
+    assert main([*arguments, *model, "--batches", "1", "--out", str(tmp_path)]) == 0
+    found = last_line(capsys)
+    policies = {row["policy"] for row in found["rows"]}
+    assert policies >= {"uniform", "full", "position"}
+    (row,) = [row for row in found["rows"] if row["policy"] == "position"]
+    assert row["budget"] == float(budget)
+    assert {"hull_margin_pct", "rank_correlation_kl", "oracle_recovered"} <= set(row)
+    assert all(Path(picture).stat().st_size > 1000 for picture in found["pictures"])
+    assert main(["score", *read, *model, "--policy", "position", "--calibration", str(out)]) == 0
+    assert last_line(capsys)["budget"] == float(budget), "the only one"
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1, "stdout is one line of JSON"
+    return json.loads(out)
+
+
+def test_score_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(SOURCE / name) for name in ("ledger.py", "plan.py")]
+    per_token = tmp_path / "tokens.json"
+    arguments = ["score", *files, "--model", str(folder), "--budget", "0.8", "--batch", "4"]
+    assert main([*arguments, "--per-token", str(per_token)]) == 0
+    found = last_line(capsys)
+    assert found["command"] == "score"
+    assert found["policy"] == "learned"
+    assert found["budget"] == 0.8
+    assert [d["name"] for d in found["documents"]] == files
+    total = sum(d["log_likelihood"] for d in found["documents"])
+    predicted = sum(d["tokens"] - 1 for d in found["documents"])
+    assert found["nll"] == pytest.approx(-total / predicted, rel=1e-4)
+    tokens = json.loads(per_token.read_text())
+    for document in found["documents"]:
+        entry = tokens[document["name"]]
+        assert len(entry["token_ids"]) == len(entry["depths"]) + 1 == document["tokens"]
+        assert sum(entry["log_likelihood"]) == pytest.approx(document["log_likelihood"], abs=0.05)
+
+
+def test_score_token_ids_are_taken_as_they_are(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    (bare / "tokenizer.json").unlink()  # Ids need no tokenizer.
+    ids = np.random.default_rng(0).integers(0, 300, 90).tolist()
+    file = tmp_path / "ids.json"
+    file.write_text(json.dumps([ids, ids[:7]]))
+    losses = {}
+    for policy in ("full", "uniform", "learned", "random"):
+        arguments = ["score", "--token-ids", str(file), "--model", str(bare), "--policy", policy]
+        assert main([*arguments, "--budget", "0.8", "--depth", "2"]) == 0
+        found = last_line(capsys)
+        assert [d["tokens"] for d in found["documents"]] == [90, 7]
+        losses[policy] = found["nll"]
+        if policy == "full":
+            assert found["nll"] == pytest.approx(found["nll_full"])
+    assert losses["uniform"] != losses["full"]
+
+
+def test_demo_measures_every_policy_and_draws(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "demo"
+    text = [str(SOURCE / name) for name in ("microbatches.py", "evaluate.py")]
+    arguments = ["demo", "--model", str(folder), "--text", *text, "--batches", "1", "--rounds", "1"]
+    assert main([*arguments, "--out", str(out)]) == 0
+    found = last_line(capsys)
+    rows = found["rows"]
+    names = [row["policy"] for row in rows]
+    assert names[0] == "full"
+    assert names.count("uniform") == 2
+    assert {"learned", "random", "uniform_hull"} <= set(names)
+    for row in rows:
+        assert row["involuntary_exits"] in (0, None)
+        if row["policy"] != "uniform_hull":
+            assert row["tokens"] == 16 * 64
+            assert row["speedup"] > 0
+    written = [(row["mode"], row["batch"]) for row in found["generation"]]
+    assert written == [(m, b) for b in (1, 8) for m in ("plain", "lossless", "adaptive")]
+    for row in found["generation"]:
+        assert row["tokens"] == 32 * (3 if row["batch"] == 1 else 8)
+        assert set(Ledger(policy="").to_dict()) <= set(row)
+        assert row["speedup"] > 0
+        assert row["compiles"] == 0
+    for picture in found["pictures"]:
+        assert Path(picture).read_bytes().startswith(b"\x89PNG")
+        assert Path(picture).stat().st_size > 10_000
+
+
+PROMPT = "def mean(values):\n    return"
+
+
+def test_generate_is_the_plain_model_unless_told_otherwise(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", PROMPT, "import", "--model", str(folder), "--max-new-tokens", "20"]
+    arguments += ["--rounds", "1"]
+    rows = {}
+    for mode, more in {
+        "plain": [],
+        "lossless": ["--lossless"],
+        "adaptive": ["--enable-utio", "--budget", "0.8"],
+        "throttled": [
+            *("--enable-utio", "--policy", "full", "--throttle", "inf"),
+            *("--history", "5", "2", "4"),
+        ],
+        "prompts": [
+            *("--enable-utio", "--budget", "0.8", "--route-prompt"),
+            *("--sparse-prompt", "inf", "--history", "5", "2", "0"),
+        ],
+    }.items():
+        assert main([*arguments, *more]) == 0
+        captured = capsys.readouterr()
+        assert captured.out.count("\n") == 1
+        rows[mode] = found = json.loads(captured.out)
+        assert found["command"] == "generate"
+        assert found["mode"] == {"throttled": "adaptive", "prompts": "adaptive"}.get(mode, mode)
+        assert found["prompts"] == [PROMPT, "import"]
+        assert [len(ids) for ids in found["token_ids"]] == [len(d) for d in found["depths"]]
+        assert found["tokens"] == sum(len(ids) for ids in found["token_ids"])
+        assert found["tokens_per_second"] == pytest.approx(
+            found["tokens"] / found["seconds"], rel=1e-2
+        )
+        assert PROMPT in captured.err
+        assert set(Ledger(policy="").to_dict()) <= set(found)
+        assert found["involuntary_exits"] == found["compiles"] == 0
+        assert "layers behind each token" in captured.err
+    assert rows["plain"]["policy"] == rows["lossless"]["policy"] == "full"
+    assert rows["plain"]["flops_ratio"] == rows["plain"]["speedup"] == 1
+    assert rows["plain"]["acceptance"] is None
+    assert rows["plain"]["kv_bytes_ratio"] == 1
+    assert rows["plain"]["throttled_ratio"] == 0
+    assert rows["throttled"]["policy"] == "full"
+    assert rows["throttled"]["throttled"][0] == [0, *[4] * 19]
+    assert 0.9 < rows["throttled"]["throttled_ratio"] < 1
+    assert rows["throttled"]["kv_bytes_ratio"] < 0.5
+    assert rows["adaptive"]["prompt"] is None
+    assert rows["prompts"]["prompt"]["tokens"] > 2
+    assert rows["prompts"]["prompt"]["depth_mean"] <= 4
+    assert 0 < rows["prompts"]["prompt"]["flops_ratio"] < 1.1
+    assert rows["prompts"]["throttled_ratio"] == 0
+    assert rows["lossless"]["token_ids"] == rows["plain"]["token_ids"]
+    assert rows["lossless"]["texts"] == rows["plain"]["texts"]
+    assert 0 <= rows["lossless"]["acceptance"] <= 1
+    assert (rows["adaptive"]["policy"], rows["adaptive"]["budget"]) == ("learned", 0.8)
+    # A stop string: text of the plain run from the inside of a token to that of another.
+    text = rows["plain"]["texts"][0]
+    stop = text[len(text) // 2 :][:3]
+    assert main([*arguments, "--stop", "nowhere", "--stop", stop]) == 0
+    found = last_line(capsys)
+    assert found["texts"][0] == text[: text.index(stop)]
+    assert found["finish_reasons"][0] == "stop"
+    assert len(found["token_ids"][0]) < 20
+
+
+def test_generate_runs_the_plain_model_where_a_depth_per_token_would_not_pay(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load(folder)
+    where, file = conditions(model.params), tmp_path / "profit.json"
+    arguments = ["generate", "import", "def", "--model", str(folder), "--max-new-tokens", "4"]
+    arguments += ["--rounds", "1", "--enable-utio", "--budget", "0.8", "--profit", str(file)]
+    found = {}
+    for plain in (99.0, 1.0):  # The plain model's step: slower than any routed one, and faster.
+        Profit(
+            cost=token_cost(model.decoder, model.params),
+            num_layers=4,
+            routed=Rates(),
+            full=Rates(),
+            device=where["device"],
+            dtype=where["dtype"],
+            steps=(StepRates(batch=2, seconds=9.0, seconds_per_layer=1.0, plain_seconds=plain),),
+        ).save(file)
+        assert main(arguments) == 0
+        captured = capsys.readouterr()
+        found[plain] = json.loads(captured.out)
+    assert found[99.0]["mode"] == "adaptive"
+    assert found[99.0]["fallbacks"] == {}
+    assert found[1.0]["mode"] == "plain"
+    assert found[1.0]["flops_ratio"] == 1
+    ((reason, count),) = found[1.0]["fallbacks"].items()
+    assert "2 rows that step together" in reason
+    assert count == 2
+    assert f"plain decoding instead: {reason}" in captured.err
+
+
+def test_generate_draws_by_its_seed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "import", "--model", str(folder), "--max-new-tokens", "20"]
+    arguments += ["--rounds", "1", "--temperature", "1.5", "--top-p", "0.9"]
+    drawn = []
+    for seed in ("1", "1", "2"):
+        assert main([*arguments, "--seed", seed]) == 0
+        found = last_line(capsys)
+        assert found["agreement"] is None
+        drawn.append(found["token_ids"])
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_generate_colours_a_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    arguments = ["generate", PROMPT, "import", "--model", str(folder), "--max-new-tokens", "20"]
+    assert main([*arguments, "--rounds", "1", "--lossless"]) == 0
+    *shown, record = capsys.readouterr().out.splitlines()
+    assert json.loads(record)["command"] == "generate"
+    assert "\x1b[" in "".join(shown)
+    assert "mean" in "".join(shown)
+
+
+def test_a_model_without_exits_cannot_draft(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = tmp_path / "stock"
+    shutil.copytree(folder, stock)
+    config = json.loads((stock / "config.json").read_text())
+    (stock / "config.json").write_text(json.dumps(config | {"exits": [4]}))
+    assert main(["generate", "import", "--model", str(stock), "--lossless"]) == 2
+    assert "Wanted a model that can draft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["score"], "Wanted text files or --token-ids FILE, one of the two"),
+        (["score", "nowhere.py"], "nowhere.py: No such file"),
+        (["score", "EMPTY"], "EMPTY: empty"),
+        (["score", "BINARY"], "BINARY: not UTF-8 text"),
+        (["score", "SOURCE", "--policy", "magic"], "Wanted a policy of full, uniform"),
+        (["score", "SOURCE", "--budget", "0.1"], "Wanted a budget of"),
+        (["score", "SOURCE", "--policy", "uniform", "--depth", "9"], "within the model's 4 layers"),
+        (["score", "SOURCE", "--policy", "uniform", "--depth", "0"], "at least 1"),
+        (["score", "SOURCE", "--kv", "full"], "kv to be one of 'propagate', 'drop'"),
+        (["score", "SOURCE", "--budget", "0.8", "--batch", "0"], "at least 1 row"),
+        (["score", "SOURCE", "--model", "nowhere"], "nothing at nowhere"),
+        (["score", "--token-ids", "EMPTY"], "not JSON"),
+        (["score", "--token-ids", "NESTED"], "list of lists of token ids"),
+        (
+            ["score", "--token-ids", "FOREIGN", "--budget", "0.8"],
+            "ids from 0 to 299, the model's vocabulary. Got 1 to 300",
+        ),
+        (["demo", "--text", "SHORT"], "text of at least 1024 tokens"),
+        (["calibrate", "--text", "SOURCE", "--budget", "0.01"], "a goal that some policy reaches"),
+        (["calibrate", "--text", "SOURCE", "--policy", "magic"], "Wanted policies of learned"),
+        (
+            ["calibrate", "--budget", "0.5", "--max-nll-increase-pct", "1"],
+            "one of --budget, --max-nll-increase-pct and --max-disagreement",
+        ),
+        (
+            ["calibrate", "--text", "SOURCE", "--max-disagreement", "0.05"],
+            "at least 63 documents for max_disagreement=0.05 at confidence 0.95",
+        ),
+        (["compare", "--text", "SOURCE"], "at least two documents"),
+        (["compare", "--budgets", "0.123"], "some of the budgets [0.8]"),
+        (["score", "SOURCE", "--calibration", "nowhere.json"], "There is none"),
+        (["train", "--preset", "huge"], "Wanted a preset of"),
+        (["generate"], "Wanted at least one prompt"),
+        (["generate", "x", ""], "Text 1 of 2 is empty"),
+        (["generate", "x = 1\n" * 40], "within the model's context of 64. Got prompt 0 of"),
+        (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens of at least 1"),
+        (["generate", "x", "--policy", "learned", "--kv", "drop"], "--enable-utio with --policy"),
+        (["generate", "x", "--lossless", "--kv", "drop"], 'Wanted kv="full": a lossless mode'),
+        (["generate", "x", "--lossless", "--kv", "propagate"], "Use Adaptive for 'propagate'"),
+        (["generate", "x", "--lossless", "--budget", "0.8"], "--lossless without a policy"),
+        (["generate", "x", "--enable-utio", "--kv", "zeros"], "one of 'propagate', 'drop', 'full'"),
+        (["generate", "x", "--enable-utio", "--policy", "magic"], "Wanted a policy of full"),
+        (["generate", "x", "--enable-utio", "--budget", "0.1"], "Wanted a budget of"),
+        (
+            ["generate", "x", "--enable-utio", "--policy", "uniform", "--depth", "9"],
+            "within the model's 4 layers",
+        ),
+        (["generate", "x", "--throttle", "inf"], "--enable-utio with --throttle"),
+        (["generate", "x", "--lossless", "--throttle", "1"], "without a policy or a throttle"),
+        (["generate", "x", "--enable-utio", "--history", "9", "1", "1"], "--sparse-prompt with"),
+        (["generate", "x", "--lossless", "--route-prompt"], "Got --route-prompt"),
+        (["generate", "x", "--sparse-prompt", "1"], "--enable-utio with --sparse-prompt"),
+        (
+            ["generate", "x", "--enable-utio", "--kv", "full", "--route-prompt"],
+            'with dense attention for a mode with kv="full"',
+        ),
+        (
+            ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1", "1"],
+            "History of at least 1 recent token",
+        ),
+        (["generate", "x", "--temperature", "-1"], "a temperature above 0"),
+        (["generate", "x", "--top-p", "0.9"], "Wanted --temperature above 0 with --top-p"),
+        (["generate", "x", "--profit", "p.json"], "Got no --enable-utio"),
+        (
+            ["generate", "x", "--enable-utio", "--throttle", "1", "--profit", "p.json"],
+            "--profit with --enable-utio alone",
+        ),
+        (["generate", "x", "--enable-utio", "--lossless", "--profit", "p.json"], "Got --lossless"),
+        (["generate", "x", "--enable-utio", "--kv", "full", "--profit", "p.json"], "Got --kv"),
+        (
+            ["generate", "x", "--enable-utio", "--policy", "uniform", "--profit", "p.json"],
+            "a calibrated policy with --profit",
+        ),
+        (["generate", "x", "--enable-utio", "--profit", "p.json"], "No such file"),
+        (["generate", "x", "--stop", ""], "stop strings of at least one character"),
+        (["generate", "x", "--model", "nowhere"], "nothing at nowhere"),
+    ],
+)
+def test_input_that_cannot_be_used_is_named(
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    match: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("EMPTY").write_text("")
+    Path("BINARY").write_bytes(b"\xff\xfe\x00")
+    Path("NESTED").write_text('[["a"]]')
+    Path("FOREIGN").write_text("[[1, 300]]")
+    Path("SHORT").write_text("x = 1\n")
+    Path("SOURCE").write_text((SOURCE / "plan.py").read_text())
+    if arguments[0] != "train" and "--model" not in arguments:
+        arguments = [*arguments, "--model", str(folder)]
+    if arguments[0] == "calibrate":
+        arguments = [*arguments, "--out", str(tmp_path / "fitted")]
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert match in captured.err

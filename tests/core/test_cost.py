@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The counted FLOPs against formulas by hand, for this project's transformer."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.attention.products import attend
+from utio_jax.core.flops import (
+    TokenCost,
+    count_matmul_flops,
+    depth_flops,
+    expected_flops,
+    ideal_flops,
+    pass_flops,
+    token_cost,
+)
+from utio_jax.models.presets import STDLIB_16, TINY
+from utio_jax.models.transformer import Transformer, TransformerConfig
+
+COST = TokenCost(query=1000.0, keys_values=100.0, attention_per_key=2.0, head=50.0)
+
+
+def cost_by_hand(config: TransformerConfig) -> TokenCost:
+    """Returns two FLOPs per weight of every matrix that a token meets."""
+    width = config.embed_dim
+    queries = config.num_heads * config.head_dim
+    mlp_matrices = 3 if config.activation == "swiglu" else 2
+    return TokenCost(
+        query=2.0 * width * (2 * queries + mlp_matrices * config.mlp_dim),
+        keys_values=2.0 * width * 2 * config.num_kv_heads * config.head_dim,
+        attention_per_key=2.0 * 2 * queries,
+        head=2.0 * width * config.vocab_size,
+        full_depth=config.num_layers,
+    )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        STDLIB_16,
+        dataclasses.replace(TINY, activation="swiglu", tie_embeddings=False, num_kv_heads=4),
+    ],
+)
+def test_a_token_costs_two_flops_per_weight(config):
+    decoder = Transformer(config)
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    assert token_cost(decoder, params) == cost_by_hand(config)
+
+
+def test_what_attention_per_key_says_is_what_attention_does(tiny):
+    config = tiny.decoder.config
+    per_key = token_cost(tiny.decoder, tiny.params).attention_per_key
+    keys = jnp.zeros((50, config.num_kv_heads, config.head_dim))
+    for count in (3, 80):
+        queries = jnp.zeros((count, config.num_heads, config.head_dim))
+        counted = count_matmul_flops(attend, queries, keys, keys, jnp.ones((count, 50), bool))
+        # Many queries have a column of ones, which sums the weights: one of head_dim + 1.
+        ones = 2.0 * config.num_heads * count * 50 if count == 80 else 0.0
+        assert counted - ones == per_key * count * 50
+
+
+def test_counting_runs_nothing_and_knows_batches_loops_and_calls():
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 2, 3), (4, 3, 5)))
+    assert count_matmul_flops(lambda a, b: a @ b, a, b) == 2 * 4 * 2 * 3 * 5
+    square = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+    scan = lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=7)[0]  # noqa: E731
+    assert count_matmul_flops(scan, square) == 7 * 54
+    loop = lambda x: jax.lax.fori_loop(0, 5, lambda _, x: x @ x, x)  # noqa: E731
+    assert count_matmul_flops(loop, square) == 5 * 54
+    assert count_matmul_flops(jax.jit(lambda x: x @ x), square) == 54
+    assert count_matmul_flops(jax.checkpoint(lambda x: x @ x), square) == 54
+    assert count_matmul_flops(lambda x: x + 1, square) == 0
+
+
+def test_a_loop_whose_length_is_traced_has_no_fixed_cost():
+    def loop(x, count):
+        return jax.lax.fori_loop(0, count, lambda _, x: x @ x, x)
+
+    with pytest.raises(ValueError, match=r"cost is static\. Got a matrix product in a loop with a"):
+        count_matmul_flops(loop, jnp.zeros((3, 3)), 5)
+
+
+def test_a_layer_is_its_parts():
+    assert COST.layer(8) == 1000 + 100 + 2 * 8
+
+
+def test_a_pass_costs_what_it_executed():
+    work = types.SimpleNamespace(
+        queries=np.array([20, 4]),
+        keys_values=np.array([20, 30]),
+        key_slots=np.array([160.0, 32.0]),
+        heads=np.array([0, 10]),
+        exit_maps=np.array([3, 0]),
+    )
+    cost = dataclasses.replace(COST, exit_map=11.0, full_depth=6)
+    flops = pass_flops(cost, work, gates=7.0)
+    assert flops == 24 * 1000 + 50 * 100 + 192 * 2 + 10 * 50 + 3 * 11 + 7
+
+
+def test_a_pass_whose_counts_outgrow_int32_is_summed_in_float64():
+    big = np.full(64, 2**30, np.int32)
+    work = types.SimpleNamespace(
+        queries=big,
+        keys_values=big,
+        key_slots=big.astype(np.float32),
+        heads=big,
+        exit_maps=0 * big,
+    )
+    assert pass_flops(COST, work) == 64 * 2**30 * 1152.0
+
+
+@pytest.mark.parametrize("keep_frozen", [True, False])
+def test_the_ideal_is_a_sum_over_tokens_and_their_own_layers(keep_frozen):
+    depths = np.array([[2, 6, 3, 2, 6, 2], [6, 2, 0, 0, 0, 0]])
+    flops = 0.0
+    for _, token in zip(*np.nonzero(depths), strict=True):
+        flops += COST.head
+        for layer in range(6):
+            runs = layer < depths[_, token]
+            if runs:
+                flops += COST.query + COST.attention_per_key * (4 if token < 4 else 6)
+            if runs or keep_frozen:
+                flops += COST.keys_values
+    found = ideal_flops(COST, depths, key_widths=(4, 6), deepest=6, keep_frozen=keep_frozen)
+    assert found == flops
+
+
+def test_what_to_expect_of_full_depth_is_what_full_depth_costs():
+    flops = expected_flops(COST, batch=2, width=64, min_bucket=16, depths=(6,), fractions=(1.0,))
+    # A causal query sees half of the row on average.
+    assert flops == 2 * 64 * (6 * COST.layer(32) + COST.head)
+
+
+def test_what_to_expect_of_a_staircase_is_a_sum_over_its_segments():
+    flops = expected_flops(
+        COST,
+        batch=4,
+        width=100,
+        min_bucket=16,
+        depths=(2, 3, 5),
+        fractions=(0.5, 0.25, 0.25),
+        gates=(7.0, 11.0),
+    )
+    # All 400 tokens are live: their 25 blocks are full, and each row's 100 take 7 blocks of 16.
+    wanted = 400 * (5 * COST.keys_values + COST.head)
+    wanted += 2 * (400 * COST.query + 4 * 112 * COST.attention_per_key * 50) + 400 * 7
+    # Then 200 and 100, and half a block of padding: one for projections, one per row for attention.
+    wanted += 1 * (208 * COST.query + 232 * COST.attention_per_key * 50) + 208 * 11
+    wanted += 2 * (108 * COST.query + 132 * COST.attention_per_key * 50)
+    assert flops == wanted
+
+
+def test_blocks_are_expected_to_be_filled_up():
+    one = expected_flops(COST, batch=1, width=3, min_bucket=16, depths=(2,), fractions=(1.0,))
+    layer = 16 * (COST.query + COST.attention_per_key * 3 / 2) + 3 * COST.keys_values
+    assert one == 2 * layer + 3 * COST.head
+
+
+def test_a_token_costs_at_a_depth_what_the_ideal_pass_costs_per_token():
+    found = depth_flops(COST, (2, 3, 5), width=6, key_widths=(4, 6))
+    for flops, depth in zip(found, (2, 3, 5), strict=True):
+        row = ideal_flops(
+            COST, np.full((1, 6), depth), key_widths=(4, 6), deepest=5, keep_frozen=True
+        )
+        assert flops == pytest.approx(row / 6)
+
+
+def test_shallower_tokens_are_expected_to_cost_less_and_gates_more():
+    def expect(*fractions, gates=(), reads=()):
+        return expected_flops(
+            COST,
+            batch=4,
+            width=256,
+            min_bucket=16,
+            depths=(2, 3, 6),
+            fractions=fractions,
+            gates=gates,
+            reads=reads,
+        )
+
+    assert expect(0.8, 0.1, 0.1) < expect(0.4, 0.3, 0.3) < expect(0.0, 0.0, 1.0)
+    # Half a bucket is wasted per segment: the saving is a little less than the layers saved.
+    saved = 1 - expect(0.5, 0.0, 0.5) / expect(0.0, 0.0, 1.0)
+    layers = 0.5 * (6 - 2) / 6
+    assert layers * 0.75 < saved < layers
+    extra = expect(0.5, 0.0, 0.5, gates=(10.0, 0.0)) - expect(0.5, 0.0, 0.5)
+    assert extra == 4 * 256 * 10
+    # Looking at logits costs a second head for those who go on, at each boundary.
+    extra = expect(0.5, 0.25, 0.25, reads=(True, True)) - expect(0.5, 0.25, 0.25)
+    assert extra == 4 * 256 * (0.5 + 0.25) * COST.head

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents to windows to batches: no token is lost, none is predicted twice."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utio_jax import check_tokens
+from utio_jax.core.documents import batches_of, windows_of
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 16), st.integers(1, 5))
+def test_every_token_but_the_first_is_predicted_exactly_once(
+    lengths: list[int], width: int, rows: int
+) -> None:
+    ends = np.cumsum(lengths)
+    documents = [np.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
+    windows = windows_of(documents, width=width)
+    predicted: collections.Counter[int] = collections.Counter()
+    seen = set()
+    for batch in batches_of(windows, rows=rows, widths=[4, width], vocab_size=int(ends[-1])):
+        assert batch.token_ids.shape[0] == rows
+        for row, window in enumerate(batch.window):
+            length = int(batch.lengths[row])
+            if window < 0:
+                assert length == 0
+                continue
+            seen.add(int(window))
+            np.testing.assert_array_equal(batch.token_ids[row, :length], windows[window])
+            predicted.update(batch.token_ids[row, 1:length].tolist())
+    assert seen == set(range(len(windows)))
+    assert predicted == collections.Counter(t for d in documents for t in d[1:].tolist())
+
+
+def test_wrong_documents_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2 tokens. Got width=1"):
+        windows_of([np.arange(3)], width=1)
+    with pytest.raises(ValueError, match="Document 1 is empty"):
+        windows_of([np.arange(3), np.arange(0)], width=4)
+    with pytest.raises(ValueError, match="at most 4 tokens. Got one of 6"):
+        list(batches_of([np.arange(6)], rows=1, widths=[2, 4], vocab_size=9))
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "match"),
+    [
+        (np.zeros(3, int), [3], "integer token_ids \\[batch, token\\]. Got shape \\(3,\\)"),
+        (np.zeros((1, 3)), [3], "integer token_ids"),
+        (np.zeros((2, 3), int), [3], "one integer length per row, shape \\(2,\\)"),
+        (np.zeros((1, 3), int), [4], "lengths between 0 and 3. Got 4 to 4"),
+        (np.full((1, 3), 9), [3], "from 0 to 8, the model's vocabulary. Got 9 to 9"),
+        (np.full((1, 3), -1), [3], "from 0 to 8"),
+    ],
+)
+def test_wrong_tokens_are_refused(ids: np.ndarray, lengths: list[int], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_tokens(ids, np.asarray(lengths), vocab_size=9)
+
+
+def test_padding_may_hold_anything() -> None:
+    ids, lengths = check_tokens(np.asarray([[1, 2, 99]]), np.asarray([2]), vocab_size=9)
+    assert ids.dtype == lengths.dtype == np.int32

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lens maps what the head reads of early exits, wherever a head reads one, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
+from helpers.models import Model
+
+from utio_jax import CapacityPrefix, GivenDepths, Uniform, exit_nll, full_depth, score
+from utio_jax.accounting.generation import spent_on
+from utio_jax.calibration.advice import advise, best_drafting
+from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.goals import Budgets
+from utio_jax.calibration.lens import LensConfig, fit_lens
+from utio_jax.calibration.studies import study_exits
+from utio_jax.core.decoder import read_exit
+from utio_jax.core.documents import Batch
+from utio_jax.core.flops import token_cost
+from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.policies.depth import Thresholded
+from utio_jax.policies.signals import Entropy
+
+EXITS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module")
+def bare(tiny: Any) -> Model:
+    """The tiny model, with the exits of these tests."""
+    config = dataclasses.replace(tiny.decoder.config, exits=EXITS)
+    return Model(type(tiny.decoder)(config), tiny.params)
+
+
+@pytest.fixture(scope="module")
+def lens(bare: Model) -> Lens:
+    dim = bare.decoder.config.embed_dim
+    keys = jax.random.split(jax.random.key(3))
+    return Lens(
+        matrix=jax.random.normal(keys[0], (2, dim, dim)) * dim**-0.5,
+        bias=jax.random.normal(keys[1], (2, dim)),
+        exits=EXITS[:-1],
+    )
+
+
+@pytest.fixture(scope="module")
+def model(bare: Model, lens: Lens) -> Model:
+    return Model(*lensed(bare.decoder, bare.params, lens))
+
+
+def mapped(lens: Lens, x: np.ndarray, depth: int) -> np.ndarray:
+    """Returns what the head should read, by the formula."""
+    if depth == EXITS[-1]:
+        return x
+    row = EXITS.index(depth)
+    return x + x @ np.asarray(lens.matrix[row]) + np.asarray(lens.bias[row])
+
+
+def drawn(model: Model, seed: int = 0) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    ids = model.tokens(3, 17, seed=seed)
+    return ids, jnp.asarray([17, 9, 2], jnp.int32), rng.choice(EXITS, (3, 17)).astype(np.int32)
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_the_head_reads_the_map_and_others_see_the_state(
+    bare: Model, model: Model, lens: Lens, kv: str
+) -> None:
+    ids, lengths, depths = drawn(model)
+    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=EXITS)
+    plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv=kv)
+    wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv=kv)
+    found = run_staircase(
+        model.decoder, model.params, ids, lengths, policy, kv=kv, executor=EXECUTOR
+    )
+    for row, length in enumerate(np.asarray(lengths)):
+        for token in range(length):
+            by_hand = mapped(lens, np.asarray(plain[row, token]), int(depths[row, token]))
+            np.testing.assert_allclose(wanted[row, token], by_hand, atol=1e-4)
+            np.testing.assert_allclose(found.x[row, token], by_hand, atol=1e-4)
+
+
+def test_each_early_token_is_mapped_once(model: Model) -> None:
+    ids, lengths, depths = drawn(model)
+    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=EXITS)
+    found = run_staircase(
+        model.decoder, model.params, ids, lengths, policy, kv="propagate", executor=EXECUTOR
+    )
+    real = np.arange(17) < np.asarray(lengths)[:, None]
+    stops = [int((real & (depths == depth)).sum()) for depth in EXITS[:-1]]
+    padded = [-(-count // EXECUTOR.min_bucket) * EXECUTOR.min_bucket for count in stops]
+    np.testing.assert_array_equal(found.work.exit_maps, [*padded, 0])
+    full = run_staircase(
+        model.decoder,
+        model.params,
+        ids,
+        lengths,
+        full_depth(model.decoder),
+        kv="propagate",
+        executor=EXECUTOR,
+    )
+    np.testing.assert_array_equal(full.work.exit_maps, [0])
+
+
+@pytest.mark.parametrize("threshold", [-np.inf, 3.8, np.inf])
+def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
+    model: Model, threshold: float
+) -> None:
+    ids, lengths, _ = drawn(model)
+    policy = Thresholded(
+        signal=Entropy(), thresholds=jnp.full(2, threshold, jnp.float32), depths=EXITS
+    )
+    run = jax.jit(score, static_argnums=0, static_argnames="executor")
+    found = run(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
+    states = run_dense(model.decoder, model.params, ids, lengths, depths=EXITS)
+    if threshold == -np.inf:  # Nobody stops: nothing is mapped but for looking.
+        assert np.all(np.asarray(found.depths)[found.depths > 0] == 4)
+    seen = read_exit(model.decoder, model.params, states[0], 1)
+    logp = jax.nn.log_softmax(model.decoder.unembed(model.params, seen))
+    entropy = np.asarray(-jnp.sum(jnp.exp(logp) * logp, axis=-1))
+    real = np.arange(17) < np.asarray(lengths)[:, None]
+    clear = real & (np.abs(entropy - threshold) > 1e-3)
+    np.testing.assert_array_equal(
+        (np.asarray(found.depths) == 1)[clear], entropy[clear] <= threshold
+    )
+    stays = real & (np.asarray(found.depths) == 1)
+    stays[:, -1] = False
+    label = np.asarray(jnp.roll(ids, -1, axis=1))
+    own = np.take_along_axis(np.asarray(logp), label[..., None], axis=-1)[..., 0]
+    predicted = stays & np.asarray(found.predicted)
+    np.testing.assert_allclose(
+        np.asarray(found.log_likelihood)[predicted], own[predicted], atol=1e-4
+    )
+
+
+def test_every_way_to_read_an_exit_agrees(model: Model, text: list[Batch]) -> None:
+    batch = text[0]
+    ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+    by_exit = np.asarray(
+        jax.jit(exit_nll, static_argnums=0)(model.decoder, model.params, ids, lengths)
+    )
+    study = study_exits(model.decoder, model.params, [batch])[0]
+    harm = by_exit - by_exit[-1:]
+    np.testing.assert_allclose(study.harm[:, study.predicted], harm[:, study.predicted], atol=1e-3)
+    found = evaluate(
+        model.decoder,
+        model.params,
+        [batch],
+        {str(depth): Uniform(depth=depth) for depth in EXITS},
+        executor=EXECUTOR,
+    )
+    for row, depth in enumerate(EXITS):
+        assert found[str(depth)].nll == pytest.approx(float(by_exit[row].sum()), rel=1e-4)
+
+
+def test_gradients_reach_the_maps_through_a_static_prefix(model: Model) -> None:
+    ids, lengths, depths = drawn(model)
+    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=EXITS)
+
+    @jax.jit
+    @jax.grad
+    def slope(params: Any) -> jax.Array:
+        executor = CapacityPrefix(capacities=(17, 17, 17), min_bucket=1)
+        found = score(model.decoder, params, ids, lengths, policy, executor=executor)
+        return -found.log_likelihood.sum()
+
+    found = slope(model.params)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found["lens"]))
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop", "full"])
+def test_decoding_at_an_exit_says_what_scoring_says(model: Model, kv: Any) -> None:
+    prompts = [np.asarray(model.tokens(5)), np.asarray(model.tokens(3, seed=1))]
+    policy = Thresholded(
+        signal=Entropy(), thresholds=jnp.asarray([3.8, 3.9], jnp.float32), depths=EXITS
+    )
+    found = generate(
+        model.decoder, model.params, prompts, mode=Adaptive(policy=policy, kv=kv), max_new_tokens=12
+    )
+    used = set(np.concatenate(found.decided).tolist())
+    assert used & set(EXITS[:-1]), "some tokens stop early"
+    for row, prompt in enumerate(prompts):
+        ids = np.concatenate([prompt, found.token_ids[row]])
+        depths = np.full((1, ids.size), EXITS[-1], np.int32)
+        first = len(prompt)
+        depths[0, first : ids.size - 1] = found.decided[row][1:]
+        wanted = run_oracle(
+            model.decoder, model.params, ids[None], jnp.asarray([ids.size]), depths, kv=kv
+        )
+        logp = jax.nn.log_softmax(model.decoder.unembed(model.params, wanted))[0]
+        own = np.asarray(logp)[np.arange(first - 1, ids.size - 1), found.token_ids[row]]
+        np.testing.assert_allclose(found.log_probabilities[row], own, atol=1e-3)
+    steps = int(found.steps[0])
+    looks = steps + int(np.any([np.asarray(d[1:]) > 1 for d in found.decided], axis=0).sum())
+    assert found.exit_maps[0] == looks, "one map per look, none besides"
+
+
+def test_maps_of_a_silent_policy_run_where_a_row_stops(model: Model) -> None:
+    prompts = [np.asarray(model.tokens(5))]
+    found = generate(
+        model.decoder,
+        model.params,
+        prompts,
+        mode=Adaptive(policy=Uniform(depth=2)),
+        max_new_tokens=6,
+    )
+    assert found.exit_maps.tolist() == [5], "the first token is prefill's"
+    cost = token_cost(model.decoder, model.params)
+    spent = spent_on(model.decoder, model.params, Adaptive(policy=Uniform(depth=2)), prompts, found)
+    assert spent.flops_extra == pytest.approx(5 * cost.exit_map)
+
+
+def test_lossless_drafts_through_the_lens_and_stays_lossless(model: Model, bare: Model) -> None:
+    prompts = [np.asarray(model.tokens(5)), np.asarray(model.tokens(9, seed=1))]
+    plain = generate(bare.decoder, bare.params, prompts, mode=Plain(), max_new_tokens=20)
+    drafted = {}
+    for name, each in (("with", model), ("without", bare)):
+        found = generate(
+            each.decoder,
+            each.params,
+            prompts,
+            mode=Lossless(exit=2, max_draft=3),
+            max_new_tokens=20,
+        )
+        for mine, wanted in zip(found.token_ids, plain.token_ids, strict=True):
+            np.testing.assert_array_equal(mine, wanted)
+        drafted[name] = found
+    assert drafted["with"].exit_maps.min() > 0
+    assert drafted["without"].exit_maps.max() == 0
+    assert drafted["with"].acceptance != drafted["without"].acceptance
+
+
+def test_a_fit_brings_exits_closer_and_leaves_the_model_alone(
+    bare: Model, text: list[Batch]
+) -> None:
+    config = LensConfig(steps=60, batch=128)
+    found = fit_lens(bare.decoder, bare.params, text[:-1], config)
+    again = fit_lens(bare.decoder, bare.params, text[:-1], config)
+    np.testing.assert_array_equal(found.matrix, again.matrix)
+    through = Model(*lensed(bare.decoder, bare.params, found))
+    unseen = text[-1]
+    loss = jax.jit(exit_nll, static_argnums=0)
+    before, after = (
+        np.asarray(loss(each.decoder, each.params, unseen.token_ids, unseen.lengths)).sum(
+            axis=(1, 2)
+        )
+        for each in (bare, through)
+    )
+    assert after[-1] == before[-1]
+    assert np.all(after[:-1] < before[:-1])
+
+
+def test_the_map_costs_what_its_matrix_costs(bare: Model, model: Model) -> None:
+    dim = model.decoder.config.embed_dim
+    with_lens, without = (token_cost(each.decoder, each.params) for each in (model, bare))
+    assert with_lens.exit_map == 2 * dim * dim
+    assert without.exit_map == 0
+    assert with_lens.read(1) == with_lens.head + 2 * dim * dim
+    assert with_lens.read(4) == without.read(1) == with_lens.head
+
+
+def test_files(lens: Lens, model: Model, tmp_path: Path) -> None:
+    save_lens(tmp_path, lens, info={"model_sha256": "a" * 64})
+    found = load_lens(tmp_path, model_sha256="a" * 64)
+    np.testing.assert_array_equal(found.matrix, lens.matrix)
+    np.testing.assert_array_equal(found.bias, lens.bias)
+    assert found.exits == lens.exits
+    with pytest.raises(ValueError, match="Make one for this model"):
+        load_lens(tmp_path, model_sha256="b" * 64)
+    with pytest.raises(ValueError, match=r"calibrate --fit-lens` makes one"):
+        load_lens(tmp_path / "none", model_sha256="a" * 64)
+    stored = json.loads((tmp_path / "lens.json").read_text())
+    (tmp_path / "lens.json").write_text(json.dumps({**stored, "exits": [1]}))
+    with pytest.raises(ValueError, match=r"Wanted the maps of exits \(1,\)"):
+        load_lens(tmp_path, model_sha256="a" * 64)
+    (tmp_path / "lens.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_lens(tmp_path, model_sha256="a" * 64)
+
+
+def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
+    with pytest.raises(ValueError, match=r"not for \[3\]"):
+        lens.at((1, 3))
+    assert lens.at((2,)).exits == (2,)
+    narrow = dataclasses.replace(lens, matrix=lens.matrix[:, :4, :4], bias=lens.bias[:, :4])
+    with pytest.raises(ValueError, match="Got one of width 4"):
+        lensed(bare.decoder, bare.params, narrow)
+    decoder, params = lensed(bare.decoder, bare.params, lens)
+    with pytest.raises(ValueError, match="fitted for"):
+        read_exit(decoder, params, jnp.zeros((2, bare.decoder.config.embed_dim)), 3)
+    stock = type(bare.decoder)(dataclasses.replace(bare.decoder.config, exits=(4,)))
+    with pytest.raises(ValueError, match="exit before its last layer"):
+        fit_lens(stock, bare.params, text)
+    with pytest.raises(ValueError, match="Got 248. Add text"):
+        fit_lens(bare.decoder, bare.params, text[:1])
+
+
+def test_calibration_works_through_a_lens(model: Model, text: list[Batch]) -> None:
+    found = calibrate(
+        model.decoder,
+        model.params,
+        text[:2],
+        model_sha256="a" * 64,
+        text={},
+        policies=("entropy",),
+        goal=Budgets(budgets=(0.8,)),
+        executor=EXECUTOR,
+    )
+    assert isinstance(model.decoder, Lensed)
+    assert set(found.info["exit_agreement"]) == {"1", "2"}
+    assert found.info["goals"]["entropy"]["nll_increase_pct_by_budget"]["0.8"] > 0
+    assert advise(model.decoder, model.params, found.info, lens=True), "random maps do not pay"
+
+
+INFO = {
+    "exit_nll_increase_pct": {"1": 800.0, "2": 55.5},
+    "exit_agreement": {"1": 0.1, "2": 0.2},
+    "goals": {"learned": {"nll_increase_pct_by_budget": {"0.6": 40.0}}},
+}
+
+
+def test_advice_is_none_where_something_is_within_five_percent(model: Model) -> None:
+    fine = {**INFO, "exit_nll_increase_pct": {"1": 21.6, "2": 0.8}}
+    assert advise(model.decoder, model.params, fine, lens=False) is None
+    for goal in ({"nll_increase_pct_by_budget": {"0.9": 4.0}}, {"nll_increase_pct": 4.0}):
+        policy = {**INFO, "goals": {"learned": goal}}
+        assert advise(model.decoder, model.params, policy, lens=False) is None
+
+
+def test_advice_names_what_else_there_is(model: Model) -> None:
+    advice = advise(model.decoder, model.params, INFO, lens=False)
+    assert advice is not None
+    assert "depth 2 is 56 % above" in advice
+    assert "--fit-lens" in advice
+    assert "Use the model in full" in advice
+    assert "finetune --exits 1 2 4" in advice
+    good = {**INFO, "exit_agreement": {"1": 0.95, "2": 0.97}}
+    advice = advise(model.decoder, model.params, good, lens=True)
+    assert advice is not None
+    assert "tokens at depth 1 promises" in advice
+    assert "generate --lossless" in advice
+    assert "--fit-lens" not in advice
+
+
+def test_drafting_gains_what_the_geometric_series_says(bare: Model) -> None:
+    found = best_drafting(bare.decoder, bare.params, {"1": 0.9})
+    cost = token_cost(bare.decoder, bare.params)
+    head = cost.head / (cost.query + cost.keys_values)
+    rates = [
+        sum(0.9**k for k in range(n + 1)) / ((n + 1) * 1 + n * head + 3 + head) for n in range(9)
+    ]
+    assert found.max_draft == int(np.argmax(rates))
+    assert found.gain == pytest.approx(max(rates) / rates[0], rel=1e-5)
+    assert best_drafting(bare.decoder, bare.params, {"1": 0.0}).gain == 1.0
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_folder_with_a_lens_is_read_through_it(bare: Model, lens: Lens, tmp_path: Path) -> None:
+    from utio_jax.models import load, save
+
+    stock = type(bare.decoder)(dataclasses.replace(bare.decoder.config, exits=(4,)))
+    save(tmp_path, stock, bare.params, dtype=jnp.float32)
+    plain = load(tmp_path)
+    assert plain.decoder.config.exits == (4,)
+    save_lens(tmp_path, lens, info={"model_sha256": plain.sha256})
+    through = load(tmp_path)
+    assert isinstance(through.decoder, Lensed)
+    assert through.decoder.config.exits == EXITS, "the lens says where it can be read"
+    assert through.sha256 != plain.sha256, "policies of one are not the other's"
+    assert load(tmp_path, exits=(2, 4)).decoder.config.exits == (2, 4)
+    np.testing.assert_array_equal(
+        load(tmp_path, exits=(2, 4)).params["lens"]["matrix"], lens.matrix[1:]
+    )
+    assert not isinstance(load(tmp_path, lens=False).decoder, Lensed)
+    short = through.with_context(8)
+    assert isinstance(short.decoder, Lensed)
+    assert short.decoder.config.context_length == 8
+    with pytest.raises(ValueError, match=r"not for \[3\]"):
+        load(tmp_path, exits=(3, 4))
+    with pytest.raises(ValueError, match="without a lens"):
+        save(tmp_path / "again", through.decoder, through.params)  # pyright: ignore
+    from utio_jax.models.training.finetune import finetune
+
+    with pytest.raises(ValueError, match="--lens none"):
+        finetune(through, [np.arange(9)], out=tmp_path / "tuned")

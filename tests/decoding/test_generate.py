@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain and adaptive decoding against the oracle, and what a token loop must not do."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import (
+    CROSSING,
+    PROMPTS,
+    SMALL,
+    DepthAt,
+    assert_greedy,
+    depth_table,
+    lively_model,
+    plain_run,
+    run,
+    true_logits,
+)
+from helpers.policies import SurePasses
+
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.generate import stream
+from utio_jax.decoding.loop import Lengths, advance, begin
+from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
+from utio_jax.decoding.state import stop_rules
+from utio_jax.policies.depth import GivenDepths, Random, Uniform
+
+DEPTHS = (1, 2, 4)
+
+
+def random_policy(*fractions: float) -> Random:
+    return Random(fractions=jnp.asarray(fractions), key=jax.random.key(1), depths=DEPTHS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lively_model()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return plain_run()
+
+
+def test_plain_is_the_full_model(model):
+    plain = run(model, lengths=CROSSING)
+    assert [row.size for row in plain.token_ids] == [40, 40, 40]  # Past slot 32, of 64.
+    assert plain.finish_reasons == ("length",) * 3
+    assert_greedy(model, plain, kv="full")
+    assert all(np.all(row == 4) for row in (*plain.decided, *plain.executed))
+    # 39 steps after prefill, four layers each: nothing is run twice.
+    np.testing.assert_array_equal(plain.token_layers, [39 * 4] * 3)
+    np.testing.assert_array_equal(plain.heads, [39] * 3)
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop", "full"])
+def test_adaptive_is_the_oracle_at_the_decided_depths(model, kv):
+    table = depth_table(DEPTHS, shape=(3, 64))
+    mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, catch_up=4)
+    result = run(model, mode=mode, lengths=CROSSING)
+    for row, prompt in enumerate(PROMPTS):
+        used = np.asarray(table)[row, len(prompt) : len(prompt) + 39]
+        np.testing.assert_array_equal(result.decided[row], [4, *used])
+    assert_greedy(model, result, kv=kv)
+    # The choice of kv is not vacuous: the other choices give other distributions.
+    for other in {"propagate", "drop", "full"} - {kv}:
+        with pytest.raises(AssertionError):
+            assert_greedy(model, result, kv=other)
+
+
+def test_a_segment_is_skipped_where_no_row_needs_it(model):
+    table = np.ones((3, 64), np.int32)
+    table[1, 10], table[2, 20] = 2, 4  # Rows 1 and 2 each go deeper once.
+    policy = DepthAt(table=jnp.asarray(table), depths=DEPTHS)
+    result = run(model, mode=Adaptive(policy=policy))
+    # Position 10 of row 1 runs at step 3 (its prompt has 7 tokens), so new token 4 comes from it.
+    executed = np.full(40, 1)
+    executed[0], executed[10 - 7 + 1], executed[20 - 1 + 1] = 4, 2, 4
+    for row in range(3):
+        np.testing.assert_array_equal(result.executed[row], executed)
+    np.testing.assert_array_equal(result.token_layers, [executed[1:].sum()] * 3)
+    np.testing.assert_array_equal(result.frozen_layers, [(4 - executed[1:]).sum()] * 3)
+
+
+def test_catching_up_runs_every_layer_of_every_token_once(model):
+    table = np.ones((1, 64), np.int32)
+    table[0, [8, 17, 30]] = 4  # After runs of 5, 8 and 12 shallow tokens.
+    policy = DepthAt(table=jnp.asarray(table), depths=DEPTHS)
+    result = run(model, PROMPTS[:1], mode=Adaptive(policy=policy, kv="full", catch_up=4))
+    assert_greedy(model, result, PROMPTS[:1], kv="full")
+    # 39 tokens run layer 0. At 8, 17 and 30 blocks of 4 catch up 6, 9 and 13 tokens in 3 layers.
+    assert result.token_layers[0] == 39 + (2 + 3 + 4) * 4 * 3
+
+
+def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
+    result = run(model, mode=Adaptive(policy=SurePasses(threshold=0.2, depths=DEPTHS)))
+    assert_greedy(model, result, kv="propagate")
+    decided = np.stack(result.decided)[:, 1:]
+    assert set(decided.flat) == set(DEPTHS)
+    # One head at each boundary that any row reaches, and a last one if any row goes that far.
+    heads = 1 + np.any(decided > 1, axis=0) + np.any(decided == 4, axis=0)
+    np.testing.assert_array_equal(result.heads, [heads.sum()] * 3)
+
+
+@pytest.mark.slow
+def test_uniform_truncates_the_model(model):
+    result = run(model, mode=Adaptive(policy=Uniform(depth=2)))
+    assert_greedy(model, result, kv="propagate")
+    np.testing.assert_array_equal(result.token_layers, [39 * 2] * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode",
+    [Plain(), Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="full")],
+    ids=["plain", "full"],
+)
+def test_rows_do_not_feel_their_batch(model, mode):
+    sampling = Chain((Temperature(0.9), TopP(0.95)))
+    together = run(model, mode=mode, sampling=sampling, seeds=[3, 4, 5])
+    for row, prompt in enumerate(PROMPTS):
+        alone = run(model, [prompt], mode=mode, sampling=sampling, seeds=[3 + row])
+        np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
+        np.testing.assert_array_equal(together.decided[row], alone.decided[0])
+
+
+@pytest.mark.slow
+def test_drawn_tokens_follow_the_model(model):
+    # 2,000 rows with their own seeds: the first step after prefill, against the oracle's softmax.
+    prompts = [[0, 5]] * 2000
+    result = run(model, prompts, sampling=Temperature(1.5), max_new_tokens=1, seeds=11)
+    logits = true_logits(model, [0, 5], np.array([1]), np.array([4]), "full")[0]
+    expected = np.asarray(jax.nn.softmax(logits / 1.5)) * 2000
+    seen = np.bincount(np.concatenate(result.token_ids), minlength=64)
+    assert chi_square(seen, expected) < 110  # 63 degrees of freedom: 110 has p = 2e-4.
+
+
+def chi_square(seen: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.sum((seen - expected) ** 2 / expected))
+
+
+@pytest.mark.parametrize("end", ["eos", pytest.param("stop", marks=pytest.mark.slow)])
+def test_rows_end_on_their_own(model, plain, end):
+    ids = plain.token_ids[0]
+    wanted = int(ids[9])
+    at = int(np.flatnonzero(ids == wanted)[0])
+    if end == "eos":
+        result = run(model, eos_ids=(63, wanted))
+        ends = [np.flatnonzero(np.isin(row, (63, wanted))) for row in plain.token_ids]
+    else:
+        sequence = [int(i) for i in ids[at - 1 : at + 1]] if at else [wanted]
+        result = run(model, stop_sequences=[[62, 61, 60], sequence])
+        ends = [
+            np.array(
+                [
+                    j
+                    for j in range(len(sequence) - 1, 40)
+                    if list(row[j - len(sequence) + 1 : j + 1]) == sequence
+                ]
+            )
+            for row in plain.token_ids
+        ]
+    for row in range(3):
+        length = int(ends[row][0]) + 1 if ends[row].size else 40
+        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row][:length])
+        assert result.finish_reasons[row] == (end if ends[row].size else "length")
+    assert result.finish_reasons[0] == end
+
+
+@pytest.mark.slow
+def test_a_stop_sequence_in_the_prompt_stops_nothing(model, plain):
+    first = int(plain.token_ids[0][0])
+    result = run(model, stop_sequences=[[PROMPTS[0][-1], first]])
+    assert result.token_ids[0].size > 1
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_a_stream_is_the_same_tokens(model, plain, chunk):
+    chunks = list(
+        stream(
+            model.decoder,
+            model.params,
+            PROMPTS,
+            chunk=chunk,
+            max_new_tokens=40,
+            eos_ids=(),
+            lengths=SMALL,
+        )
+    )
+    for row in range(3):
+        joined = np.concatenate([one.token_ids[row] for one in chunks])
+        np.testing.assert_array_equal(joined, plain.token_ids[row])
+    assert all(one.token_ids[0].size >= min(chunk, 40) for one in chunks[:-1])
+    assert not chunks[-1].running.any()
+
+
+def test_an_abandoned_stream_breaks_nothing(model, plain):
+    pieces = stream(
+        model.decoder, model.params, PROMPTS, chunk=7, max_new_tokens=40, eos_ids=(), lengths=SMALL
+    )
+    kept = next(pieces)
+    del pieces
+    np.testing.assert_array_equal(run(model).token_ids[1], plain.token_ids[1])
+    np.testing.assert_array_equal(kept.token_ids[1], plain.token_ids[1][: kept.token_ids[1].size])
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Plain(),
+        pytest.param(
+            Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="full"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["plain", "adaptive"],
+)
+def test_the_second_prompt_compiles_nothing(model, count_compiles, mode):
+    run(model, mode=mode, max_new_tokens=30)
+    with count_compiles() as compiles:
+        run(model, [[1, 2], [3], [4, 5, 6, 7, 8, 9, 10]], mode=mode, max_new_tokens=30)
+        run(model, mode=mode, max_new_tokens=29, seeds=[7, 8, 9])
+        if isinstance(mode, Adaptive):  # Neither does another threshold.
+            other = dataclasses.replace(mode, policy=random_policy(0.1, 0.4, 0.5))
+            run(model, mode=other, max_new_tokens=30)
+        for _ in stream(
+            model.decoder,
+            model.params,
+            PROMPTS,
+            chunk=3,
+            mode=mode,
+            max_new_tokens=30,
+            eos_ids=(),
+            lengths=SMALL,
+        ):
+            pass
+    assert compiles.count == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
+@pytest.mark.parametrize("kv", ["propagate", "drop", "full"])
+def test_the_cache_is_never_copied(model, kv):
+    # One large cache: a copy of it, or of half of it, would show in the temporaries.
+    mode = Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv=kv)
+    state = first_state(model, mode, slots=4096)
+    cache_bytes = state.cache.keys.nbytes + state.cache.values.nbytes
+    compiled = advance.lower(
+        model.decoder,
+        model.params,
+        mode,
+        Greedy(),
+        stop_rules(()),
+        state,
+        np.int32(9),
+        widths=(64,),
+    ).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 4
+
+
+def first_state(model, mode, *, slots):
+    token_ids = np.zeros((3, 8), np.int32)
+    lengths = np.array([3, 7, 1], np.int32)
+    return begin(
+        model.decoder,
+        model.params,
+        mode,
+        Greedy(),
+        stop_rules(()),
+        token_ids,
+        lengths,
+        lengths + 40,
+        np.arange(3, dtype=np.uint32),
+        slots=slots,
+    )
+
+
+@pytest.mark.slow
+def test_the_state_is_donated(model):
+    state = first_state(model, Plain(), slots=48)
+    keys = state.cache.keys
+    advance(
+        model.decoder,
+        model.params,
+        Plain(),
+        Greedy(),
+        stop_rules(()),
+        state,
+        np.int32(9),
+        widths=(48,),
+    )
+    assert keys.is_deleted()
+
+
+def test_memory_stays_flat(model):
+    run(model)
+    gc.collect()
+    before = len(jax.live_arrays())
+    for _ in range(5):
+        run(model)
+    gc.collect()
+    assert len(jax.live_arrays()) <= before
+
+
+ERRORS = {
+    "no prompt": ({"prompts": []}, "at least one prompt"),
+    "empty": ({"prompts": [[1], []]}, "Prompt 1 is empty.*bos_id=0"),
+    "outside": ({"prompts": [[1], [64]]}, "from 0 to 63.*prompt 1"),
+    "negative": ({"prompts": [[-1]]}, "from 0 to 63"),
+    "floats": ({"prompts": [[0.5]]}, "integer token ids"),
+    "too long": ({"prompts": [[1] * 120]}, "context of 128.*prompt 0 of 120 tokens"),
+    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),
+    "seeds": ({"seeds": [1, 2]}, r"one per prompt \(3\)"),
+    "empty stop": ({"stop_sequences": [[]]}, "at least one token"),
+}
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("case", ERRORS)
+def test_bad_input_is_refused(model, case):
+    kwargs, message = ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        run(model, **kwargs)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_modes_that_do_not_fit_are_refused(model):
+    given = GivenDepths(depth_of_token=jnp.ones((3, 8), jnp.int32), depths=DEPTHS)
+    with pytest.raises(ValueError, match=r"causal policy.*'given'"):
+        run(model, mode=Adaptive(policy=given))
+    with pytest.raises(ValueError, match="4 layers"):
+        run(model, mode=Adaptive(policy=Uniform(depth=5)))
+    with pytest.raises(ValueError, match="one of 'propagate'"):
+        Adaptive(policy=Uniform(depth=2), kv="zeros")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="catch_up of at least 1"):
+        Adaptive(policy=Uniform(depth=2), catch_up=0)
+    with pytest.raises(ValueError, match="prompt_step=0"):
+        Lengths(prompt_step=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        next(stream(model.decoder, model.params, PROMPTS, chunk=0, max_new_tokens=9))

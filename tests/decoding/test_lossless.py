@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lossless decoding: the full model's output, whatever is drafted, and only the work it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import (
+    CROSSING,
+    PROMPTS,
+    SMALL,
+    assert_greedy,
+    lively_model,
+    plain_run,
+    run,
+    true_logits,
+)
+
+from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow, Observed
+from utio_jax.decoding.generate import generate, stream
+from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopK
+from utio_jax.decoding.state import stop_rules
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lively_model()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return plain_run()
+
+
+MODES = {
+    "exit 1": Lossless(exit=1, max_draft=1),
+    "exit 2": Lossless(exit=2, max_draft=3),
+    "entropy": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
+    "gap": Lossless(exit=2, max_draft=3, stop=GapBelow(threshold=0.03)),
+    "controller": Lossless(max_draft=3, controller=Controller()),
+}
+
+
+LONG = ("exit 1", "gap")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in MODES]
+)
+def test_greedy_is_the_full_model(model, plain, name):
+    result = run(model, mode=MODES[name], lengths=CROSSING if name == "exit 2" else SMALL)
+    assert_greedy(model, result, kv="full")
+    for row in range(3):
+        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
+    # The case is not vacuous: some drafts are right, some wrong, and rows differ.
+    assert result.acceptance is not None
+    assert 0 < result.acceptance < 1
+    assert len(set(result.accepted)) > 1
+    assert result.finish_reasons == ("length",) * 3
+
+
+def test_every_layer_runs_once_per_draft(model):
+    result = run(model, PROMPTS[:1], mode=Lossless(exit=2, max_draft=3))
+    rounds = result.steps[0]
+    # Each round: four tokens through two layers one by one, and through the other two at once.
+    assert result.token_layers[0] == rounds * (4 * 2 + 4 * 2)
+    assert result.heads[0] == rounds * (3 + 4)
+    assert result.drafts[0] == rounds * 3
+    # Each round lets out what it accepts and one more; the limit may cut the last.
+    assert 39 <= result.accepted[0] + rounds <= 39 + 3
+    drafted = result.decided[0][1:] == 2
+    assert result.accepted[0] - 3 <= drafted.sum() <= result.accepted[0]
+
+
+def test_hard_tokens_stop_the_draft(model, plain):
+    never = run(model, mode=Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=-1.0)))
+    np.testing.assert_array_equal(never.drafts, [0, 0, 0])
+    np.testing.assert_array_equal(never.steps, [39, 39, 39])
+    # No draft, no waste: the layers and heads of plain decoding, and the exit's head.
+    np.testing.assert_array_equal(never.token_layers, [39 * 4] * 3)
+    np.testing.assert_array_equal(never.heads, [39 * 2] * 3)
+    np.testing.assert_array_equal(never.token_ids[2], plain.token_ids[2])
+    always = run(model, mode=Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=99.0)))
+    np.testing.assert_array_equal(always.drafts, 3 * always.steps)
+
+
+@pytest.mark.slow
+def test_a_perfect_draft_is_accepted_whole(model):
+    # Layers 2 and 3 become the identity, so the exit at 2 is the full model.
+    layers = model.params["layers"]
+    for name in ("o_proj", "down_proj"):
+        kernel = layers[name]["kernel"]
+        layers = layers | {name: {"kernel": kernel.at[2:].set(0.0)}}
+    exact = dataclasses.replace(model, params=model.params | {"layers": layers})
+    result = run(exact, mode=Lossless(exit=2, max_draft=3))
+    assert result.acceptance == 1.0
+    np.testing.assert_array_equal(result.steps, [10] * 3)  # 39 tokens, 4 per round.
+
+
+@pytest.mark.slow
+def test_rows_do_not_feel_their_batch(model):
+    mode = Lossless(exit=2, max_draft=3, stop=GapBelow(threshold=0.05))
+    sampling = Temperature(0.8)
+    together = run(model, mode=mode, sampling=sampling, seeds=[3, 4, 5])
+    for row, prompt in enumerate(PROMPTS):
+        alone = run(model, [prompt], mode=mode, sampling=sampling, seeds=[3 + row])
+        np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
+        assert together.accepted[row] == alone.accepted[0]
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary():
+    """Six tokens, so that the distribution of four in a row can be counted."""
+    return lively_model(vocab_size=6, eos_ids=())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Lossless(exit=1, max_draft=3),
+        Lossless(exit=2, max_draft=2, stop=EntropyAbove(threshold_nats=1.2)),
+        Lossless(max_draft=3, controller=Controller(memory_rounds=3.0)),
+    ],
+    ids=["fixed", "entropy", "controller"],
+)
+def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
+    """The joint distribution of tokens 2, 3 and 4 given token 1, against the oracle's products."""
+    model, rows = small_vocabulary, 4000
+    sampling = Chain((TopK(4), Temperature(0.9)))
+    # A short and a long loop in one batch; only the joint law of the first tokens is compared.
+    result = run(model, [[0, 3]] * rows, mode=mode, sampling=sampling, max_new_tokens=4, seeds=100)
+    tokens = np.stack(result.token_ids)
+    probabilities = {}
+    for first in np.unique(tokens[:, 0]):
+        for second in range(6):
+            for third in range(6):
+                new = np.array([first, second, third, 0])
+                logits = true_logits(model, [0, 3], new, np.full(4, 4), "full")
+                probabilities[first, second, third] = np.asarray(
+                    jax.nn.softmax(sampling(jnp.asarray(logits)))
+                )
+    statistic, cells = 0.0, 0
+    for first in np.unique(tokens[:, 0]):
+        mine = tokens[tokens[:, 0] == first]
+        for second in range(6):
+            for third in range(6):
+                for fourth in range(6):
+                    p = probabilities[first, second, third]
+                    expected = mine.shape[0] * p[1, second] * p[2, third] * p[3, fourth]
+                    seen = np.sum(np.all(mine[:, 1:] == [second, third, fourth], axis=1))
+                    if expected == 0:
+                        assert seen == 0
+                    elif expected >= 3:
+                        statistic += (seen - expected) ** 2 / expected
+                        cells += 1
+    assert cells > 30
+    # Mean `cells`, standard deviation sqrt(2 cells): five of them.
+    assert statistic < cells + 5 * np.sqrt(2 * cells)
+    assert result.acceptance is not None
+    assert 0 < result.acceptance < 1
+
+
+def test_rows_end_inside_a_draft(model, plain):
+    wanted = int(plain.token_ids[0][9])
+    result = run(model, mode=Lossless(exit=2, max_draft=3), eos_ids=(wanted,))
+    for row in range(3):
+        at = np.flatnonzero(plain.token_ids[row] == wanted)
+        length = int(at[0]) + 1 if at.size else 40
+        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row][:length])
+        assert result.finish_reasons[row] == ("eos" if at.size else "length")
+    assert result.finish_reasons[0] == "eos"
+
+
+def test_a_stream_is_the_same_tokens(model, plain):
+    chunks = list(
+        stream(
+            model.decoder,
+            model.params,
+            PROMPTS,
+            chunk=5,
+            mode=Lossless(exit=2, max_draft=3),
+            max_new_tokens=40,
+            eos_ids=(),
+            lengths=SMALL,
+        )
+    )
+    for row in range(3):
+        joined = np.concatenate([one.token_ids[row] for one in chunks])
+        np.testing.assert_array_equal(joined, plain.token_ids[row])
+
+
+def test_watermarks_roll_back_and_keys_are_the_full_models(model, plain):
+    mode = Lossless(exit=2, max_draft=3)
+    token_ids = np.zeros((3, 8), np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        token_ids[row, : len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+    arguments = (model.decoder, model.params, mode, Greedy(), stop_rules(()))
+    state = begin(
+        *arguments, token_ids, lengths, lengths + 40, np.arange(3, dtype=np.uint32), slots=64
+    )
+    state = advance(*arguments, state, np.int32(20), widths=(64,))
+    np.testing.assert_array_equal(state.cache.filled, np.stack([state.lengths - 1] * 2))
+    # What lies below the watermarks is the cache that prefill makes of the same tokens.
+    whole = begin(
+        *arguments,
+        np.asarray(state.token_ids)[:, :48],
+        np.asarray(state.lengths),
+        np.asarray(state.lengths) + 5,
+        np.arange(3, dtype=np.uint32),
+        slots=64,
+    )
+    for row in range(3):
+        end = int(state.lengths[row]) - 1
+        for name in ("keys", "values"):
+            np.testing.assert_allclose(
+                getattr(state.cache, name)[:, row, :end],
+                getattr(whole.cache, name)[:, row, :end],
+                atol=1e-4,
+            )
+
+
+def test_the_second_prompt_compiles_nothing(model, count_compiles):
+    mode = Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.0))
+    run(model, mode=mode)
+    with count_compiles() as compiles:
+        run(model, [[1, 2], [3], [4, 5, 6, 7, 8, 9, 10]], mode=mode)
+        run(model, mode=dataclasses.replace(mode, stop=EntropyAbove(threshold_nats=1.0)))
+    assert compiles.count == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sampling", [Greedy(), Temperature(jnp.float32(1.0))], ids=["greedy", "drawn"]
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_the_cache_is_never_copied(model, sampling):
+    mode = Lossless(exit=2, max_draft=3)
+    lengths = np.array([3, 7, 1], np.int32)
+    arguments = (model.decoder, model.params, mode, sampling, stop_rules(()))
+    state = begin(
+        *arguments,
+        np.zeros((3, 8), np.int32),
+        lengths,
+        lengths + 40,
+        np.arange(3, dtype=np.uint32),
+        slots=4096,
+    )
+    cache_bytes = state.cache.keys.nbytes + state.cache.values.nbytes
+    memory = advance.lower(*arguments, state, np.int32(9), widths=(64,)).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 4
+
+
+def choose(controller, memory, *, exits=(1, 2), max_draft=4):
+    decoder = Transformer(TINY)
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    chosen, drafts = controller.choose(memory, decoder, params, exits=exits, max_draft=max_draft)
+    return exits[int(chosen)], int(drafts)
+
+
+def test_the_controller_takes_the_most_tokens_per_layer():
+    controller = Controller(marginal=0.0)
+    seen = lambda *rates: Observed(  # noqa: E731
+        accepted=1e6 * jnp.asarray(rates), rejected=1e6 * (1.0 - jnp.asarray(rates))
+    )
+    # A useless exit makes the other one win; drafts of a good one are long, of a bad one short.
+    assert choose(controller, seen(0.0, 0.9))[0] == 2
+    assert choose(controller, seen(0.9, 0.9))[0] == 1
+    assert choose(controller, seen(0.99, 0.0)) == (1, 4)
+    assert choose(controller, seen(0.3, 0.0))[1] < 4
+    # Where every token of the deep pass costs as much as the first, drafts get shorter.
+    assert (
+        choose(Controller(marginal=1.0), seen(0.7, 0.0))[1] < choose(controller, seen(0.7, 0.0))[1]
+    )
+
+
+def test_the_controller_does_not_draft_where_that_does_not_pay():
+    never = Observed(accepted=jnp.zeros(2), rejected=1e6 * jnp.ones(2))
+    assert choose(Controller(), never)[1] == 0
+    # With arithmetic as the price, drafts cost at least what they save.
+    often = Observed(accepted=jnp.asarray([7e5, 8e5]), rejected=jnp.asarray([3e5, 2e5]))
+    assert choose(Controller(marginal=1.0), often)[1] == 0
+    assert choose(Controller(marginal=0.0), often)[1] > 0
+
+
+def test_a_round_without_drafts_is_a_plain_step(model, plain):
+    mode = Lossless(max_draft=3, controller=Controller(marginal=10.0))
+    result = run(model, mode=mode)
+    for row in range(3):
+        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
+    assert result.acceptance is None
+    np.testing.assert_array_equal(result.token_layers, plain.token_layers)
+    np.testing.assert_array_equal(result.heads, plain.heads)
+
+
+def test_the_controller_starts_from_what_it_is_told_of_each_exit():
+    told = Controller(prior=jnp.asarray([0.2, 0.9]), marginal=0.0)
+    np.testing.assert_allclose(told.acceptance(told.start(2)), [0.2, 0.9], rtol=1e-6)
+    assert choose(told, told.start(2))[0] == 2
+
+
+def test_the_controller_counts_what_was_verified_and_forgets():
+    controller = Controller(memory_rounds=10.0, prior=0.9, prior_weight=2.0)
+    memory = controller.start(2)
+    np.testing.assert_allclose(controller.acceptance(memory), [0.9, 0.9])
+    memory = controller.observe(memory, jnp.int32(1), accepted=jnp.int32(3), rejected=jnp.int32(1))
+    np.testing.assert_allclose(controller.acceptance(memory), [0.9, (3 + 1.8) / (4 + 2)], rtol=1e-6)
+    for _ in range(200):
+        memory = controller.observe(
+            memory, jnp.int32(0), accepted=jnp.int32(0), rejected=jnp.int32(1)
+        )
+    low, high = controller.acceptance(memory)
+    assert low < 0.2
+    assert high == pytest.approx(0.9)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_forbidden_combinations(model):
+    for kv in ("propagate", "drop"):
+        with pytest.raises(ValueError, match=f'Wanted kv="full".*{kv}.*Use Adaptive'):
+            Lossless(exit=2, kv=kv)
+    with pytest.raises(ValueError, match=r"either an exit or a controller.*Lossless\(exit=4\)"):
+        Lossless()
+    with pytest.raises(ValueError, match="either an exit or a controller"):
+        Lossless(exit=2, controller=Controller())
+    with pytest.raises(ValueError, match="max_draft of at least 1"):
+        Lossless(exit=2, max_draft=0)
+    with pytest.raises(ValueError, match=r"early exits \(1, 2\). Got exit=3"):
+        run(model, mode=Lossless(exit=3))
+    stock = Transformer(dataclasses.replace(TINY, exits=(4,)))
+    with pytest.raises(ValueError, match=r"can draft.*exits=\(4,\).*Plain\(\)"):
+        generate(stock, model.params, PROMPTS, mode=Lossless(exit=2), max_new_tokens=8)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts read by the staircase: what new tokens then see is what the oracle defines."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import (
+    PROMPTS,
+    DepthAt,
+    depth_table,
+    lively_model,
+    plain_run,
+    run,
+    true_logits,
+)
+
+from utio_jax import CapacityPrefix, History, SparseAttention, staircase
+from utio_jax.accounting.prompt import prompt_cost
+from utio_jax.attention.cache import init_cache
+from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.flops import token_cost
+from utio_jax.decoding import prefill
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill, fastest_prefill
+from utio_jax.policies.depth import Uniform, never_stops
+from utio_jax.policies.signals import SignalBase, static
+from utio_jax.staircase.microbatches import MicroBatches
+
+DEPTHS = (1, 2, 4)
+LONG = [[*PROMPTS[0], *range(10, 24)], PROMPTS[1] * 3, PROMPTS[2]]
+"""17, 21 and 1 tokens, padded to 24."""
+SMALL_BLOCKS = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
+HISTORY = History(recent=3, sinks=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScoreAt(SignalBase):
+    """Scores by position, `[batch, position]`."""
+
+    table: jax.Array = dataclasses.field(metadata={"row_axis": 0})
+    name: str = static(default="table")
+
+    def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(self.table, positions, axis=1)
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        return memory, memory
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return 1000.0
+
+
+def half_sparse(*, segments: int) -> SparseAttention:
+    table = np.random.default_rng(3).random((3, 24)).astype(np.float32)
+    return SparseAttention(
+        signal=ScoreAt(table=jnp.asarray(table)),
+        thresholds=jnp.full(segments, 0.5, jnp.float32),
+        history=HISTORY,
+        chunk=8,
+        sample=3,
+    )
+
+
+def sparse_by_layer(attention: SparseAttention, row: int, prompt: int) -> SparseQueries:
+    """Returns one row's choice in each of the four layers, up to 72 tokens."""
+    sparse = np.zeros((4, 1, 72), bool)
+    assert isinstance(attention.signal, ScoreAt)
+    table = np.asarray(attention.signal.table)[row, :prompt]
+    dense_layers = 0 if attention.thresholds.shape[0] == len(DEPTHS) else DEPTHS[0]
+    sparse[dense_layers:, 0, :prompt] = table <= 0.5
+    verticals = jnp.zeros((4, 1, 72 // 8, 1), jnp.int32)  # The sink.
+    return SparseQueries(sparse=jnp.asarray(sparse), verticals=verticals, history=HISTORY, chunk=8)
+
+
+@pytest.mark.parametrize(
+    ("kv", "segments"),
+    [("propagate", 0), ("propagate", 3), ("drop", 0), ("drop", 2)],
+    ids=["propagate, dense", "propagate, sparse", "drop, dense", "drop, dense floor"],
+)
+def test_new_tokens_see_the_prompts_that_the_oracle_shows(kv: Any, segments: int) -> None:
+    model, table = lively_model(), depth_table(DEPTHS, shape=(3, 96))
+    policy = DepthAt(table=table, depths=DEPTHS)
+    attention = half_sparse(segments=segments) if segments else None
+    if not segments:  # No prompt token gets as far as new ones do.
+        table = jnp.minimum(table, 2)
+    reading = DepthAt(table=table, depths=DEPTHS)
+    how = Prefill(policy=reading, attention=attention, executor=SMALL_BLOCKS)
+    found = run(model, LONG, mode=Adaptive(policy=policy, kv=kv), prefill=how)
+    for row, prompt in enumerate(LONG):
+        wanted = np.asarray(table)[row, : len(prompt)]
+        np.testing.assert_array_equal(found.prompt_depths[row], wanted)
+        new, decided = found.token_ids[row], found.decided[row]
+        assert decided[0] == wanted[-1], "the first new token is the prompt's last one's"
+        assert found.executed[row][0] == wanted[-1]
+        sparse = None if attention is None else sparse_by_layer(attention, row, len(prompt))
+        logits = true_logits(model, prompt, new, decided, kv, prompt_depths=wanted, sparse=sparse)
+        expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
+        np.testing.assert_allclose(found.log_probabilities[row], expected, atol=1e-4)
+
+
+def test_without_a_policy_it_is_the_full_model_in_every_mode(count_compiles: Any) -> None:
+    model, how = lively_model(), Prefill(executor=SMALL_BLOCKS)
+    found = run(model, prefill=how)
+    for ours, full in zip(found.token_ids, plain_run().token_ids, strict=True):
+        np.testing.assert_array_equal(ours, full)
+    assert all((depths == 4).all() for depths in found.prompt_depths)
+    # 11 tokens in blocks of 2, one layer after the other.
+    assert found.prompt_work is not None
+    np.testing.assert_array_equal(found.prompt_work.queries, [[4 * 12]] * 3)
+    lossless = run(model, mode=Lossless(exit=2), prefill=how)
+    for ours, full in zip(lossless.token_ids, plain_run().token_ids, strict=True):
+        np.testing.assert_array_equal(ours, full)
+    with count_compiles() as compiles:
+        run(model, [[9, 9], [1], [2, 3]], prefill=how)
+    assert compiles.count == 0
+
+
+def test_new_thresholds_compile_nothing(count_compiles: Any) -> None:
+    model, attention = lively_model(), half_sparse(segments=2)
+
+    def read(threshold: float) -> Any:
+        thresholds = jnp.full(2, threshold, jnp.float32)
+        choice = dataclasses.replace(attention, thresholds=thresholds)
+        how = Prefill(policy=never_stops(DEPTHS), attention=choice, executor=SMALL_BLOCKS)
+        return run(model, LONG, prefill=how, max_new_tokens=2)
+
+    dense = read(-np.inf)
+    with count_compiles() as compiles:
+        sparse = read(np.inf)
+    assert compiles.count == 0
+    assert dense.prompt_work is not None
+    assert sparse.prompt_work is not None
+    assert np.sum(sparse.prompt_work.key_slots) < np.sum(dense.prompt_work.key_slots)
+
+
+def test_the_faster_full_depth_program_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    assert fastest_prefill(1, 448) is None
+    assert fastest_prefill(8, 448) == Prefill()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert fastest_prefill(8, 448) is None
+    monkeypatch.undo()
+    assert plain_run().prompt_work is None
+    assert all((depths == 4).all() for depths in plain_run().prompt_depths)
+    monkeypatch.setattr(prefill, "_CPU_SCORES", 0)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    found = run(lively_model())
+    assert found.prompt_work is not None
+    for ours, full in zip(found.token_ids, plain_run().token_ids, strict=True):
+        np.testing.assert_array_equal(ours, full)
+
+
+def test_what_it_cost() -> None:
+    model = lively_model()
+    cost = token_cost(model.decoder, model.params)
+
+    def cost_of(how: Prefill, mode: Any = Plain()) -> Any:
+        found = run(model, LONG, prefill=how, mode=mode, max_new_tokens=1)
+        return prompt_cost(model.decoder, model.params, how, LONG, found), found.prompt_work
+
+    full, work = cost_of(Prefill(executor=SMALL_BLOCKS))
+    assert full.tokens == 39
+    assert full.depth_mean == 4
+    assert full.flops_ratio == 1
+    # 39 tokens in blocks of 2 and a rest; K/V of all 3 x 24 slots. Attention as the blocks say.
+    keys = cost.attention_per_key * float(work.key_slots[0].sum())
+    assert full.flops == 4 * (40 * cost.query + 72 * cost.keys_values) + keys
+
+    half, work = cost_of(Prefill(policy=Uniform(depth=2), executor=SMALL_BLOCKS))
+    assert half.depth_mean == 2
+    # New tokens may go deeper than any prompt token did: K/V of the frozen ones, two layers more.
+    assert half.flops == full.flops - 2 * 40 * cost.query - keys / 2
+
+    attention = half_sparse(segments=3)
+    sparse, work = cost_of(
+        Prefill(policy=never_stops(DEPTHS), attention=attention, executor=SMALL_BLOCKS)
+    )
+    assert sparse.depth_mean == 4
+    keys = cost.attention_per_key * float(work.key_slots[0].sum())
+    decisions = 3 * 40 * 1000.0  # A score at each segment's start, of all slots.
+    layers = 4 * (40 * cost.query + 72 * cost.keys_values)
+    assert sparse.flops == pytest.approx(layers + keys + decisions, rel=1e-6)
+    assert sparse.flops < full.flops + decisions
+
+    with pytest.raises(ValueError, match="Got prompts that the dense program read"):
+        prompt_cost(model.decoder, model.params, Prefill(), PROMPTS, plain_run())
+
+
+def test_what_cannot_be_is_refused() -> None:
+    model, policy = lively_model(), Uniform(depth=2)
+    for mode in (Lossless(exit=2), Adaptive(policy=never_stops(DEPTHS), kv="full")):
+        with pytest.raises(ValueError, match='a mode with kv="full", which promises'):
+            run(model, mode=mode, prefill=Prefill(policy=policy))
+    with pytest.raises(ValueError, match="depths within the model's 4 layers"):
+        run(model, prefill=Prefill(policy=Uniform(depth=9)))
+    unfit = Prefill(policy=Uniform(depth=4), attention=half_sparse(segments=3))
+    with pytest.raises(ValueError, match="a threshold of attention for each segment"):
+        run(model, prefill=unfit)
+    cache = init_cache(model.decoder.config, batch=1, slots=8)
+    ids, ends = jnp.zeros((1, 8), jnp.int32), jnp.asarray([8])
+    executor = CapacityPrefix(capacities=(8,), min_bucket=2)
+    with pytest.raises(ValueError, match="an executor that keeps keys and values"):
+        staircase(
+            model.decoder, model.params, ids, ends, Uniform(depth=4), executor=executor, cache=cache
+        )

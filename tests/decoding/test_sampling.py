@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling methods by hand, and speculative sampling by its distribution."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.decoding.sampling import (
+    ACCEPT,
+    DRAW,
+    REPLACE,
+    Chain,
+    Greedy,
+    MinP,
+    Temperature,
+    TopK,
+    TopP,
+    draw,
+    most_probable,
+    token_keys,
+    verify_greedy,
+    verify_sampling,
+)
+
+PROBABILITIES = np.array([0.05, 0.4, 0.2, 0.1, 0.25])
+LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None] + 3.0
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        (Greedy(), [1]),
+        (Temperature(0.5), [0, 1, 2, 3, 4]),
+        (TopK(1), [1]),
+        (TopK(3), [1, 2, 4]),
+        (TopK(99), [0, 1, 2, 3, 4]),
+        (TopP(0.3), [1]),
+        (TopP(0.5), [1, 4]),
+        (TopP(0.66), [1, 2, 4]),
+        (TopP(1.0), [0, 1, 2, 3, 4]),
+        (MinP(0.5), [1, 2, 4]),
+        (MinP(1.0), [1]),
+        (Chain((TopK(3), TopP(0.7))), [1, 4]),  # .47 and .29 of what TopK left.
+        (
+            Chain((Temperature(0.25), MinP(0.1))),
+            [1, 4],
+        ),  # (.25 / .4) ** 4 = .15, (.2 / .4) ** 4 = .06.
+    ],
+)
+def test_methods_keep_the_right_tokens(method, kept):
+    logits = np.asarray(method(LOGITS))[0]
+    np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits)), kept)
+    power = 1.0
+    if isinstance(method, Temperature):
+        power = 1 / method.value
+    elif isinstance(method, Chain) and isinstance(method.methods[0], Temperature):
+        power = 1 / method.methods[0].value
+    expected = np.where(np.isin(np.arange(5), kept), PROBABILITIES**power, 0)
+    found = np.asarray(jax.nn.softmax(jnp.asarray(logits)))
+    np.testing.assert_allclose(found, expected / expected.sum(), atol=1e-6)
+
+
+def test_ties_stay_together():
+    tied = jnp.log(jnp.array([[0.3, 0.3, 0.3, 0.1]]))
+    for method in (TopK(2), TopP(0.5)):
+        np.testing.assert_array_equal(np.isfinite(method(tied))[0], [True, True, True, False])
+
+
+def test_keys_depend_on_seed_position_stream_and_round_alone():
+    seeds = jnp.array([7, 8], jnp.uint32)
+    positions = jnp.array([[1, 2], [1, 2]])
+    every = [
+        token_keys(seeds, positions, stream, rounds=jnp.array([number, number]))
+        for stream in (DRAW, ACCEPT, REPLACE)
+        for number in (0, 1)
+    ]
+    data = np.stack([np.asarray(jax.random.key_data(keys)) for keys in every]).reshape(-1, 2)
+    assert len({tuple(row) for row in data}) == len(data) == 24
+    alone = token_keys(seeds[1:], positions[1:], DRAW)
+    np.testing.assert_array_equal(jax.random.key_data(alone[0]), jax.random.key_data(every[0][1]))
+
+
+def test_draws_follow_the_distribution():
+    keys = token_keys(jnp.arange(20_000, dtype=jnp.uint32), jnp.zeros((20_000, 1), jnp.int32), DRAW)
+    logits = jnp.broadcast_to(LOGITS[:, None], (20_000, 1, 5))
+    seen = np.bincount(np.asarray(draw(TopK(4), logits, keys))[:, 0], minlength=5)
+    expected = np.where(PROBABILITIES > 0.07, PROBABILITIES, 0)
+    expected *= 20_000 / expected.sum()
+    assert seen[0] == 0
+    assert np.sum((seen - expected)[1:] ** 2 / expected[1:]) < 19  # 3 degrees of freedom: p = 3e-4.
+
+
+def test_greedy_verification():
+    best = np.array([[4, 2, 7, 1], [4, 2, 7, 1], [4, 2, 7, 1], [4, 2, 7, 1]])
+    logits = jnp.asarray(np.eye(8)[best], jnp.float32)
+    drafts = jnp.array([[4, 2, 7], [4, 3, 7], [0, 2, 7], [4, 2, 7]])
+    found = verify_greedy(logits, drafts, jnp.array([3, 3, 3, 1]))
+    # All, up to the first wrong one, none, and no more than were drawn.
+    np.testing.assert_array_equal(found.accepted, [3, 1, 0, 1])
+    np.testing.assert_array_equal(found.token_ids, best)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_speculative_sampling_has_the_distribution_of_p(stops):
+    """Two drafts from q, verified against p, where both depend on the token before."""
+    rows, vocab = 40_000, 4
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.ones(vocab), size=(3, vocab))  # [place, token before, token]
+    q = rng.dirichlet(np.ones(vocab), size=(3, vocab))
+    q[0, 0] = [0.0, 0.7, 0.3, 0.0]  # Tokens that only p has.
+    p[1, 2] = [0.5, 0.5, 0.0, 0.0]  # Tokens that only q has.
+    log_p, log_q = (jnp.log(jnp.asarray(table, jnp.float32)) for table in (p, q))
+    seeds = jnp.arange(rows, dtype=jnp.uint32)
+    keys = [token_keys(seeds, jnp.tile(jnp.arange(3)[None], (rows, 1)), s) for s in range(3)]
+
+    @jax.jit
+    def speculate():
+        first = jax.vmap(jax.random.categorical)(
+            keys[DRAW][:, 0], jnp.tile(log_q[:1, 0], (rows, 1))
+        )
+        second = jax.vmap(jax.random.categorical)(keys[DRAW][:, 1], log_q[1][first])
+        drafts = jnp.stack([first, second], axis=1).astype(jnp.int32)
+        # Where the row stops may depend on what was drawn *before*: no second draft after token 1.
+        counts = jnp.where(stops & (first == 1), 1, 2).astype(jnp.int32)
+        return verify_sampling(
+            jnp.stack(
+                [jnp.tile(log_p[:1, 0], (rows, 1)), log_p[1][first], log_p[2][second]], axis=1
+            ),
+            jnp.stack([jnp.tile(log_q[:1, 0], (rows, 1)), log_q[1][first]], axis=1),
+            drafts,
+            counts,
+            accept_keys=keys[ACCEPT][:, :2],
+            replace_keys=keys[REPLACE],
+        )
+
+    found = speculate()
+    tokens, accepted = np.asarray(found.token_ids), np.asarray(found.accepted)
+    assert_follows(tokens[:, 0], p[0, 0])
+    for first in range(vocab):  # The second token is out where the first draft was accepted.
+        out = (accepted >= 1) & (tokens[:, 0] == first)
+        if out.any():
+            assert_follows(tokens[out, 1], p[1, first])
+    for second in range(vocab):
+        out = (accepted == 2) & (tokens[:, 1] == second)
+        if out.any():
+            assert_follows(tokens[out, 2], p[2, second])
+    assert 0 < np.mean(accepted == 2) < 1
+    if stops:
+        assert np.max(accepted[tokens[:, 0] == 1]) == 1
+
+
+def assert_follows(tokens: np.ndarray, probabilities: np.ndarray) -> None:
+    """Checks counts against probabilities: chi-square below its 1e-4 quantile."""
+    seen = np.bincount(tokens, minlength=probabilities.size)
+    expected = probabilities * tokens.size
+    assert not np.any(seen[expected == 0])
+    possible = expected > 0
+    statistic = np.sum((seen - expected)[possible] ** 2 / expected[possible])
+    assert statistic < {2: 15.1, 3: 18.4, 4: 21.1}[int(possible.sum())]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Temperature(0.0), r"above 0.*use Greedy\(\)"),
+        (lambda: Temperature(-1.0), "Got -1"),
+        (lambda: TopK(0), "Got 0"),
+        (lambda: TopP(0.0), "Got 0"),
+        (lambda: TopP(1.5), "at most 1. Got 1.5"),
+        (lambda: MinP(-0.1), "Got -0.1"),
+        (
+            lambda: Chain((Greedy(), TopK(3))),  # pyright: ignore[reportArgumentType]
+            "nothing to draw",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_errors(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_methods_are_pytrees_whose_floats_compile_nothing(count_compiles):
+    run = jax.jit(lambda method, logits: method(logits))
+    run(Chain((Temperature(jnp.float32(0.5)), TopP(jnp.float32(0.9)))), LOGITS)
+    other = Chain((Temperature(jnp.float32(0.7)), TopP(jnp.float32(0.8))))
+    with count_compiles() as compiles:
+        run(other, LOGITS)
+    assert compiles.count == 0
+
+
+def test_most_probable_is_the_first_of_the_largest_and_always_a_token():
+    logits = np.random.default_rng(0).integers(0, 5, (50, 7)).astype(np.float32)
+    np.testing.assert_array_equal(most_probable(jnp.asarray(logits)), logits.argmax(-1))
+    logits[:, 3] = np.nan
+    np.testing.assert_array_equal(most_probable(jnp.asarray(logits)), 0)
+    assert most_probable(jnp.full((4,), -jnp.inf)) == 0

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation by the shipped model: lossless on real text, compiled once, memory flat.
+
+`make test-generation` runs the long versions and prints their counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.generation import PROMPTS, lively_model, run
+
+from utio_jax import models
+from utio_jax.accounting.generation import read_emitted
+from utio_jax.benchmark.decoding import middles, repetition
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.drafting import Controller
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.models.training.corpus import standard_library
+from utio_jax.policies.depth import Uniform
+
+LOSSLESS = Lossless(controller=Controller())
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return models.load()
+
+
+@pytest.fixture(scope="module")
+def documents(model: Any) -> list[np.ndarray]:
+    return model.encode([document.text for document in standard_library("test")])
+
+
+@pytest.mark.parametrize(
+    ("count", "new_tokens", "batches"),
+    [(8, 32, (1, 4)), pytest.param(200, 128, (1, 4, 16), marks=pytest.mark.slow)],
+    ids=["reduced", "whole"],
+)
+def test_lossless_tokens_are_full_depths_own(
+    model: Any,
+    documents: Any,
+    capsys: pytest.CaptureFixture[str],
+    count: int,
+    new_tokens: int,
+    batches: tuple[int, ...],
+) -> None:
+    """Each is the argmax of full depth, teacher-forced on the emitted prefix, but for near-ties."""
+    prompts = middles(documents, tokens=64, count=count)
+    for batch in batches:
+        tokens, drafts, accepted = 0, 0, 0
+        shortfalls: list[float] = []
+        texts = []
+        for start in range(0, count, batch):
+            some = prompts[start : start + batch]
+            found = generate(
+                model.decoder,
+                model.params,
+                some,
+                mode=LOSSLESS,
+                max_new_tokens=new_tokens,
+                eos_ids=(),
+            )
+            reading = read_emitted(model.decoder, model.params, some, found)
+            tokens += reading.agrees.size
+            shortfalls += np.asarray(reading.shortfall)[~np.asarray(reading.agrees)].tolist()
+            drafts, accepted = drafts + found.drafts.sum(), accepted + found.accepted.sum()
+            texts += found.token_ids
+        with capsys.disabled():
+            print(
+                f"\nbatch {batch}: {tokens:,} tokens, {len(shortfalls)} not the argmax, by at most "
+                f"{max(shortfalls, default=0.0):.1e} nats; acceptance {accepted / drafts:.3f}, "
+                f"repetition {repetition(texts):.3f}"
+            )
+        assert tokens == count * new_tokens
+        assert max(shortfalls, default=0.0) < 1e-4
+        assert 0.3 < accepted / drafts < 1  # Not vacuous: drafts were made, and some were wrong.
+
+
+@pytest.mark.slow
+def test_fifty_prompts_of_mixed_lengths_compile_nothing(model: Any, count_compiles: Any) -> None:
+    modes = [Plain(), LOSSLESS, Adaptive(policy=model.calibration.policy("learned", 0.6))]
+    lengths = Lengths(prompt_step=32, key_step=128)
+    rng = np.random.default_rng(0)
+
+    def decode(mode: Any, size: int, seed: int = 0) -> None:
+        prompt = rng.integers(0, 2048, size)
+        generate(
+            model.decoder,
+            model.params,
+            [prompt],
+            mode=mode,
+            max_new_tokens=24,
+            seeds=seed,
+            lengths=lengths,
+        )
+
+    for mode in modes:
+        for size in (32, 64):
+            decode(mode, size)
+    with count_compiles() as compiles:
+        for index in range(50):
+            decode(modes[index % len(modes)], int(rng.integers(1, 65)), seed=index)
+    assert compiles.count == 0
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_a_thousand_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    lively = lively_model()
+    modes = [
+        Plain(),
+        Lossless(exit=2, max_draft=3),
+        Adaptive(policy=Uniform(depth=2), kv="full"),
+        Adaptive(policy=Uniform(depth=2)),
+    ]
+
+    def use() -> tuple[int, float]:
+        gc.collect()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return len(jax.live_arrays()), peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+    before = (0, 0.0)
+    for index in range(1100):
+        if index == 100:
+            before = use()
+        run(lively, PROMPTS, mode=modes[index % len(modes)], max_new_tokens=20, seeds=index)
+    after = use()
+    with capsys.disabled():
+        print(
+            f"\n1,000 batches: {before[0]} then {after[0]} live arrays, "
+            f"peak {before[1]:.1f} then {after[1]:.1f} MiB"
+        )
+    assert after[0] <= before[0]
+    assert after[1] <= before[1] + 16

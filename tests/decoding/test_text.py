@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts end before a stop string, wherever in tokens it begins and ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.generation import PROMPTS, SMALL, lively_model, plain_run
+
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.text import generate_text, generate_until, new_text, pieces_of, read_text
+from utio_jax.report.terminal import depth_legend, depth_text
+
+OPTIONS = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
+
+
+class Syllables:
+    """Ids decode to one to three letters; a space that opens a text is dropped."""
+
+    def decode(self, ids: Any) -> str:
+        return "".join(" abcde"[int(i) % 6] + "xy" * (int(i) % 2) for i in ids).lstrip(" ")
+
+
+class Bytes:
+    """Ids are bytes of UTF-8."""
+
+    def decode(self, ids: Any) -> str:
+        return bytes(int(i) for i in ids).decode(errors="replace")
+
+
+TOKENIZER = Syllables()
+
+
+def plain_text(row: int) -> str:
+    return new_text(TOKENIZER, PROMPTS[row], plain_run().token_ids[row])
+
+
+@pytest.mark.parametrize("mode", [Plain(), Lossless(exit=2, max_draft=3)], ids=["plain", "drafts"])
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_a_text_ends_before_its_stop_string(mode: Any, chunk: int, row: int) -> None:
+    model, full = lively_model(), [plain_text(i) for i in range(3)]
+    pieces = pieces_of(TOKENIZER, PROMPTS[row], plain_run().token_ids[row])
+    ends = np.cumsum([len(piece) for piece in pieces])
+    wide = next(j for j in range(8, 30) if len(pieces[j]) == 3)
+    stop = full[row][ends[wide] - 1 :][:5]  # From the inside of one token to that of another.
+    found = generate_until(
+        TOKENIZER,
+        model.decoder,
+        model.params,
+        PROMPTS,
+        stop_strings=["never", stop],
+        mode=mode,
+        chunk=chunk,
+        **OPTIONS,
+    )
+    texts = read_text(TOKENIZER, PROMPTS, found, stop_strings=["never", stop])
+    for i in range(3):
+        at = full[i].find(stop)
+        assert texts.texts[i] == (full[i] if at < 0 else full[i][:at])
+        assert "".join(texts.pieces[i]) == texts.texts[i]
+        assert found.finish_reasons[i] == ("length" if at < 0 else "stop")
+        # The last token is the one that completes the stop string, whatever the chunk.
+        size = next(
+            (n for n in range(1, 41) if stop in new_text(TOKENIZER, PROMPTS[i], plain(i)[:n])), 40
+        )
+        np.testing.assert_array_equal(found.token_ids[i], plain(i)[:size])
+        for name in ("decided", "executed", "log_probabilities"):
+            assert getattr(found, name)[i].size == size
+    assert found.finish_reasons[row] == "stop"
+
+
+def plain(row: int) -> np.ndarray:
+    return plain_run().token_ids[row]
+
+
+def test_decoding_ends_soon_after_the_last_row_has() -> None:
+    model, stops = lively_model(), [plain_text(row)[4:9] for row in range(3)]
+    found = generate_until(
+        TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops, chunk=4, **OPTIONS
+    )
+    emitted = max(row.size for row in found.token_ids)
+    assert emitted < 12
+    # The first token is prefill's; tokens beyond the stop string are dropped, but charged.
+    assert emitted - 1 <= found.steps.max() <= emitted - 1 + 4
+    np.testing.assert_array_equal(found.token_layers, 4 * found.steps)
+
+
+def test_stop_strings_compile_nothing(count_compiles: Any) -> None:
+    model = lively_model()
+    plain_run()
+    with count_compiles() as compiles:
+        for stop in ("xya", "cxyd"):
+            generate_until(
+                TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=[stop], **OPTIONS
+            )
+    assert compiles.count == 0
+
+
+def test_pieces_join_to_the_text_and_characters_stay_whole() -> None:
+    new = list("né→€!".encode())
+    pieces = pieces_of(Bytes(), list(b"say "), new)
+    assert pieces == ["n", "", "é", "", "", "→", "", "", "€", "!"]
+    assert pieces_of(Bytes(), list(b"say "), new[:2]) == ["n", "\ufffd"]  # Cut inside the é.
+    # A space that opens new text is not one that opens a text.
+    assert new_text(TOKENIZER, [2], [0, 2]) == " b"
+
+
+def test_text_in_text_out() -> None:
+    @dataclasses.dataclass
+    class Model:
+        decoder: Any
+        params: Any
+        tokenizer: Any
+
+        def encode(self, texts: list[str]) -> list[np.ndarray]:
+            return [np.asarray(PROMPTS[int(text)], np.int32) for text in texts]
+
+    lively = lively_model()
+    model = Model(lively.decoder, lively.params, TOKENIZER)
+    found = generate_text(model, ["0", "1", "2"], **OPTIONS)
+    assert found.texts == tuple(plain_text(row) for row in range(3))
+    stop = plain_text(1)[10:14]
+    cut = generate_text(model, ["0", "1", "2"], stop_strings=[stop], **OPTIONS)
+    assert cut.texts[1] == plain_text(1)[: plain_text(1).index(stop)]
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+@pytest.mark.parametrize("stops", [["a", ""], "abc"])
+def test_stop_strings_that_cannot_be_used(stops: Any) -> None:
+    model = lively_model()
+    with pytest.raises(ValueError, match="list of stop strings of at least one character"):
+        generate_until(TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops)
+
+
+def test_text_is_coloured_by_depth() -> None:
+    text = depth_text(["de", "f ", "x"], [4, 16, 4], levels=(4, 8, 16))
+    assert text.plain == "def x"
+    first, second, third = (str(span.style) for span in text.spans)
+    assert first == third != second
+    assert depth_text(["\x1b[2J"], [4], levels=(4,)).plain == "\u241b[2J"
+    legend = depth_legend((4, 8, 16))
+    assert "4" in legend.plain
+    assert [str(span.style) for span in legend.spans][0::2] == [first, second]

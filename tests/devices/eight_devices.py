@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many devices against one. `test_many_devices.py` runs this file where there are eight of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import EXECUTOR
+from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, true_logits
+from helpers.models import gated
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from utio_jax import CapacityPrefix, GivenDepths, Uniform, dense_states, score
+from utio_jax.accounting.generation import spent_on
+from utio_jax.accounting.prompt import prompt_cost
+from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.goals import Budgets
+from utio_jax.calibration.search import ThresholdSearch
+from utio_jax.calibration.studies import collect, read_exits, study_exits
+from utio_jax.core.documents import Batch, batches_of
+from utio_jax.core.files import flatten, nest
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.drafting import Controller
+from utio_jax.decoding.generate import Generated, stream
+from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
+from utio_jax.decoding.state import stop_rules
+from utio_jax.devices.rows import Rows, place
+from utio_jax.evaluation.evaluate import evaluate, run_score, score_documents
+from utio_jax.models import load, save
+from utio_jax.models.tensor_parallel import tensor_parallel
+from utio_jax.models.transformer import Transformer
+from utio_jax.policies.signals import SoftmaxGap
+
+DEVICES = 8
+DEPTHS = (2, 4)
+COLLECTIVE = re.compile(
+    r"\b(all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+|send|recv)(-start)?\("
+)
+both = pytest.mark.parametrize("kind", ["auto", "explicit"])
+
+
+def mesh_of(kind: str) -> Mesh:
+    types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(types[kind],))
+
+
+def ragged(model: Any, rows: int, width: int = 16) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns ids, lengths and depths. One device's rows are all shallow, another's one token."""
+    rng = np.random.default_rng(rows)
+    ids = rng.integers(0, model.decoder.config.vocab_size, (rows, width)).astype(np.int32)
+    lengths = rng.integers(2, width + 1, rows).astype(np.int32)
+    depths = rng.choice(DEPTHS, (rows, width)).astype(np.int32)
+    depths[rows * 3 // 8 : rows * 4 // 8] = 2
+    lengths[rows * 4 // 8 : rows * 5 // 8] = 1
+    return ids, lengths, depths
+
+
+def assert_scores(found: Any, wanted: Any) -> None:
+    np.testing.assert_array_equal(found.depths, wanted.depths)
+    np.testing.assert_array_equal(found.predicted, wanted.predicted)
+    np.testing.assert_allclose(found.log_likelihood, wanted.log_likelihood, atol=1e-4)
+    real = np.asarray(wanted.depths) > 0
+    np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted.x)[real], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv"), [("auto", "propagate"), ("explicit", "propagate"), ("auto", "drop")]
+)
+def test_sharded_score_is_the_score_of_one_device(
+    tiny: Any, kind: str, kv: Any, count_compiles: Any
+) -> None:
+    mesh = mesh_of(kind)
+    ids, lengths, depths = ragged(tiny, 24)
+    given = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    params = place(tiny.params, mesh)
+    on = partial(run_score, tiny.decoder, params, kv=kv, executor=EXECUTOR, mesh=mesh)
+    rows = place(Rows((ids, lengths)), mesh).tree
+    for policy in (given, gated(tiny, DEPTHS)) if kv == "propagate" else (given,):
+        found = on(*rows, policy=place(policy, mesh))
+        wanted = run_score(
+            tiny.decoder, tiny.params, ids, lengths, policy=policy, kv=kv, executor=EXECUTOR
+        )
+        assert_scores(found, wanted)
+        for device, work in enumerate(np.asarray(found.work.queries)):  # Each packs its own rows.
+            mine = np.asarray(found.depths)[device * 3 : device * 3 + 3]
+            live = [(mine > done).sum() for done in (0, *DEPTHS[:-1])]
+            layers = np.diff((0, *DEPTHS))
+            up = EXECUTOR.min_bucket
+            np.testing.assert_array_equal(work, [*(-(-np.asarray(live) // up) * up * layers), 0])
+    others = place(Rows((ids[::-1].copy(), lengths[::-1].copy())), mesh).tree
+    policy = place(dataclasses.replace(given, depth_of_token=jnp.asarray(depths[::-1])), mesh)
+    with count_compiles() as compiles:
+        on(*others, policy=policy)
+    assert compiles.count == 0
+    assert jax.sharding.get_abstract_mesh().empty  # Nothing is left behind.
+
+
+def compiled_score(decoder: Any, params: Any, rows: Any, policy: Any, mesh: Mesh) -> str:
+    leaves, treedef = jax.tree.flatten(policy)  # Lowered, its fields would be no arrays.
+
+    @jax.jit
+    def run(params: Any, rows: Any, leaves: Any) -> Any:
+        policy = jax.tree.unflatten(treedef, leaves)
+        ids, lengths = rows
+        return score(decoder, params, ids, lengths, policy, executor=EXECUTOR, mesh=mesh)
+
+    return str(run.lower(params, rows, leaves).compile().as_text())
+
+
+@both
+def test_the_sharded_score_has_no_collectives(tiny: Any, kind: str) -> None:
+    mesh = mesh_of(kind)
+    ids, lengths, _ = ragged(tiny, 16)
+    params, policy = place((tiny.params, gated(tiny, DEPTHS)), mesh)
+    rows = place(Rows((ids, lengths)), mesh).tree
+    text = compiled_score(tiny.decoder, params, rows, policy, mesh)
+    assert "while" in text
+    assert not COLLECTIVE.findall(text)
+    total = jax.jit(lambda x: x.sum())  # What the search is able to find.
+    assert COLLECTIVE.findall(str(total.lower(rows[0]).compile().as_text()))
+
+
+def test_pmap_of_score_is_the_score_of_one_device(tiny: Any) -> None:
+    ids, lengths, depths = ragged(tiny, 24)
+
+    def on_device(params: Any, ids: Any, lengths: Any, depths: Any) -> Any:
+        policy = GivenDepths(depth_of_token=depths, depths=DEPTHS)
+        found = score(tiny.decoder, params, ids, lengths, policy, executor=EXECUTOR)
+        return found.log_likelihood, found.depths
+
+    split = lambda x: x.reshape(DEVICES, -1, *x.shape[1:])  # noqa: E731
+    found = jax.pmap(on_device, in_axes=(None, 0, 0, 0))(
+        tiny.params, split(ids), split(lengths), split(depths)
+    )
+    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    wanted = run_score(tiny.decoder, tiny.params, ids, lengths, policy=policy, executor=EXECUTOR)
+    np.testing.assert_allclose(found[0].reshape(24, -1), wanted.log_likelihood, atol=1e-4)
+    np.testing.assert_array_equal(found[1].reshape(24, -1), wanted.depths)
+
+
+def batch_of(model: Any, rows: int) -> tuple[Batch, np.ndarray]:
+    ids, lengths, depths = ragged(model, rows)
+    return Batch(token_ids=ids, lengths=lengths, window=np.arange(rows)), depths
+
+
+def test_rows_that_fill_up_a_mesh_cost_and_change_nothing(tiny: Any) -> None:
+    batch, depths = batch_of(tiny, 11)  # 16 on the mesh: a filler beside row 10, and two devices.
+    given = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    shapes = []
+
+    def observe(name: str, batch: Batch, found: Any, depths: np.ndarray) -> None:
+        shapes.append((found.nll.shape, depths.shape))
+
+    read = partial(evaluate, tiny.decoder, tiny.params, [batch], {"": given}, executor=EXECUTOR)
+    one, many = read()[""], read(mesh=mesh_of("auto"), observe=observe)[""]
+    assert shapes == [((11, 16), (11, 16))]
+    for name in ("tokens", "predicted", "agree", "histogram", "flops_ideal"):
+        assert getattr(many, name) == getattr(one, name)
+    for name in ("nll", "nll_full", "kl"):
+        np.testing.assert_allclose(getattr(many, name), getattr(one, name), atol=1e-3)
+    assert many.query_layers >= one.query_layers
+    assert many.flops_full > one.flops_full  # The filler's K/V were projected.
+
+
+def test_a_static_executor_is_charged_for_whole_devices_of_filler_on_a_mesh(tiny: Any) -> None:
+    batch, _ = batch_of(tiny, 9)
+    executor = CapacityPrefix(capacities=(16,), min_bucket=4)
+    policy = {"": Uniform(depth=2)}
+    read = partial(evaluate, tiny.decoder, tiny.params, [batch], policy, executor=executor)
+    one, many = read()[""], read(mesh=mesh_of("auto"))[""]
+    assert one.query_layers == 9 * 16 * 2
+    assert many.query_layers == 16 * 16 * 2
+
+
+def test_documents_scored_on_a_mesh_are_scored_as_by_one_device(tiny: Any) -> None:
+    rng = np.random.default_rng(3)
+    documents = [rng.integers(0, 64, size).astype(np.int32) for size in (5, 50, 33, 2, 17)]
+    short = Transformer(dataclasses.replace(tiny.decoder.config, context_length=16))
+    read = partial(
+        score_documents, short, tiny.params, documents, gated(tiny, DEPTHS), executor=EXECUTOR
+    )
+    one, many = read(rows=4), read(rows=4, mesh=mesh_of("auto"))
+    for a, b in zip(one.documents, many.documents, strict=True):
+        np.testing.assert_array_equal(a.depths, b.depths)
+        np.testing.assert_allclose(a.log_likelihood, b.log_likelihood, atol=1e-4)
+    assert one.quality.tokens == many.quality.tokens
+
+
+PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [7, 7, 2]] * 2 + [[0, 1], [6, 5, 4, 3]]
+TABLE = DepthAt(table=depth_table(DEPTHS, shape=(len(PROMPTS), 128)), depths=DEPTHS)
+MODES: dict[str, Any] = {
+    "plain": Plain(),
+    "propagate": Adaptive(policy=TABLE),
+    "drop": Adaptive(policy=TABLE, kv="drop"),
+    "full": Adaptive(policy=TABLE, kv="full"),
+    "lossless": Lossless(exit=1),
+    "controlled": Lossless(controller=Controller()),
+}
+
+
+@cache
+def on_one_device(mode: str) -> Generated:
+    return run(lively_model(), PROMPTS, mode=MODES[mode])
+
+
+def assert_tokens(mode: str, tokens: Any, likelihood: Any, decided: Any) -> None:
+    """Holds new tokens, and what goes with them, against those of one device.
+
+    Tokens may differ where two of them are equally probable to 1e-4. Counted: on these prompts at
+    most one in 400, in sums over two devices.
+    """
+    model, wanted, ties = lively_model(), on_one_device(mode), 0
+    for row, prompt in enumerate(PROMPTS):
+        theirs = wanted.token_ids[row]
+        same = int(np.cumprod(tokens[row] == theirs).sum())
+        if same < theirs.size:
+            ties += 1
+            adaptive = isinstance(MODES[mode], Adaptive)
+            depths = wanted.decided[row] if adaptive else np.full_like(theirs, 4)
+            kv = mode if adaptive else "full"
+            logits = np.sort(true_logits(model, prompt, theirs, depths, kv)[same])
+            assert logits[-1] - logits[-2] < 1e-4, f"row {row} differs at new token {same}"
+        np.testing.assert_allclose(
+            likelihood[row][:same], wanted.log_probabilities[row][:same], atol=1e-4
+        )
+        if mode != "controlled":  # There, each device learns by itself where to draft.
+            np.testing.assert_array_equal(decided[row][:same], wanted.decided[row][:same])
+    assert ties <= 1
+
+
+@both
+@pytest.mark.parametrize("mode", MODES)
+def test_sharded_generation_yields_the_tokens_of_one_device(
+    mode: str, kind: str, count_compiles: Any
+) -> None:
+    model, mesh = lively_model(), mesh_of(kind)
+    model = dataclasses.replace(model, params=place(model.params, mesh))
+    found = run(model, PROMPTS, mode=MODES[mode], mesh=mesh)
+    assert_tokens(mode, found.token_ids, found.log_probabilities, found.decided)
+    assert (len(found.token_ids), found.group) == (len(PROMPTS), 2)
+    others = [[9, *prompt[1:]] for prompt in reversed(PROMPTS)]
+    with count_compiles() as compiles:
+        run(model, others, mode=MODES[mode], mesh=mesh)
+    assert compiles.count == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pmap_of_generation_yields_the_tokens_of_one_device(mode: str) -> None:
+    model, count = lively_model(), len(PROMPTS)
+    ids, lengths = np.zeros((16, 8), np.int32), np.zeros(16, np.int32)
+    for row, prompt in enumerate(PROMPTS):
+        ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+    limits = np.where(lengths > 0, lengths + 40, 0).astype(np.int32)
+    tables = np.pad(np.asarray(TABLE.table), ((0, 16 - count), (0, 0)), constant_values=1)
+
+    def on_device(params: Any, table: Any, *rows: Any) -> Any:
+        mode_here = MODES[mode]
+        if isinstance(mode_here, Adaptive):
+            policy = DepthAt(table=table, depths=DEPTHS)
+            mode_here = dataclasses.replace(mode_here, policy=policy)
+        stops = stop_rules(())
+        fixed = model.decoder, params, mode_here, Greedy(), stops
+        state = begin(*fixed, *rows, slots=64)
+        state = advance(*fixed, state, jnp.int32(40), widths=(64,))
+        return state.token_ids, state.tally.log_probability, state.tally.decided
+
+    split = lambda x: x.reshape(DEVICES, 2, *x.shape[1:])  # noqa: E731
+    rows = map(split, (tables, ids, lengths, limits, np.arange(16, dtype=np.uint32)))
+    found = jax.pmap(on_device, in_axes=(None, 0, 0, 0, 0, 0))(model.params, *rows)
+    cut = [
+        [each[start : start + 40] for each, start in zip(y.reshape(16, -1), lengths, strict=True)]
+        for y in map(np.asarray, found)
+    ]
+    assert_tokens(mode, *cut)
+
+
+def test_draws_on_a_mesh_are_those_of_one_device() -> None:
+    options = {"sampling": Chain((Temperature(0.9), TopP(0.9))), "seeds": 5}
+    one = run(lively_model(), PROMPTS, **options)
+    many = run(lively_model(), PROMPTS, mesh=mesh_of("auto"), **options)
+    for a, b in zip(one.token_ids, many.token_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_prompts_routed_on_a_mesh_are_those_of_one_device() -> None:
+    model, mode = lively_model(), Adaptive(policy=TABLE)
+    how = Prefill(policy=TABLE)
+    one = run(model, PROMPTS, mode=mode, prefill=how)
+    many = run(model, PROMPTS, mode=mode, prefill=how, mesh=mesh_of("auto"))
+    for name in ("token_ids", "prompt_depths"):
+        for a, b in zip(getattr(one, name), getattr(many, name), strict=True):
+            np.testing.assert_array_equal(a, b)
+    costs = [prompt_cost(model.decoder, model.params, how, PROMPTS, found) for found in (one, many)]
+    assert costs[0].depth_mean == costs[1].depth_mean
+    # Two rows a device, each with a padding of its own.
+    assert costs[0].flops < costs[1].flops < 8 * costs[0].flops
+
+
+def test_a_stream_on_a_mesh_ends_its_rows_where_one_device_does(count_compiles: Any) -> None:
+    model, mesh = lively_model(), mesh_of("auto")
+    model = dataclasses.replace(model, params=place(model.params, mesh))
+    asked: set[int] = set()
+
+    def stop_when(row: int, new: np.ndarray) -> bool:
+        asked.add(row)
+        return row % 2 == 0 and new.size >= 10
+
+    options: dict[str, Any] = {"stop_when": stop_when, "chunk": 5}
+    one = run(lively_model(), PROMPTS, **options)
+    many = run(model, PROMPTS, mesh=mesh, **options)
+    assert one.finish_reasons == many.finish_reasons
+    assert asked == set(range(len(PROMPTS)))  # Nobody is asked about rows that only fill up.
+    for a, b in zip(one.token_ids, many.token_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with count_compiles() as compiles:
+        run(model, PROMPTS, mesh=mesh, **options)
+    assert compiles.count == 0
+    chunks = list(
+        stream(
+            model.decoder,
+            model.params,
+            PROMPTS,
+            max_new_tokens=40,
+            eos_ids=(),
+            lengths=SMALL,
+            mesh=mesh,
+        )
+    )
+    wanted = on_one_device("plain").token_ids
+    for row, ids in enumerate(wanted):
+        np.testing.assert_array_equal(np.concatenate([c.token_ids[row] for c in chunks]), ids)
+    assert all(len(chunk.running) == len(PROMPTS) for chunk in chunks)
+
+
+def test_rows_of_each_device_of_a_mesh_are_charged_until_its_last_one_ends() -> None:
+    model = lively_model()
+    ends = [3, 3, 20, 3]  # Two of four rows on the first device end early; it stops with them.
+    decide = lambda row, new: new.size >= ends[row]  # noqa: E731
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    options: dict[str, Any] = {"stop_when": decide, "chunk": 1}
+    one = run(model, PROMPTS[:4], **options)
+    many = run(model, PROMPTS[:4], mesh=mesh, **options)
+    spent = [
+        spent_on(model.decoder, model.params, Plain(), PROMPTS[:4], each) for each in (one, many)
+    ]
+    assert [each.tokens for each in spent] == [29, 29]
+    # Rounds times rows times layers; the first token of each row counts as one at full depth.
+    assert [each.executed for each in spent] == [4 * 20 * 4, (2 * 3 + 2 * 20) * 4]
+    filled = run(model, PROMPTS[:3], mesh=mesh, stop_when=decide, chunk=1)
+    charged = spent_on(model.decoder, model.params, Plain(), PROMPTS[:3], filled)
+    assert charged.executed == (2 * 3 + 2 * 20) * 4  # The filler goes along to the end.
+
+
+EXACT = dataclasses.replace(EXECUTOR, min_bucket=1)
+"""No padding: what a pass costs depends little on how its rows are split."""
+
+
+@both
+def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch], kind: str) -> None:
+    rows = [ids[:n] for each in text for ids, n in zip(each.token_ids, each.lengths, strict=True)]
+    batches = list(batches_of(rows, rows=40, widths=[32], vocab_size=64))
+    signal, model = SoftmaxGap(), (tiny.decoder, tiny.params)
+    studies = study_exits(*model, batches)
+    one = ThresholdSearch(*model, studies, executor=EXACT)
+    many = ThresholdSearch(*model, studies, executor=EXACT, mesh=mesh_of(kind))
+    exits = tiny.decoder.config.exits
+    np.testing.assert_allclose(many.scores(signal, exits), one.scores(signal, exits), atol=1e-4)
+    fit = one.fit(signal, 0.7)
+    assert fit is not None
+    spent = [each.run(signal, fit) for each in (one, many)]
+    np.testing.assert_allclose(spent[1].loss, spent[0].loss, rtol=1e-5)
+    # A device on which nobody goes deeper projects no K/V there: no more than on one, often less.
+    assert 0.9 * spent[0].flops < spent[1].flops <= spent[0].flops * (1 + 1e-9)
+    found = calibrate(
+        *model,
+        batches,
+        model_sha256="a" * 64,
+        text={},
+        policies=("softmax_gap",),
+        goal=Budgets(budgets=(0.7,)),
+        executor=EXACT,
+        mesh=mesh_of(kind),
+    )
+    (entry,) = found.entries["softmax_gap"].values()
+    assert entry.depths == fit.depths
+    np.testing.assert_allclose(entry.fractions, fit.fractions, atol=0.02)  # Cheaper, so deeper.
+
+
+@both
+def test_sharded_exit_studies_are_those_of_one_device(tiny: Any, kind: str) -> None:
+    batch, _ = batch_of(tiny, 11)
+    (one,) = study_exits(tiny.decoder, tiny.params, [batch])
+    (many,) = study_exits(tiny.decoder, tiny.params, [batch], mesh=mesh_of(kind))
+    for name in ("predicted", "states", "kl", "harm", "differs"):
+        wanted, found = getattr(one, name), getattr(many, name)
+        assert found.shape == wanted.shape
+        np.testing.assert_allclose(
+            found[..., one.predicted, :] if name == "states" else found[..., one.predicted],
+            wanted[..., one.predicted, :] if name == "states" else wanted[..., one.predicted],
+            # States are float16: a last digit is a thousandth of them.
+            rtol=1e-3 if name == "states" else 0,
+            atol=2e-3 if name == "states" else 1e-4,
+        )
+
+
+def test_pmap_of_what_calibration_reads_is_that_of_one_device(tiny: Any) -> None:
+    ids, lengths, _ = ragged(tiny, 16)
+
+    def on_device(params: Any, ids: Any, lengths: Any) -> Any:
+        seen = read_exits(tiny.decoder, params, ids, lengths)
+        exits = tiny.decoder.config.exits
+        scores = collect(tiny.decoder, params, SoftmaxGap(), ids, lengths, seen["states"], exits)
+        return seen["kl"], seen["harm"], scores
+
+    split = lambda x: x.reshape(DEVICES, -1, *x.shape[1:])  # noqa: E731
+    found = jax.pmap(on_device, in_axes=(None, 0, 0))(tiny.params, split(ids), split(lengths))
+    wanted = jax.jit(on_device)(tiny.params, ids, lengths)
+    real = np.arange(16) < lengths[:, None] - 1
+    for a, b in zip(found, wanted, strict=True):
+        joined = np.moveaxis(np.asarray(a), 1, 0).reshape(b.shape)
+        np.testing.assert_allclose(joined[:, real], np.asarray(b)[:, real], atol=1e-3)
+
+
+def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any, monkeypatch: Any) -> None:
+    ids, lengths = map(jnp.asarray, ragged(tiny, 8)[:2])
+    run_on = partial(
+        score, tiny.decoder, tiny.params, ids, lengths, Uniform(depth=4), executor=EXECUTOR
+    )
+    with pytest.raises(ValueError, match="an axis 'data'.*Got axes \\('x',\\)"):
+        run_on(mesh=jax.make_mesh((8,), ("x",)))
+    with pytest.raises(ValueError, match="other than 'data' to be Auto.*Got Explicit axes"):
+        run_on(mesh=jax.make_mesh((4, 2), ("data", "model")))
+    with pytest.raises(ValueError, match="8 devices share evenly. Got \\[7\\] rows.*place"):
+        score(
+            tiny.decoder, tiny.params, ids[:7], lengths[:7], Uniform(depth=4), mesh=mesh_of("auto")
+        )
+    monkeypatch.setattr(Mesh, "is_multi_process", True)
+    with pytest.raises(ValueError, match="this process' devices.*over several.*local_mesh"):
+        run(tiny, PROMPTS, mesh=jax.make_mesh((3,), ("data",), devices=jax.devices()[5:]))
+
+
+def split_mesh(data: int, model: int) -> Mesh:
+    return jax.make_mesh(
+        (data, model),
+        ("data", "model"),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=jax.devices()[: data * model],
+    )
+
+
+def split_params(model: Any, mesh: Mesh) -> Any:
+    where = tensor_parallel(model.decoder.config, mesh)
+    placed = {
+        name: jax.device_put(x, where(name, x.shape)) for name, x in flatten(model.params).items()
+    }
+    return nest(placed)
+
+
+def assert_uniform(array: jax.Array) -> None:
+    """Checks that devices with the same part of an array have the same bits."""
+    seen: dict[str, np.ndarray] = {}
+    for shard in array.addressable_shards:
+        np.testing.assert_array_equal(seen.setdefault(str(shard.index), shard.data), shard.data)
+
+
+@pytest.mark.parametrize(("data", "model"), [(4, 2), (1, 4)])
+def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(
+    tiny: Any, tiny_swiglu: Any, data: int, model: int
+) -> None:
+    which = tiny if model == 2 else tiny_swiglu  # The other has an untied head, and K/V per head.
+    mesh = split_mesh(data, model)
+    params = split_params(which, mesh)
+    ids, lengths, depths = ragged(which, 16)
+    given = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    rows = place(Rows((ids, lengths)), mesh).tree
+    for policy in (given, gated(which, DEPTHS)):
+        wanted = run_score(
+            which.decoder, which.params, ids, lengths, policy=policy, executor=EXECUTOR
+        )
+        on = partial(run_score, which.decoder, params, *rows, executor=EXECUTOR, mesh=mesh)
+        found = on(policy=place(policy, mesh))
+        assert_scores(found, wanted)
+        for array in (found.depths, found.x):  # Decisions, and what they come from.
+            assert_uniform(array)
+    text = compiled_score(which.decoder, params, rows, place(given, mesh), mesh)
+    kinds = {kind for kind, _ in COLLECTIVE.findall(text)}
+    assert kinds == {"all-reduce"}  # Sums of partial products; nobody's parameters travel.
+
+
+@pytest.mark.parametrize("mode", ["plain", "propagate", "lossless"])
+def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mode: str) -> None:
+    model, mesh = lively_model(), split_mesh(4, 2)
+    params = split_params(model, mesh)
+    found = run(dataclasses.replace(model, params=params), PROMPTS, mode=MODES[mode], mesh=mesh)
+    assert_tokens(mode, found.token_ids, found.log_probabilities, found.decided)
+
+
+def test_tensor_parallel_logits_on_a_mesh_are_those_of_one_device(tiny: Any) -> None:
+    """By the compiler alone, without shard_map: any function of a sharded model."""
+    ids, lengths = (jnp.asarray(each) for each in ragged(tiny, 4)[:2])
+
+    @jax.jit
+    def logits(params: Any) -> jax.Array:
+        (x,) = dense_states(tiny.decoder, params, ids, lengths, depths=(4,))
+        return tiny.decoder.unembed(params, x)
+
+    found = logits(split_params(tiny, split_mesh(1, 2)))
+    np.testing.assert_allclose(found, logits(tiny.params), atol=1e-4)
+
+
+def test_a_checkpoint_is_loaded_in_parts_onto_a_mesh(tiny: Any, tmp_path: Any) -> None:
+    mesh = split_mesh(2, 2)
+    save(tmp_path, tiny.decoder, tiny.params, dtype=jnp.float32)
+    own = load(tmp_path, sharding=mesh)
+    theirs = load(Path(__file__).parents[1] / "models" / "huggingface" / "qwen3", sharding=mesh)
+    for loaded in (own, theirs):
+        layers = loaded.params["layers"]
+        for name, axis in (("q_proj", 2), ("o_proj", 1), ("up_proj", 2), ("down_proj", 1)):
+            kernel = layers[name]["kernel"]
+            (part,) = {shard.data.shape for shard in kernel.addressable_shards}
+            assert part[axis] * 2 == kernel.shape[axis]
+        norm = layers["attention_norm"]["scale"]
+        assert {shard.data.shape for shard in norm.addressable_shards} == {norm.shape}
+    for a, b in zip(jax.tree.leaves(own.params), jax.tree.leaves(tiny.params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(tiny: Any) -> None:
+    config = tiny.decoder.config
+    with pytest.raises(ValueError, match="an axis 'model'.*Got axes \\('data',\\)"):
+        tensor_parallel(config, mesh_of("auto"))
+    with pytest.raises(ValueError, match="divides num_heads=4 and mlp_dim=64. Got one of 8"):
+        tensor_parallel(config, split_mesh(1, 8))
+    where = tensor_parallel(config, split_mesh(2, 4))  # Two K/V heads over four devices.
+    assert where("layers.k_proj.kernel", (4, 32, 16)).spec == PartitionSpec()
+    assert where("layers.q_proj.bias", (4, 32)).spec == PartitionSpec(None, "model")
+    assert where("layers.o_proj.bias", (4, 32)).spec == PartitionSpec()
+    odd = dataclasses.replace(config, vocab_size=63)
+    assert tensor_parallel(odd, split_mesh(2, 4))("embedding.embedding", (63, 32)).spec == (
+        PartitionSpec()
+    )

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real processes of two devices each, joined by gloo on loopback, against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.models import Model
+
+from utio_jax.cli.launch import launch
+from utio_jax.cli.options import OfDevices
+from utio_jax.devices.processes import Shards, digest, local_mesh, share
+from utio_jax.models import save
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with the tiny model and documents of token ids."""
+    made = tmp_path_factory.mktemp("processes")
+    save(made / "model", tiny.decoder, tiny.params, dtype="float32")
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 64, size).tolist() for size in rng.integers(2, 64, 24)]
+    (made / "ids.json").write_text(json.dumps(documents))
+    return made
+
+
+def command(folder: Path, *options: str, ids: str = "ids.json") -> list[str]:
+    return [
+        *("evaluate", "--model", str(folder / "model"), "--token-ids", str(folder / ids)),
+        *("--policy", "uniform", "--depth", "2", "--batch", "4", *options),
+    ]
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Starts `utio-jax` where a process has two devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    return subprocess.Popen(
+        [sys.executable, "-m", "utio_jax", *arguments],
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], *, status: int = 0) -> tuple[str, str]:
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == status, out + err
+    return out, err
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    """Returns what one process with one device finds."""
+    out, _ = finish(start(*command(folder)))
+    return json.loads(out)
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name in ("command", "documents", "tokens", "depth_histogram", "num_layers"):
+        assert found[name] == wanted[name]
+    for name in ("loss", "nll", "nll_full", "kl_full", "agreement"):
+        assert found[name] == pytest.approx(wanted[name], abs=1e-5)
+    # Each of the two devices packs its own rows.
+    assert found["flops_ratio"] == pytest.approx(wanted["flops_ratio"], rel=0.05)
+
+
+def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
+    folder: Path, alone: dict[str, Any]
+) -> None:
+    shards = folder / "shards"
+    both = command(folder, "--shards", str(shards))
+    out, _ = finish(start("launch", "--processes", "2", *both))
+    # Process 0 alone prints a result; around it Gloo says who is connected, from several threads.
+    (result,) = [line for line in out.splitlines() if line.startswith("{")]
+    assert_same(json.loads(result), alone)
+    files = sorted(shards.glob("*"))
+    assert [file.name for file in files] == [f"batches-{n:05d}-of-00006.npz" for n in range(6)]
+    files[1].unlink()
+    before = [file.stat().st_mtime_ns for file in files if file.exists()]
+    out, _ = finish(start(*both, "--data-parallel"))  # One process goes on where two were.
+    assert_same(json.loads(out), alone)
+    assert [f.stat().st_mtime_ns for f in files if f != files[1]] == before
+
+
+@pytest.mark.slow
+def test_calibrate_and_compare_deal_out_what_one_does(folder: Path) -> None:
+    text = ("--model", str(folder / "model"), "--token-ids", str(folder / "ids.json"))
+    fitted, compared = [], []
+    for name, prefix in (("one", []), ("two", ["launch", "--processes", "2"])):
+        out = folder / name
+        fit = ("calibrate", *text, "--policy", "position", "--budget", "0.8", "--out", str(out))
+        found, _ = finish(start(*prefix, *fit))
+        fitted.append(json.loads(found.splitlines()[-1]))
+        look = ("compare", *text, "--calibration", str(out), "--batches", "0", "--draws", "100")
+        found, _ = finish(start(*prefix, *look, "--out", str(out / "pictures")))
+        compared.append(json.loads(found.splitlines()[-1]))
+        assert (out / "pictures" / "pareto.png").exists()
+    one, two = (each["entries"]["position"]["0.8"] for each in fitted)
+    assert one["depths"] == two["depths"]
+    np.testing.assert_allclose(one["thresholds"], two["thresholds"], rtol=1e-5)
+    for one, two in zip(*(each["rows"] for each in compared), strict=True):
+        for name in ("policy", "budget", "tokens", "depth_histogram"):
+            assert one[name] == two[name]
+        for name in ("nll", "nll_full", "agreement"):
+            assert one[name] == pytest.approx(two[name], abs=1e-5)
+
+
+def test_processes_with_different_files_are_refused(folder: Path) -> None:
+    """The model's are the same; one document of one process has another last token."""
+    documents = json.loads((folder / "ids.json").read_text())
+    documents[5][-1] = (documents[5][-1] + 1) % 64
+    (folder / "other.json").write_text(json.dumps(documents))
+    joined = ("--distributed", "--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", "2")
+    both = [
+        start(*command(folder, *joined, "--process-id", str(number), ids=ids))
+        for number, ids in enumerate(("ids.json", "other.json"))
+    ]
+    for process in both:
+        out, err = finish(process, status=2)
+        assert "Wanted the same model and text on all 2 processes" in err
+        assert "processes [1]" in err
+        assert "{" not in out
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_the_launcher_names_a_process_that_dies_and_nothing_is_complete(folder: Path) -> None:
+    shards = folder / "cut_short"
+    started = start("launch", "--processes", "2", *command(folder, "--shards", str(shards)))
+    assert started.stderr is not None
+    pids = [int(started.stderr.readline().split()[-1]) for _ in range(2)]
+    for _ in range(600):
+        if list(shards.glob("*.npz")):
+            break
+        time.sleep(0.05)
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    out, err = finish(started, status=1)
+    assert time.monotonic() - killed < 60
+    assert f"process 1 of 2 (pid {pids[1]}) ended with status -9" in err
+    assert "{" not in out
+    assert len(list(shards.glob("*.npz"))) < 6
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Shards:
+    return Shards(folder=tmp_path / "kept", identity="one model")
+
+
+def test_a_process_alone_shares_nothing_and_keeps_what_it_is_told_to(kept: Shards) -> None:
+    ran: list[int] = []
+
+    def run(number: int) -> dict[str, np.ndarray]:
+        ran.append(number)
+        return {"value": np.asarray([number])}
+
+    def all_of(**options: Any) -> list[int]:
+        found = share(None, 3, run, what="items", same=lambda: "a", **options)
+        return [int(each["value"][0]) for each in found]
+
+    assert all_of() == [0, 1, 2]
+    assert all_of(shards=kept) == [0, 1, 2]
+    assert all_of(shards=kept) == [0, 1, 2]
+    assert ran == [0, 1, 2, 0, 1, 2]
+    with pytest.raises(ValueError, match="Wanted results of this model"):
+        list(share(None, 3, run, what="items", same=lambda: "b", shards=kept))
+    file = kept.folder / "items-00001-of-00003.npz"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ValueError, match="00001-of-00003.npz. It is broken"):
+        all_of(shards=kept)
+
+
+def test_processes_agree_by_a_digest_of_values_types_and_structure() -> None:
+    tree = {"ids": np.arange(3), "key": jax.random.key(0)}
+    assert digest(tree) == digest(dict(tree))
+    others: list[Any] = [
+        tree | {"ids": np.arange(3) + 1},
+        tree | {"ids": np.arange(3.0)},
+        tree | {"ids": np.arange(3)[None]},
+        tree | {"key": jax.random.key(1)},
+        {"id": tree["ids"], "key": tree["key"]},
+    ]
+    assert len({digest(each) for each in (tree, *others)}) == 6
+
+
+def test_one_process_has_the_whole_mesh() -> None:
+    mesh = jax.make_mesh((1,), ("data",))
+    assert local_mesh(mesh) is mesh
+    assert local_mesh(None) is None
+
+
+def test_flags_of_processes_need_each_other() -> None:
+    with pytest.raises(ValueError, match="Wanted --distributed with --coordinator"):
+        OfDevices(num_processes=2).mesh()
+    assert OfDevices().mesh() is None
+
+
+def test_the_launcher_of_processes_wants_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch(["--processes", "2"])
+    assert "a command to run in each" in capsys.readouterr().err

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ledgers add up: quality, cost and fallbacks against sums taken by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import run_oracle, run_staircase
+from helpers.models import gated, plain_nll
+from helpers.texts import EXECUTOR, batches
+
+from utio_jax import GivenDepths, Learned, Ledger, MicroBatches, Uniform, full_depth
+from utio_jax.accounting.guardrails import check_worthwhile
+from utio_jax.core.documents import Batch
+from utio_jax.core.flops import token_cost
+from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
+
+
+def ledger_of(quality: Quality, name: str, *, budget: float | None) -> Any:
+    """Returns the row as Any: the entries that these tests read are all set."""
+    return quality.ledger(name, budget=budget, num_layers=4)
+
+
+def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:
+    policy, read = gated(tiny), batches(tiny)
+    seen: list[tuple[Batch, np.ndarray]] = []
+    found = evaluate(
+        tiny.decoder,
+        tiny.params,
+        read,
+        {"learned": policy, "full": full_depth(tiny.decoder)},
+        executor=EXECUTOR,
+        observe=lambda name, batch, _, depths: (
+            seen.append((batch, depths)) if name == "learned" else None
+        ),
+    )
+    row = ledger_of(found["learned"], "learned", budget=0.6)
+    nll = nll_full = tokens = predicted = decided = 0.0
+    for batch, depths in seen:
+        mask = np.arange(15) < batch.lengths[:, None] - 1
+        ids, lengths = np.asarray(batch.token_ids), np.asarray(batch.lengths)
+        for at, kind in ((depths, "policy"), (np.full_like(depths, 4), "full")):
+            x = run_oracle(tiny.decoder, tiny.params, ids, lengths, at, kv="propagate")
+            total = plain_nll(tiny, ids, x)[mask].sum()
+            nll, nll_full = (nll + total, nll_full) if kind == "policy" else (nll, nll_full + total)
+        tokens, predicted, decided = (
+            tokens + lengths.sum(),
+            predicted + mask.sum(),
+            decided + depths.sum(),
+        )
+    assert row.tokens == tokens
+    assert found["learned"].predicted == predicted == 29 + 10 + 23 + 1
+    np.testing.assert_allclose(row.nll, nll / predicted, rtol=1e-4)
+    np.testing.assert_allclose(row.nll_full, nll_full / predicted, rtol=1e-4)
+    np.testing.assert_allclose(row.nll_increase_pct, 100 * (nll / nll_full - 1), atol=1e-2)
+    np.testing.assert_allclose(row.depth_decided_mean, decided / tokens, rtol=1e-6)
+    assert sum(row.depth_histogram.values()) == pytest.approx(1, abs=1e-5)
+    assert row.depth_executed_mean >= row.depth_decided_mean
+    assert row.padding_ratio == pytest.approx(row.depth_executed_mean / row.depth_decided_mean)
+    assert row.involuntary_exits == 0
+    full = ledger_of(found["full"], "full", budget=None)
+    assert full.flops_ratio == 1
+    assert full.nll_increase_pct == pytest.approx(0, abs=1e-4)
+    assert full.kl_full == pytest.approx(0, abs=1e-5)
+    assert full.agreement == 1
+    assert full.gate_pct == 0
+    assert row.gate_pct > 0
+    assert json.loads(json.dumps(row.to_dict()))["seconds"] is None
+
+
+def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any) -> None:
+    """Full rows, blocks of one: executed equals ideal, and both equal the sum written out."""
+    executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 64, (2, 8)).astype(np.int32)
+    depths = rng.choice([1, 2, 4], (2, 8)).astype(np.int32)
+    batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))
+    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=(1, 2, 4))
+    found = evaluate(tiny.decoder, tiny.params, [batch], {"": policy}, executor=executor)[""]
+    cost = token_cost(tiny.decoder, tiny.params)
+    wanted = sum(
+        depth * (cost.query + cost.attention_per_key * (position + 1))
+        + 4 * cost.keys_values
+        + cost.head
+        for row in depths
+        for position, depth in enumerate(row)
+    )
+    assert found.flops == pytest.approx(wanted)
+    assert found.flops_ideal == pytest.approx(wanted)
+    assert found.query_layers == depths.sum()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Dear(Learned):
+    """Gates whose second costs three times as much as the first."""
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return (1 + 2 * index) * super().flops(index, decoder, params)
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
+    """The policy ends at 3 of 4 layers: nobody pays for the last, nor for a decision there."""
+    executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
+    ids = np.random.default_rng(1).integers(0, 64, (2, 8)).astype(np.int32)
+    batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))
+    signal: Any = gated(tiny).signal
+    dear = _Dear(gates=signal.gates, exits=signal.exits)
+    policy = dataclasses.replace(gated(tiny), signal=dear, depths=(1, 2, 3))
+    seen: list[np.ndarray] = []
+    found = evaluate(
+        tiny.decoder,
+        tiny.params,
+        [batch],
+        {"": policy},
+        kv=kv,  # type: ignore[arg-type]
+        executor=executor,
+        observe=lambda _, __, ___, depths: seen.append(depths),
+    )[""]
+    (depths,) = seen
+    assert set(depths.ravel()) == {1, 2, 3}
+    cost = token_cost(tiny.decoder, tiny.params)
+    first, second = (policy.flops(index, tiny.decoder, tiny.params) for index in range(2))
+    gates = depths.size * first + (depths > 1).sum() * second
+
+    def flops_of(depths: np.ndarray, frozen_until: int) -> float:
+        keys = np.arange(1, 9)
+        layers = (depths * (cost.query + cost.attention_per_key * keys)).sum()
+        keys_values = np.maximum(depths, frozen_until).sum() * cost.keys_values
+        return layers + keys_values + depths.size * cost.head
+
+    ideal = flops_of(depths, 3 if kv == "propagate" else 0)
+    assert found.flops_gates == gates
+    assert found.flops_ideal == pytest.approx(ideal)
+    assert found.flops == pytest.approx(ideal + gates)
+    full = flops_of(np.full_like(depths, 4), 0)
+    assert found.flops_full == pytest.approx(full)
+    assert found.query_layers == depths.sum()
+    row = ledger_of(found, "learned", budget=None)
+    assert row.flops_ratio == pytest.approx((ideal + gates) / full)
+    assert row.gate_pct == pytest.approx(100 * gates / full)
+    assert row.speedup_ideal == pytest.approx(full / ideal)
+    x = run_oracle(tiny.decoder, tiny.params, ids, batch.lengths, depths, kv=kv)
+    np.testing.assert_allclose(found.nll, plain_nll(tiny, ids, x).sum(), rtol=1e-4)
+
+
+def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
+    rng = np.random.default_rng(2)
+    documents = [rng.integers(0, 64, n) for n in (150, 5, 129, 60)]
+    found = score_documents(
+        tiny.decoder, tiny.params, documents, Uniform(depth=2), rows=2, executor=EXECUTOR
+    )
+    assert not found.fallbacks
+    for document, result in zip(documents, found.documents, strict=True):
+        assert len(result.log_likelihood) == len(document) - 1
+        assert (result.depths == 2).all()
+        start = np.asarray(document[:128], np.int32)[None]
+        shape = start.shape
+        x = run_oracle(
+            tiny.decoder,
+            tiny.params,
+            start,
+            np.asarray([shape[1]], np.int32),
+            np.full(shape, 2, np.int32),
+            kv="propagate",
+        )
+        wanted = -plain_nll(tiny, start, x)[0]
+        np.testing.assert_allclose(result.log_likelihood[: len(wanted)], wanted, atol=1e-4)
+    assert found.quality.predicted == sum(len(d) - 1 for d in documents)
+
+
+def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None:
+    document = [np.arange(40) % 64]
+    coarse = MicroBatches(min_bucket=64, block=64, query_block=64)
+    reason = check_worthwhile(
+        tiny.decoder,
+        tiny.params,
+        gated(tiny),
+        batch=1,
+        width=8,
+        executor=coarse,
+        fractions=(0.0, 0.0, 1.0),
+    )
+    assert reason is not None
+    assert "routing would cost" in reason
+    assert (
+        check_worthwhile(
+            tiny.decoder, tiny.params, gated(tiny), batch=64, width=128, executor=coarse
+        )
+        is None
+    )
+    found = score_documents(
+        tiny.decoder, tiny.params, document * 2, gated(tiny), rows=1, min_tokens=65
+    )
+    assert list(found.fallbacks.values()) == [2]
+    assert "fewer than the minimum of 65" in next(iter(found.fallbacks))
+    assert (found.documents[0].depths == 4).all()
+    ask = partial(score_documents, tiny.decoder, tiny.params, document, gated(tiny), rows=1)
+    deep = ask(executor=EXECUTOR, fractions=(0.0, 0.0, 1.0))
+    assert "routing would cost" in next(iter(deep.fallbacks))
+    routed = ask(executor=EXECUTOR)
+    assert not routed.fallbacks
+    # The depth beside a token's likelihood is that of the token before it, which predicted it.
+    row, mask = np.zeros((1, 64), np.int32), np.arange(64)[None] < 40
+    row[0, :40] = document[0]
+    alone = run_staircase(
+        tiny.decoder,
+        tiny.params,
+        row,
+        np.asarray([40], np.int32),
+        gated(tiny),
+        kv="propagate",
+        executor=EXECUTOR,
+    )
+    decided = np.asarray(alone.depths)[mask]
+    assert len(set(decided)) == 3
+    np.testing.assert_array_equal(routed.documents[0].depths, decided[:-1])
+    assert routed.quality.histogram == dict(
+        zip(*np.unique(decided, return_counts=True), strict=True)
+    )
+
+
+def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
+    ask = partial(check_worthwhile, tiny.decoder, tiny.params, batch=64, width=128)
+    assert ask(full_depth(tiny.decoder)) is None, "full depth itself is no fallback"
+    assert ask(gated(tiny), min_tokens=64 * 128) is None
+    assert "the minimum of 8193" in str(ask(gated(tiny), min_tokens=64 * 128 + 1))
+    signal: Any = gated(tiny).signal
+    huge = dataclasses.replace(
+        signal.gates,
+        hidden=jnp.tile(signal.gates.hidden, (1, 1, 1000)),
+        hidden_bias=jnp.tile(signal.gates.hidden_bias, (1, 1000)),
+        output=jnp.tile(signal.gates.output, (1, 1000)),
+    )
+    costly = dataclasses.replace(gated(tiny), signal=dataclasses.replace(signal, gates=huge))
+    assert "routing would cost" in str(ask(costly))
+
+
+def test_wrong_texts_are_refused(tiny: Any) -> None:
+    def run(documents: list[np.ndarray], *, rows: int = 16) -> None:
+        score_documents(tiny.decoder, tiny.params, documents, Uniform(depth=2), rows=rows)
+
+    with pytest.raises(ValueError, match="at least two tokens.*fewer in documents \\[1\\]"):
+        run([np.arange(3), np.arange(1)])
+    with pytest.raises(ValueError, match="Got no documents"):
+        run([])
+    with pytest.raises(ValueError, match="at least 1 row per pass"):
+        run([np.arange(3)], rows=0)
+    with pytest.raises(ValueError, match="from 0 to 63"):
+        run([np.arange(70)])
+    with pytest.raises(ValueError, match="at least one batch of text"):
+        evaluate(tiny.decoder, tiny.params, [], {})
+
+
+def test_an_unmeasured_entry_is_null() -> None:
+    assert Ledger(policy="x").to_dict()["speedup"] is None
+    assert Ledger(policy="x", nll=1.23456789).to_dict()["nll"] == 1.23457

@@ -1,0 +1,598 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The harness gets what plain passes over each request alone say, and is told whose numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
+from helpers.generation import DepthAt, lively_model
+from helpers.models import gated
+from lm_eval.api.instance import Instance
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.cli.main import main
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.text import new_text
+from utio_jax.evaluation.harness import UtioLM
+from utio_jax.models import Transformer, save
+from utio_jax.models.checkpoint import Model
+from utio_jax.models.tokenizer import BOS, train_tokenizer
+from utio_jax.policies.depth import Uniform
+
+CONTEXT = 64
+SOURCE = Path(__file__).parents[2] / "utio_jax"
+DRAFTS = Lossless(exit=2, max_draft=3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A small model that does not loop, with a tokenizer: texts open with id 0, which ends them."""
+    folder = tmp_path_factory.mktemp("model")
+    text = [file.read_text() for file in sorted(SOURCE.glob("*.py"))]
+    train_tokenizer(text, vocab_size=300).save(str(folder / "tokenizer.json"))
+    lively = lively_model(vocab_size=300, context_length=CONTEXT)
+    save(folder, lively.decoder, lively.params, dtype=jnp.float32)
+    return Model(decoder=lively.decoder, params=lively.params, folder=folder)
+
+
+def adapter(model: Any, mode: Any = Plain(), **options: Any) -> UtioLM:
+    return UtioLM(model, mode=mode, **({"rows": 4, "executor": EXECUTOR} | options))
+
+
+def routed(model: Any) -> Adaptive:
+    return Adaptive(policy=gated(model))
+
+
+def ask(what: Callable[..., Any], *requests: tuple[Any, ...]) -> list[Any]:
+    """Returns what one of the adapter's methods says of requests, as the harness asks."""
+    kind: Any = what.__name__
+    return what(
+        [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in requests],
+        disable_tqdm=True,
+    )
+
+
+def ask_tokens(lm: UtioLM, *pairs: tuple[Sequence[int], Sequence[int]]) -> list[Any]:
+    requests = [(("context", "continuation"), [*a], [*b]) for a, b in pairs]
+    return lm._loglikelihood_tokens(requests, disable_tqdm=True)
+
+
+def plain_log_probabilities(model: Any, ids: Sequence[int]) -> np.ndarray:
+    """Returns `[token, vocab]` in float64 from a full pass over one text alone."""
+    row, length = np.zeros((1, CONTEXT), np.int32), np.asarray([len(ids)], np.int32)
+    row[0, : len(ids)] = ids
+    (x,) = run_dense(model.decoder, model.params, row, length, depths=(4,))
+    return log_softmax(model.decoder.unembed(model.params, x)[0, : len(ids)])
+
+
+def log_softmax(logits: Any) -> np.ndarray:
+    wide = np.asarray(logits, np.float64)
+    return (
+        wide
+        - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - (wide.max(-1, keepdims=True))
+    )
+
+
+def expected(model: Any, context: Sequence[int], continuation: Sequence[int]) -> Any:
+    whole = [*context, *continuation]
+    found = plain_log_probabilities(model, whole)[len(context) - 1 : -1]
+    total = sum(row[token] for row, token in zip(found, continuation, strict=True))
+    return total, (found.argmax(-1) == continuation).all()
+
+
+def requests_of_all_kinds(model: Any) -> list[tuple[list[int], list[int]]]:
+    """Ragged ones; and one that greedy decoding would write, whole, or but for its last token."""
+    rng = np.random.default_rng(0)
+    sizes = [(1, 1), (5, 3), (40, 24), (60, 4), (2, 62), (9, 1), (30, 2)]
+    drawn = [tuple(rng.integers(0, 300, n).tolist() for n in size) for size in sizes]
+    context = rng.integers(0, 300, 12).tolist()
+    (new,) = generate(
+        model.decoder, model.params, [context], max_new_tokens=4, eos_ids=()
+    ).token_ids
+    best = new.tolist()
+    return [*drawn, (context, best), (context, [*best[:3], (best[3] + 1) % 300])]
+
+
+@pytest.mark.parametrize("mode", [Plain(), DRAFTS], ids=["full", "lossless"])
+def test_loglikelihood_is_the_sum_of_a_full_pass(model: Model, mode: Any) -> None:
+    lm, pairs = adapter(model, mode), requests_of_all_kinds(model)
+    found = ask_tokens(lm, *pairs)
+    for (score, greedy), pair in zip(found, pairs, strict=True):
+        wanted, is_greedy = expected(model, *pair)
+        assert score == pytest.approx(wanted, abs=1e-4)
+        assert greedy is bool(is_greedy)
+    assert [greedy for _, greedy in found[-2:]] == [True, False]
+    report = lm.report()
+    assert report["requests"]["loglikelihood"]["executed"] == "full"
+    assert report["policy"] == "full"
+    assert report["flops_ratio"] == 1
+    assert report["tokens"] == sum(len(a) + len(b) for a, b in pairs)
+    assert report["depth_decided_mean"] == 4
+    assert report["nll"] == report["nll_full"]
+
+
+def test_text_is_tokenized_as_the_models_own(model: Model) -> None:
+    lm = adapter(model)
+    context, continuation = "def mean(values):\n    return", " sum(values)"
+    (known,) = model.encode([context])
+    (whole,) = model.encode([context + continuation])
+    (bare,) = model.encode([continuation])
+    assert known[0] == bare[0] == 0, "texts are opened"
+    found = ask(
+        lm.loglikelihood, (context, continuation), (context + " ", "sum(values)"), ("", "sum")
+    )
+    wanted, _ = expected(model, known.tolist(), whole[known.size :].tolist())
+    assert found[0][0] == pytest.approx(wanted, abs=1e-4)
+    assert found[1] == pytest.approx(found[0], abs=1e-5), "spaces belong to what follows"
+    opened = model.encode(["sum"])[0].tolist()
+    assert found[2][0] == pytest.approx(expected(model, opened[:1], opened[1:])[0], abs=1e-4)
+    assert lm.tok_encode("sum", add_special_tokens=False) == opened[1:]
+
+
+def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
+    lm = adapter(model)
+    texts = ["x = 1\n", "def mean(values):\n    return sum(values)\n", ""]
+    long = (SOURCE / "plan.py").read_text()[:700]
+    found = ask(lm.loglikelihood_rolling, *((text,) for text in [*texts, long]))
+    for score, text in zip(found, texts[:2], strict=False):
+        ids = model.encode([text])[0].tolist()
+        assert len(ids) <= CONTEXT
+        assert score == pytest.approx(expected(model, ids[:1], ids[1:])[0], abs=1e-4)
+    assert found[2] == 0
+    # Beyond the context: each token once, behind as many others as the last window has room for.
+    ids = model.encode([long])[0].tolist()
+    assert len(ids) > 3 * CONTEXT
+    starts = [*range(0, len(ids) - CONTEXT, CONTEXT - 1), len(ids) - CONTEXT]
+    total, done = 0.0, 1
+    for start in starts:
+        window = ids[start : start + CONTEXT]
+        total += expected(model, window[: done - start], window[done - start :])[0]
+        done = start + CONTEXT
+    assert done == len(ids)
+    assert found[3] == pytest.approx(total, rel=1e-5)
+    assert lm.report()["requests"]["loglikelihood_rolling"]["requests"] == 4
+
+
+def test_what_is_longer_than_the_context_loses_its_left(model: Model) -> None:
+    lm, ids = adapter(model), np.random.default_rng(1).integers(0, 300, 103).tolist()
+    found = ask_tokens(lm, (ids[:100], ids[100:]), (ids[39:100], ids[100:]))
+    assert found[0] == found[1]
+    assert found[0][0] == pytest.approx(expected(model, ids[39:100], ids[100:])[0], abs=1e-4)
+    assert lm.report()["requests"]["loglikelihood"]["truncated"] == 1
+    with pytest.raises(ValueError, match="continuations that fit the model's context of 64"):
+        ask_tokens(lm, (ids[:3], ids[:64]))
+    with pytest.raises(ValueError, match="at least one token. 'continuation' adds none"):
+        ask_tokens(lm, (ids[:3], []))
+
+
+def test_adaptive_scores_are_those_of_the_oracle_at_the_decided_depths(model: Model) -> None:
+    mode, pairs = routed(model), requests_of_all_kinds(model)
+    lm = adapter(model, mode)
+    decided = []
+    for (score, greedy), (context, continuation) in zip(ask_tokens(lm, *pairs), pairs, strict=True):
+        ids, whole = np.zeros((1, CONTEXT), np.int32), [*context, *continuation]
+        ids[0, : len(whole)] = whole
+        length = np.asarray([len(whole)], np.int32)
+        run = run_staircase(
+            model.decoder,
+            model.params,
+            ids,
+            length,
+            mode.policy,
+            kv="propagate",
+            executor=EXECUTOR,
+        )
+        depths = np.where(run.depths > 0, run.depths, 4)
+        decided += [int(depth) for depth in np.asarray(run.depths).ravel() if depth]
+        x = run_oracle(model.decoder, model.params, ids, length, depths, kv="propagate")
+        found = log_softmax(model.decoder.unembed(model.params, x)[0])
+        found = found[len(context) - 1 : len(whole) - 1]
+        wanted = sum(row[token] for row, token in zip(found, continuation, strict=True))
+        assert score == pytest.approx(wanted, abs=1e-3)
+        assert greedy == (found.argmax(-1) == continuation).all()
+    report = lm.report()
+    assert set(decided) == {1, 2, 4}
+    assert report["depth_decided_mean"] == pytest.approx(np.mean(decided), rel=1e-5)
+    assert report["policy"] == "learned"
+    assert report["nll"] != report["nll_full"]
+    assert report["gate_pct"] > 0
+    said = report["requests"]["loglikelihood"]
+    assert said["executed"] == "adaptive"
+    assert "The routed model's, not the full model's" in said["meaning"]
+
+
+def test_all_deep_equals_full(model: Model) -> None:
+    never = dataclasses.replace(gated(model), thresholds=jnp.full(2, -jnp.inf))
+    pairs = requests_of_all_kinds(model)
+    deep, full = (
+        ask_tokens(adapter(model, mode), *pairs) for mode in (Adaptive(policy=never), Plain())
+    )
+    for (score, greedy), (wanted, is_greedy) in zip(deep, full, strict=True):
+        assert score == pytest.approx(wanted, abs=1e-4)
+        assert greedy == is_greedy
+
+
+def test_who_shares_a_batch_does_not_matter(model: Model) -> None:
+    pairs = requests_of_all_kinds(model)
+    wanted = ask_tokens(adapter(model, routed(model)), *pairs)
+    for order in ([8, 2, 5, 0, 1, 7, 3, 6, 4], [7, 1], [3]):
+        lm = adapter(model, routed(model))
+        found = ask_tokens(lm, *(pairs[index] for index in order))
+        for (score, greedy), index in zip(found, order, strict=True):
+            assert score == pytest.approx(wanted[index][0], abs=1e-4)
+            assert greedy == wanted[index][1]
+    # Nor does a pass so small that `score_documents` would give routing up.
+    alone = UtioLM(model, mode=Adaptive(policy=gated(model)), rows=1)
+    assert ask_tokens(alone, pairs[1])[0] == pytest.approx(wanted[1], abs=1e-4)
+    assert alone.ledger().depth_decided_mean < 4  # type: ignore[operator]
+
+
+def test_new_requests_of_known_lengths_compile_nothing(model: Model, count_compiles: Any) -> None:
+    lm, rng = adapter(model, routed(model)), np.random.default_rng(2)
+
+    def some(count: int, size: int) -> list[Any]:
+        return [(rng.integers(0, 300, size).tolist(), [1, 2]) for _ in range(count)]
+
+    ask_tokens(lm, *some(3, 50))
+    with count_compiles() as compiles:
+        ask_tokens(lm, *some(9, 7), *some(2, 60))
+    assert compiles.count == 0
+
+
+TEXTS = ["def mean(values):", "import", "class Policy:\n    name = 1\n" * 3]
+OPTIONS = {"until": [], "max_gen_toks": 12, "do_sample": False}
+
+
+def alone(model: Model, text: str, size: int, mode: Any = Plain()) -> str:
+    ids = model.encode([text])[0][-(CONTEXT - size) :]
+    new = generate(
+        model.decoder,
+        model.params,
+        [ids],
+        mode=mode,
+        max_new_tokens=size,
+        lengths=Lengths(prompt_step=64),
+    ).token_ids[0]
+    return new_text(model.tokenizer, ids, new)
+
+
+@pytest.mark.parametrize("mode", ["full", "lossless", "adaptive"])
+def test_generation_is_that_of_generate(model: Model, mode: str) -> None:
+    modes: dict[str, Any] = {"full": Plain(), "lossless": DRAFTS, "adaptive": routed(model)}
+    lm = adapter(model, modes[mode])
+    found = ask(lm.generate_until, *((text, OPTIONS) for text in TEXTS))
+    one_by_one = modes[mode] if mode == "adaptive" else Plain()
+    assert found == [alone(model, text, 12, one_by_one) for text in TEXTS]
+    report = lm.report()
+    assert report["tokens"] == 36
+    assert report["requests"]["generate_until"] == {
+        "requests": 3,
+        "truncated": 1,
+        "executed": mode,
+        "meaning": report["requests"]["generate_until"]["meaning"],
+    }
+    if mode == "adaptive":
+        assert report["depth_decided_mean"] < 4
+        assert "prompts ran at full depth" in report["requests"]["generate_until"]["meaning"]
+    else:
+        assert report["agreement"] == 1
+
+
+def test_texts_end_before_their_own_stop_strings(model: Model) -> None:
+    full = [alone(model, text, 12) for text in TEXTS]
+    stops = [text[3:5] for text in full]
+    requests = [
+        (text, {"until": stop, "max_gen_toks": 12}) for text, stop in zip(TEXTS, stops, strict=True)
+    ]
+    lm = adapter(model)
+    found = ask(lm.generate_until, *requests, (TEXTS[0], {"until": [], "max_gen_toks": 5}))
+    assert found[:3] == [text[: text.index(stop)] for text, stop in zip(full, stops, strict=True)]
+    assert found[3] == alone(model, TEXTS[0], 5)
+
+
+def test_a_special_piece_as_a_stop_string_is_an_id(model: Model) -> None:
+    """Its text never shows. Here it is always the most probable, and the config knows no end."""
+    assert isinstance(model.decoder, Transformer)
+    config = dataclasses.replace(model.decoder.config, eos_ids=())
+    kernel = model.params["head"]["kernel"]
+    level = dataclasses.replace(
+        model,
+        decoder=Transformer(config),
+        params={**model.params, "head": {"kernel": jnp.zeros_like(kernel)}},  # Ties go to id 0.
+    )
+    lm = adapter(level)
+    for stops, size in ((["\n\n"], 6), ([BOS], 1)):
+        assert ask(lm.generate_until, ("x", {"until": stops, "max_gen_toks": 6})) == [""]
+        assert lm._record.written[-1][1].token_ids[0].size == size
+
+
+def test_draws_depend_on_the_request_alone(model: Model) -> None:
+    options = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 50}
+    together = adapter(model)
+    found = ask(together.generate_until, *((text, options) for text in TEXTS))
+    others = ["def", *TEXTS[1:2], "x = [\n" * 9]  # Other company, the same place and prompt.
+    again = ask(adapter(model).generate_until, *((text, options) for text in others))
+    assert again[1] == found[1]
+    assert again[0] != found[0]
+    assert found != [alone(model, text, 12) for text in TEXTS]
+    assert together.report()["agreement"] is None
+
+
+def test_costs_of_both_kinds_add_up(model: Model) -> None:
+    pairs = requests_of_all_kinds(model)
+    scored, written, both = (adapter(model, routed(model)) for _ in range(3))
+    for lm in (scored, both):
+        ask_tokens(lm, *pairs)
+    for lm in (written, both):
+        ask(lm.generate_until, *((text, OPTIONS) for text in TEXTS))
+    a, b, total = ledgers = [lm.ledger() for lm in (scored, written, both)]
+    sizes: list[Any] = [each.tokens for each in ledgers]
+    assert sizes[2] == sizes[0] + sizes[1]
+    for name in ("depth_decided_mean", "depth_executed_mean"):
+        summed = sum(getattr(each, name) * size for each, size in zip((a, b), sizes, strict=False))
+        assert getattr(total, name) == pytest.approx(summed / sizes[2])
+    quality, spent = scored._record.scored, written._record.spent
+    assert total.flops_ratio == pytest.approx(
+        (quality.flops + spent.flops) / (quality.flops_full + spent.flops_plain)
+    )
+    assert sum((total.depth_histogram or {}).values()) == pytest.approx(1, abs=1e-5)
+    assert total.nll is total.agreement is None, "they mean something else for each"
+    assert a.nll is not None
+    assert b.agreement is not None
+
+
+def test_what_cannot_be_run_is_named(model: Model) -> None:
+    ahead = DepthAt(table=jnp.ones((4, CONTEXT), jnp.int32), depths=(1, 4), causal=False)
+    with pytest.raises(ValueError, match="a causal policy"):
+        adapter(model, Adaptive(policy=ahead))
+    with pytest.raises(ValueError, match="at least 1 row"):
+        adapter(model, rows=0)
+    with pytest.raises(ValueError, match="requests that were run"):
+        adapter(model).report()
+    with pytest.raises(ValueError, match="kv to be one of 'propagate', 'drop'"):
+        ask_tokens(adapter(model, Adaptive(policy=gated(model), kv="full")), ([1], [2]))
+    lm = adapter(model)
+    with pytest.raises(ValueError, match="max_gen_toks below the model's context of 64"):
+        ask(lm.generate_until, ("x", {"until": []}))
+    with pytest.raises(ValueError, match="generation_kwargs among until.* Got num_beams"):
+        ask(lm.generate_until, ("x", {**OPTIONS, "num_beams": 4}))
+    with pytest.raises(ValueError, match="stop strings of at least one character"):
+        ask(lm.generate_until, ("x", {**OPTIONS, "until": [""]}))
+
+
+QUESTIONS = [
+    {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
+    {"context": "import os\nimport ", "choices": ["==", "sys", ")))"]},
+    {"context": "class Policy:\n    def run(self", "choices": ["(self", "ing of", "):"]},
+    {"context": "for index in range(10", "choices": ["[[", "):", " the"]},
+]
+ANSWERS = (0, 1, 2, 1)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a task of each kind on one local file."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [{**each, "label": label} for each, label in zip(QUESTIONS, ANSWERS, strict=True)]
+    (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {
+            "data_files": {"test": str(folder / "items.jsonl")},
+            "cache_dir": str(folder / "cache"),
+        },
+        "test_split": "test",
+        "doc_to_text": "{{context}}",
+        "target_delimiter": "",
+    }
+    kinds = {
+        "choose": {
+            "output_type": "multiple_choice",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "label",
+            "metric_list": [{"metric": "acc"}],
+        },
+        "read": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{context}}",
+            "metric_list": [{"metric": "byte_perplexity"}],
+        },
+        "write": {
+            "output_type": "generate_until",
+            "doc_to_target": "{{choices[label]}}",
+            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 12},
+            "metric_list": [{"metric": "exact_match"}],
+        },
+        "hub": {"dataset_path": "nobody/nothing", "output_type": "generate_until"},
+        "lost": {"dataset_kwargs": {"data_files": {"test": str(folder / "lost.jsonl")}}},
+    }
+    for name, kind in kinds.items():  # JSON is YAML.
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **kind}))
+    return folder
+
+
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["lm-eval", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1, "stdout is one line of JSON"
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("mode", ["full", "adaptive", "lossless"])
+def test_local_tasks_run_in_every_mode(
+    model: Model, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    out = tmp_path / "made" / "found.json"
+    more = ["--policy", "uniform", "--depth", "2"] if mode == "adaptive" else []
+    found = run_command(
+        capsys,
+        *("--model", str(model.folder), "--mode", mode, *more, "--batch", "4"),
+        *("--tasks", str(tasks / "choose.yaml"), "read", "write", "--include-path", str(tasks)),
+        *("--out", str(out)),
+    )
+    assert (found["command"], found["mode"]) == ("lm-eval", mode)
+    assert set(Ledger(policy="").to_dict()) <= set(found)
+    results = found["results"]
+    executed = {name: result["executed"] for name, result in results.items()}
+    scored = "adaptive" if mode == "adaptive" else "full"
+    assert executed == {"choose": scored, "read": scored, "write": mode}
+    assert {kind: each["requests"] for kind, each in found["requests"].items()} == {
+        "loglikelihood": 12,
+        "loglikelihood_rolling": 4,
+        "generate_until": 4,
+    }
+    stored = json.loads(out.read_text())
+    assert stored["results"] == results
+    outcomes = stored["samples"]["choose"]
+    assert [each["doc"]["context"] for each in outcomes] == [q["context"] for q in QUESTIONS]
+    if mode == "adaptive":
+        assert found["policy"] == "uniform"
+        assert found["depth_decided_mean"] < 4
+        assert "The routed model's" in found["requests"]["loglikelihood"]["meaning"]
+        return
+    said = found["requests"]["loglikelihood"]["meaning"]
+    assert ("ran at full depth" in said) == (mode == "lossless")
+    right, read, size = 0, 0.0, 0
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
+        context = model.encode([question["context"]])[0].tolist()
+        read += expected(model, context[:1], context[1:])[0]
+        size += len(question["context"].encode())
+        scores = []
+        for choice in question["choices"]:
+            pair = adapter(model)._encode_pair(question["context"], choice)
+            scores.append(expected(model, *pair)[0])
+        right += int(np.argmax(scores)) == answer
+    assert results["choose"]["acc,none"] == right / 4
+    assert results["read"]["byte_perplexity,none"] == pytest.approx(np.exp(-read / size), rel=1e-4)
+    texts = [each["filtered_resps"][0] for each in stored["samples"]["write"]]
+    assert texts == [alone(model, q["context"], 12).split("\n")[0] for q in QUESTIONS]
+
+
+def test_the_shipped_model_knows_its_language(
+    tasks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_command(
+        capsys,
+        *("--tasks", str(tasks / "choose.yaml"), "--mode", "adaptive", "--budget", "0.6"),
+        *("--batch", "4", "--limit", "3"),
+    )
+    assert found["results"]["choose"]["acc,none"] == 1
+    assert (found["policy"], found["budget"]) == ("learned", 0.6)
+    assert 4 < found["depth_decided_mean"] < 16
+    assert found["nll_full"] != found["nll"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ([], "Wanted --tasks"),
+        (["--tasks", "chose"], "no such file or task. Near: ['choose']"),
+        (["--tasks", "hub"], "have to come from the hub"),
+        (["--tasks", "lost"], "paths in a task are taken from the working directory"),
+        (["--tasks", "broken.yaml"], "Wanted tasks that can be loaded"),
+        (["--tasks", "choose", "--include-path", "nowhere"], "a folder as --include-path"),
+        (["--tasks", "choose", "--limit", "0"], "a --limit of at least 1"),
+        (["--tasks", "choose", "--mode", "fast"], "--mode full, adaptive or lossless"),
+        (["--tasks", "choose", "--policy", "learned"], "--mode adaptive with --policy"),
+        (["--tasks", "choose", "--mode", "lossless", "--kv", "drop"], "adaptive with --kv"),
+        (["--tasks", "choose", "--mode", "adaptive", "--kv", "full"], "one of 'propagate', 'drop'"),
+        (["--tasks", "choose", "--mode", "adaptive"], "Wanted a calibration at"),
+        (
+            ["--tasks", "choose", "--mode", "adaptive", "--calibration", "SHIPPED"],
+            "policies.json belongs to",
+        ),
+        (["--tasks", "choose", "--model", "BARE"], "Wanted a tokenizer at"),
+        (["--tasks", "write", "--context", "12"], "max_gen_toks below the model's context of 12"),
+        (["--tasks", "choose", "--context", "3"], "fit the model's context of 3"),
+    ],
+)
+def test_input_that_cannot_be_used_is_named(
+    model: Model,
+    tasks: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    match: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("broken.yaml").write_text("task: [")
+    shutil.copytree(model.folder, "BARE")
+    (Path("BARE") / "tokenizer.json").unlink()
+    shipped = SOURCE.parent / "models" / "stdlib_16" / "policies.json"
+    arguments = [str(shipped) if each == "SHIPPED" else each for each in arguments]
+    local = TaskManager(include_path=tasks, include_defaults=False)
+    # The harness' own tasks take seconds to list.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: local)
+    if "--model" not in arguments:
+        arguments += ["--model", str(model.folder)]
+    if "--include-path" not in arguments:
+        arguments += ["--include-path", str(tasks)]
+    assert main(["lm-eval", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert match in captured.err
+
+
+def test_the_hub_is_reached_only_if_asked_for() -> None:
+    from utio_jax.cli.lm_eval import _settings
+
+    before = huggingface_hub.constants.HF_HUB_OFFLINE
+    with _settings(offline=True):
+        assert huggingface_hub.constants.HF_HUB_OFFLINE
+        assert os.environ["HF_DATASETS_OFFLINE"] == "1"
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is before
+    with _settings(offline=False):
+        assert huggingface_hub.constants.HF_HUB_OFFLINE is before
+
+
+def test_a_missing_harness_is_named_with_its_extra(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
+    assert main(["lm-eval", "--tasks", "choose", "--model", str(model.folder)]) == 2
+    assert "pip install 'utio-jax[lm-eval]'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_closes_texts_is_refused(model: Model) -> None:
+    class Closing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def encode(self, texts: list[str]) -> list[np.ndarray]:
+            return [np.append(ids, 0) for ids in model.encode(texts)]
+
+    with pytest.raises(ValueError, match="a tokenizer that closes no text"):
+        adapter(Closing())
+
+
+def test_the_harness_takes_the_adapter_itself(model: Model, tasks: Path) -> None:
+    lm = adapter(model, Adaptive(policy=Uniform(depth=2)))
+    found = simple_evaluate(
+        model=lm,
+        tasks=["choose"],
+        task_manager=TaskManager(include_path=tasks, include_defaults=False),
+        bootstrap_iters=0,
+    )
+    assert 0 <= found["results"]["choose"]["acc,none"] <= 1  # type: ignore[index]
+    assert lm.report()["depth_decided_mean"] == 2

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated cases for the staircase: depths, lengths and models over a few compiled shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax import GivenDepths, MicroBatches, dense_states, oracle, staircase
+from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.goals import Budgets
+from utio_jax.policies.store import Calibration
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What one compilation is for."""
+
+    batch: int
+    token: int
+    depths: tuple[int, ...]
+    executor: MicroBatches
+    kv: str
+
+
+EXECUTOR = MicroBatches(min_bucket=4, block=32, query_block=8, key_step=16)
+
+
+def calibrated(
+    model: Any,
+    text: Any,
+    policies: tuple[str, ...] = ("learned", "utio_surrogate"),
+    budgets: tuple[float, ...] = (0.3, 0.8),
+) -> Calibration:
+    """Returns a calibration of a small model, of SHA-256 aaa…."""
+    return calibrate(
+        model.decoder,
+        model.params,
+        text,
+        model_sha256="a" * 64,
+        text={"documents": 40},
+        policies=policies,
+        goal=Budgets(budgets=budgets),
+        executor=EXECUTOR,
+    )
+
+
+def _executor(min_bucket: int, block: int, query_block: int, key_step: int) -> MicroBatches:
+    return MicroBatches(
+        min_bucket=min_bucket, block=block, query_block=query_block, key_step=key_step
+    )
+
+
+SHAPES = tuple(
+    Shape(batch, token, depths, executor, kv)
+    for kv in ("propagate", "drop")
+    for batch, token, depths, executor in (
+        (1, 1, (1, 2, 4), _executor(1, 1, 1, 1)),
+        (3, 17, (1, 2, 4), _executor(4, 8, 4, 8)),
+        (4, 33, (2, 3), _executor(8, 32, 16, 8)),
+        # Four segments, grouped queries, two rows, 64 tokens: everything at once.
+        (2, 64, (1, 2, 3, 4), _executor(8, 16, 16, 16)),
+    )
+)
+DEEP_SHAPES = tuple(shape for shape in SHAPES if len(shape.depths) >= 4)
+
+
+def draw(shape: Shape, vocab_size: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns token ids, lengths and depths of one case; the seed picks its kind."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, vocab_size, (shape.batch, shape.token)).astype(np.int32)
+    lengths = rng.integers(0, shape.token + 1, shape.batch)
+    depths = rng.choice(
+        shape.depths, (shape.batch, shape.token), p=rng.dirichlet(np.ones(len(shape.depths)))
+    )
+    kind = seed % 8
+    if kind == 0:
+        depths[:] = shape.depths[0]  # all shallow
+    elif kind == 1:
+        depths[:] = shape.depths[-1]  # all deep
+    elif kind == 2:  # one deep token after a run of shallow ones
+        depths[:] = shape.depths[0]
+        depths[:, rng.integers(shape.token)] = shape.depths[-1]
+    elif kind == 3:  # one row deep, the others shallow
+        depths[:] = shape.depths[0]
+        depths[rng.integers(shape.batch)] = shape.depths[-1]
+    elif kind == 4:  # full rows
+        lengths[:] = shape.token
+    elif kind == 5:  # one token
+        lengths[:] = 1
+    return ids, lengths.astype(np.int32), depths.astype(np.int32)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
+def run_staircase(decoder, params, ids, lengths, policy, *, kv, executor):
+    """The staircase, compiled."""
+    return staircase(decoder, params, ids, lengths, policy, kv=kv, executor=executor)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("kv",))
+def run_oracle(decoder, params, ids, lengths, depths, *, kv):
+    """The oracle, compiled."""
+    return oracle(decoder, params, ids, lengths, depths, kv=kv)
+
+
+# Called unjitted, every loop of a pass would compile again on each call.
+run_dense = jax.jit(dense_states, static_argnums=0, static_argnames="depths")
+
+
+def compare_cases(model: Any, shape: Shape, seeds: range) -> Iterator[tuple[int, float]]:
+    """Yields each case's seed and the largest difference between staircase and oracle."""
+    for seed in seeds:
+        ids, lengths, depths = draw(shape, model.decoder.config.vocab_size, seed)
+        policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=shape.depths)
+        found = run_staircase(
+            model.decoder, model.params, ids, lengths, policy, kv=shape.kv, executor=shape.executor
+        )
+        wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv=shape.kv)
+        real = np.arange(shape.token) < lengths[:, None]
+        np.testing.assert_array_equal(found.depths, np.where(real, depths, 0))
+        yield seed, float(np.abs(np.asarray(found.x - wanted))[real].max(initial=0.0))
+
+
+def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]]:
+    """Returns (query slots, key-value tokens, key slots) per segment by the padding rule."""
+    executor, width = shape.executor, shape.token
+    step = max(executor.key_step, -(-width // 8))
+    up = lambda n, unit: -(-n // unit) * unit  # noqa: E731
+    found = []
+    for start, stop in zip((0, *shape.depths), shape.depths, strict=False):
+        live = depths > start
+        key_slots = 0
+        for row in live:
+            positions = np.flatnonzero(row)
+            begin = 0
+            while begin < len(positions):
+                whole = len(positions) - begin >= executor.query_block
+                size = executor.query_block if whole else executor.min_bucket
+                last = positions[min(begin + size, len(positions)) - 1]
+                key_slots += size * min(up(int(last) + 1, step), width)
+                begin += size
+        layers = stop - start
+        padded = up(int(live.sum()), executor.min_bucket)
+        keys = padded if shape.kv == "drop" else live.size * bool(live.any())
+        found.append((padded * layers, keys * layers, key_slots * layers))
+    return found
+
+
+Counter = Callable[[str, int], None]

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of generation share: a depth table as a policy, and the truth to compare with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from helpers.models import Model, live_params
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.loop import Lengths
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.reference import oracle
+
+SMALL = Lengths(prompt_step=8, key_step=64)
+"""One width of attention, and so one loop to compile."""
+
+CROSSING = Lengths(prompt_step=8, key_step=32)
+"""Two widths, the first of which 40 new tokens outgrow."""
+
+PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4]]
+"""Ragged: 3, 7 and 1 tokens, padded to 8."""
+
+
+@functools.cache  # Once for all files: they share its compiled programs.
+def lively_model(**changes: Any) -> Model:
+    """Returns a tiny model whose greedy texts do not loop, and whose exits are right now and then.
+
+    With a tied head a random model repeats its last token for ever, and every mode agrees.
+    """
+    decoder = Transformer(dataclasses.replace(TINY, tie_embeddings=False, **changes))
+    params = live_params(decoder, seed=1, scale=0.2)
+    layers = params["layers"]
+    for name in ("o_proj", "down_proj"):  # Deep layers change less than shallow ones.
+        layers = layers | {name: {"kernel": layers[name]["kernel"].at[2:].multiply(0.3)}}
+    return Model(decoder, params | {"layers": layers})
+
+
+def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
+    """Returns 40 new tokens for each prompt, in one width of attention, unless told otherwise."""
+    options = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL} | options
+    return generate(model.decoder, model.params, prompts, **options)
+
+
+@functools.cache
+def plain_run() -> Generated:
+    """Returns what the lively model makes of the prompts."""
+    return run(lively_model())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DepthAt:
+    """A policy that reads each token's depth off a table by its position: `[batch, position]`."""
+
+    table: Int[Array, "batch position"] = dataclasses.field(metadata={"row_axis": 0})
+    depths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
+    name: str = dataclasses.field(default="table", metadata={"static": True})
+
+    def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(self.table, positions, axis=1)
+
+    def go_deeper(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        return memory > self.depths[index], memory
+
+    def asks(self, index: int) -> bool:
+        return True
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return 0.0
+
+    def reads_logits(self, index: int) -> bool:
+        return False
+
+
+def depth_table(depths: Sequence[int], *, seed: int = 0, shape: tuple[int, int]) -> jax.Array:
+    """Returns random depths, mostly shallow: deep tokens come directly after shallow runs."""
+    shares = np.array([6.0] + [1.5] * (len(depths) - 1))
+    drawn = np.random.default_rng(seed).choice(depths, size=shape, p=shares / shares.sum())
+    return jnp.asarray(drawn, jnp.int32)
+
+
+def true_logits(
+    model: Any,
+    prompt: Sequence[int],
+    new: np.ndarray,
+    decided: np.ndarray,
+    kv: str,
+    *,
+    prompt_depths: Any = None,
+    sparse: Any = None,
+) -> np.ndarray:
+    """Returns the oracle's logits `[new, vocab]` at the tokens before each new one, from scratch.
+
+    `decided[j]` is the depth of the token before new token `j`; prompts run all layers, or those of
+    `prompt_depths`. `sparse` is who attends to what, by layer, of 72 tokens.
+    """
+    num_layers = model.decoder.config.num_layers
+    # One length for all, so that the oracle compiles once: later tokens change nothing.
+    ids = np.zeros((1, 72), np.int32)
+    known = [*prompt, *new]
+    ids[0, : len(known)] = known
+    depths = np.full(ids.shape, num_layers, np.int32)
+    if prompt_depths is not None:
+        depths[0, : len(prompt)] = prompt_depths
+    depths[0, len(prompt) - 1 : len(known) - 1] = decided
+    ends = np.array([72], np.int32)
+    states = _oracle(model.decoder, model.params, ids, ends, depths, sparse, kv)
+    return np.asarray(model.decoder.unembed(model.params, states))[
+        0, len(prompt) - 1 : len(known) - 1
+    ]
+
+
+_oracle = jax.jit(
+    lambda decoder, params, ids, lengths, depths, sparse, kv: oracle(
+        decoder, params, ids, lengths, depths, kv=kv, sparse=sparse
+    ),
+    static_argnums=(0, 6),
+)
+
+
+def assert_greedy(
+    model: Any, result: Generated, prompts: Sequence[Sequence[int]] = PROMPTS, *, kv: str
+) -> None:
+    """Checks every token, and its log-probability, against the oracle at the decided depths."""
+    for row, prompt in enumerate(prompts):
+        new = result.token_ids[row]
+        depths = np.full_like(new, model.decoder.config.num_layers)
+        if result.mode == "adaptive":
+            depths = result.decided[row]
+        logits = true_logits(model, prompt, new, depths, kv)
+        best = np.max(logits, axis=-1)
+        np.testing.assert_allclose(logits[np.arange(new.size), new], best, atol=1e-4)
+        expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
+        np.testing.assert_allclose(result.log_probabilities[row], expected, atol=1e-4)

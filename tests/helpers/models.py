@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small model as the tests carry it around, gates for it, and its loss the plain way."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax import (
+    Learned,
+    StateGate,
+    Thresholded,
+)
+
+
+def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:
+    """Returns parameters under which every layer does something.
+
+    Fresh ones have output projections of zero: each layer is the identity, and every depth agrees.
+    """
+
+    @jax.jit  # One program instead of dozens: every test file starts with this.
+    def make() -> Any:
+        leaves, treedef = jax.tree.flatten(decoder.init(jax.random.key(seed)))
+        keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+        return jax.tree.unflatten(
+            treedef,
+            [
+                leaf + scale * jax.random.normal(key, leaf.shape)
+                for leaf, key in zip(leaves, keys, strict=True)
+            ],
+        )
+
+    return make()
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder with parameters."""
+
+    decoder: Any
+    params: Any
+
+    def tokens(self, *shape: int, seed: int = 0) -> jax.Array:
+        """Returns random token ids of the model's vocabulary."""
+        ids = np.random.default_rng(seed).integers(0, self.decoder.config.vocab_size, shape)
+        return jax.numpy.asarray(ids, jax.numpy.int32)
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    """Checks equality to 1e-5 of the largest entry: the same sums, taken in another order."""
+    scale = max(1.0, float(np.abs(wanted).max(initial=0.0)))
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * scale)
+
+
+def random_gates(model: Any, exits: tuple[int, ...] = (1, 2)) -> StateGate:
+    keys = jax.random.split(jax.random.key(11), len(exits))
+    dim = model.decoder.config.embed_dim
+    return StateGate(
+        hidden=jnp.stack([jax.random.normal(key, (dim, 8)) * 0.3 for key in keys]),
+        hidden_bias=jnp.zeros((len(exits), 8)),
+        output=jnp.stack([jax.random.normal(jax.random.fold_in(key, 1), (8,)) for key in keys]),
+        output_bias=jnp.zeros(len(exits)),
+    )
+
+
+def gated(model: Any, depths: tuple[int, ...] = (1, 2, 4)) -> Thresholded:
+    """Random gates whose thresholds split the tokens at every boundary."""
+    exits = depths[:-1]
+    return Thresholded(
+        signal=Learned(gates=random_gates(model, exits), exits=exits),
+        thresholds=jnp.asarray([0.1, 0.2])[: len(exits)],
+        depths=depths,
+    )
+
+
+def plain_nll(model: Any, ids: np.ndarray, x: jax.Array) -> np.ndarray:
+    logits = np.asarray(model.decoder.unembed(model.params, x), np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    labels = np.asarray(ids)[:, 1:]
+    return -np.take_along_axis(logp[:, :-1], labels[..., None], axis=-1)[..., 0]

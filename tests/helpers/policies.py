@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One policy of each kind, fitted by hand to the tiny model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helpers import cases
+from helpers.models import gated, random_gates
+from utio_jax import (
+    DepthFloor,
+    Entropy,
+    Hazard,
+    KeepFirst,
+    Learned,
+    MaxProbability,
+    Patience,
+    Position,
+    PositionDecay,
+    PromptRouter,
+    Signal,
+    SoftmaxGap,
+    StateSimilarity,
+    Thresholded,
+    TokenSurrogate,
+    UtioSurrogate,
+    surrogate_table,
+)
+from utio_jax.calibration.studies import ExitStudy, collect_scores
+from utio_jax.core.documents import Batch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SurePasses:
+    """Tokens whose exit is sure of its prediction stop; looks at the logits at every boundary."""
+
+    threshold: float
+    depths: tuple[int, ...] = dataclasses.field(default=(1, 2, 4), metadata={"static": True})
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
+    name: str = dataclasses.field(default="sure", metadata={"static": True})
+
+    def start(self, token_ids: jax.Array, positions: jax.Array) -> None:
+        return None
+
+    def go_deeper(self, index: int, boundary: Any, memory: None) -> tuple[jax.Array, None]:
+        sure = boundary.map_logits(lambda logits: jax.nn.softmax(logits).max(-1))
+        return sure < self.threshold, None
+
+    def asks(self, index: int) -> bool:
+        return True
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return 0.0
+
+    def reads_logits(self, index: int) -> bool:
+        return True
+
+
+SHAPE = cases.SHAPES[1]  # 3 x 17 tokens, depths 1, 2, 4.
+
+
+DEPTHS = SHAPE.depths
+
+
+EXITS = DEPTHS[:-1]
+
+
+def mean_states(model: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(12), (2, model.decoder.config.embed_dim))
+
+
+def token_surrogate(model: Any) -> TokenSurrogate:
+    mean = mean_states(model)[0]
+    return TokenSurrogate(table=surrogate_table(model.decoder, model.params, mean))
+
+
+SIGNALS: dict[str, Callable[[Any], Signal]] = {
+    "position": lambda model: Position(),
+    "utio_before": token_surrogate,
+    "utio_surrogate": lambda model: UtioSurrogate(mean_states=mean_states(model), exits=EXITS),
+    "softmax_gap": lambda model: SoftmaxGap(),
+    "max_probability": lambda model: MaxProbability(),
+    "entropy": lambda model: Entropy(),
+    "state_similarity": lambda model: StateSimilarity(),
+    "learned": lambda model: gated(model).signal,
+    "classifier": lambda model: Learned(gates=random_gates(model), exits=EXITS, name="classifier"),
+    "patience": lambda model: Patience(),
+    "hazard": lambda model: Hazard(gates=random_gates(model), exits=EXITS),
+    "prompt_router": lambda model: PromptRouter(gates=random_gates(model), exits=EXITS, prompt=3),
+    "floor_hazard": lambda model: DepthFloor(signal=SIGNALS["hazard"](model), depth=2),
+    "keep_first_learned": lambda model: KeepFirst(signal=gated(model).signal, count=3),
+    "decay_softmax_gap": lambda model: PositionDecay(
+        signal=SoftmaxGap(), amplitude=0.02, decay=0.2
+    ),
+}
+
+
+def study_of(model: Any, ids: Any, lengths: Any, exits: tuple[int, ...] = DEPTHS) -> ExitStudy:
+    """Returns a study with states in full precision, for the model's exits."""
+    states = cases.run_dense(model.decoder, model.params, ids, lengths, depths=exits)
+    nothing = np.zeros(0)
+    return ExitStudy(
+        batch=Batch(
+            token_ids=np.asarray(ids), lengths=np.asarray(lengths), window=np.arange(len(ids))
+        ),
+        predicted=np.arange(ids.shape[1]) < np.asarray(lengths)[:, None] - 1,
+        states=np.stack(states[:-1]),
+        kl=nothing,
+        harm=nothing,
+        differs=nothing,
+    )
+
+
+def scores_of(model: Any, signal: Signal, ids: Any, depths: tuple[int, ...] = DEPTHS) -> np.ndarray:
+    lengths = np.full(len(ids), ids.shape[1], np.int32)
+    study = study_of(model, ids, lengths)
+    (found,) = collect_scores(model.decoder, model.params, signal, [study], depths=depths)
+    return found
+
+
+def thresholded(model: Any, signal: Signal) -> Thresholded:
+    """Returns a policy under which about 30 % of the tokens stop at depth 1, 40 % at depth 2."""
+    scores = scores_of(model, signal, tokens(model, seed=9))
+    finite = [row[np.isfinite(row)] for row in scores]
+    cuts = [
+        np.quantile(row, q) if row.size else 0.0 for row, q in zip(finite, (0.3, 0.7), strict=True)
+    ]
+    if signal.name == "patience":  # Nobody has seen two exits at the first.
+        cuts = [-0.5, -0.5]
+    return Thresholded(signal=signal, thresholds=jnp.asarray(cuts, jnp.float32), depths=DEPTHS)
+
+
+def surrogate(model: Any) -> Thresholded:
+    return thresholded(model, SIGNALS["utio_surrogate"](model))
+
+
+def tokens(model: Any, seed: int = 4) -> np.ndarray:
+    return np.asarray(model.tokens(SHAPE.batch, SHAPE.token, seed=seed))

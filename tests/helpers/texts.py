@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of a small text in batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from utio_jax import MicroBatches
+from utio_jax.core.documents import Batch, batches_of, windows_of
+
+EXECUTOR = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8)
+
+
+def batches(model: Any) -> list[Batch]:
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 64, n).astype(np.int32) for n in (30, 11, 24, 2)]
+    windows = windows_of(documents, width=16)
+    return list(batches_of(windows, rows=4, widths=[16], vocab_size=64))  # Two rows are fillers.

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The splits of the standard library's source, and the byte-level tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utio_jax.models.tokenizer import BOS, encode_documents, load_tokenizer, train_tokenizer
+from utio_jax.models.training.corpus import describe, read_files, split_of_path, standard_library
+
+SPLITS = ("train", "calibrate", "test")
+PATHS = st.lists(
+    st.sampled_from(["json", "test", "asyncio", "idlelib", "tests", "a", "b1"]), max_size=3
+).flatmap(lambda folders: st.integers(0, 999).map(lambda n: "/".join([*folders, f"module{n}.py"])))
+
+
+@given(PATHS)
+def test_the_split_rule(path):
+    bucket = int.from_bytes(hashlib.sha256(path.encode()).digest(), "big") % 20
+    optional = any(folder in ("test", "tests", "idlelib") for folder in path.split("/")[:-1])
+    wanted = {0: "test", 1: "calibrate", 2: "calibrate"}.get(bucket, "train")
+    assert split_of_path(path) == (None if optional and wanted != "train" else wanted)
+
+
+def test_a_file_called_like_a_test_folder_is_no_test_folder():
+    names = [f"{stem}{n}.py" for stem in ("test", "idlelib") for n in range(60)]
+    assert {split_of_path(name) for name in names} == set(SPLITS)
+
+
+@pytest.fixture(scope="module")
+def library():
+    return {split: standard_library(split) for split in SPLITS}
+
+
+def test_splits_never_overlap_and_have_their_shares(library):
+    paths = [{document.path for document in library[split]} for split in SPLITS]
+    assert sum(map(len, paths)) == len(set.union(*paths))
+    modules = [
+        sum("test" not in path for path in split if "idlelib" not in path) for split in paths
+    ]
+    # Of 20: 17 train, 2 calibrate, 1 test.
+    assert 0.75 < modules[0] / sum(modules) < 0.95
+    assert 1.2 < modules[1] / modules[2] < 3.5
+
+
+def test_documents_are_sorted_whole_files_with_relative_paths(library):
+    import json.decoder
+    from pathlib import Path
+
+    for documents in library.values():
+        paths = [document.path for document in documents]
+        assert paths == sorted(paths)
+        assert not any(path.startswith("/") or "site-packages" in path for path in paths)
+    (document,) = [d for d in library["train"] if d.path == "json/decoder.py"]
+    assert document.text == Path(json.decoder.__file__).read_text(encoding="utf-8")
+    assert document.num_bytes == Path(json.decoder.__file__).stat().st_size
+
+
+def test_calibrate_and_test_exist_on_every_python(library):
+    for split in ("calibrate", "test"):
+        for document in library[split]:
+            folders = set(document.path.split("/")[:-1])
+            assert not folders & {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
+
+
+def test_a_description_follows_every_byte(tmp_path):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.py").write_text("y = 'é'\n", encoding="utf-8")
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    before = describe(read_files(files))
+    assert before == describe(read_files(files))
+    assert (before["documents"], before["bytes"]) == (2, 15)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert describe(read_files(files))["sha256"] != before["sha256"]
+
+
+def test_what_is_not_source_is_left_out(tmp_path):
+    train = next(f"m{n}.py" for n in range(99) if split_of_path(f"m{n}.py") == "train")
+    for name in ("site-packages", "__pycache__"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.py").write_text("x = 1")
+    (tmp_path / train).write_text("x = 1")
+    (tmp_path / "_sysconfigdata_linux.py").write_text("x = 1")
+    (tmp_path / "notes.txt").write_text("x")
+    for n in range(30):
+        (tmp_path / f"empty{n}.py").write_text(" \n")
+        (tmp_path / f"latin{n}.py").write_bytes("é".encode("latin-1"))
+    assert [d.path for d in standard_library("train", root=tmp_path)] == [train]
+
+
+def test_a_folder_without_source_and_an_unknown_split_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r"Python source of the test split below .*--text"):
+        standard_library("test", root=tmp_path)
+    with pytest.raises(ValueError, match=r"Python source of the test split below .*nowhere"):
+        standard_library("test", root=tmp_path / "nowhere")
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_an_unknown_split_is_named():
+    with pytest.raises(ValueError, match=r'the split "train", "calibrate" or "test"\. Got .valid'):
+        standard_library("valid")  # type: ignore[arg-type]
+
+
+def test_all_unreadable_files_are_named_at_once(tmp_path):
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "empty.txt").write_text("  \n")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    names = ("good.txt", "gone.txt", "empty.txt", "binary.txt")
+    with pytest.raises(ValueError, match="Wanted readable, non-empty") as caught:
+        read_files([tmp_path / name for name in names])
+    message = str(caught.value)
+    assert "gone.txt: No such file" in message
+    assert "empty.txt: empty" in message
+    assert "binary.txt: not UTF-8" in message
+    assert "good.txt" not in message
+
+
+def test_no_files_at_all_are_named():
+    with pytest.raises(ValueError, match="Got no files"):
+        read_files([])
+
+
+TEXTS = ["def add(x, y):\n    return x + y\n" * 20, "for i in range(10):\n\tprint(i)\n" * 20]
+
+
+TOKENIZER = train_tokenizer(TEXTS, vocab_size=280)
+
+
+def test_the_vocabulary_has_the_size_asked_for_and_bos_is_zero():
+    assert TOKENIZER.get_vocab_size() == 280
+    assert TOKENIZER.token_to_id(BOS) == 0
+
+
+@given(st.text(min_size=1).filter(lambda text: BOS not in text))
+def test_any_text_decodes_to_itself(text):
+    text = text.encode("utf-8", "ignore").decode()
+    if not text:
+        return
+    (ids,) = encode_documents(TOKENIZER, [text], bos_id=0)
+    assert ids[0] == 0
+    assert TOKENIZER.decode(ids[1:].tolist()) == text
+
+
+def test_encoding_opens_with_bos_where_there_is_one():
+    first, second = encode_documents(TOKENIZER, ["def", "return x"], bos_id=0)
+    assert first.dtype == np.int32
+    assert first[0] == second[0] == 0
+    (bare,) = encode_documents(TOKENIZER, ["def"], bos_id=None)
+    np.testing.assert_array_equal(first[1:], bare)
+
+
+def test_pieces_are_longer_than_bytes_on_known_text():
+    (ids,) = encode_documents(TOKENIZER, ["def add(x, y):\n    return x + y\n"], bos_id=None)
+    assert len(ids) < 20
+
+
+def test_empty_text_is_an_error():
+    with pytest.raises(ValueError, match=r"non-empty texts\. Text 1 of 2 is empty"):
+        encode_documents(TOKENIZER, ["x", ""], bos_id=0)
+
+
+def test_a_saved_tokenizer_encodes_alike(tmp_path):
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.encode(TEXTS[0]).ids == TOKENIZER.encode(TEXTS[0]).ids
+
+
+def test_text_that_spells_the_special_piece_is_ordinary_text(tmp_path):
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    text = f"bos = {BOS!r}{BOS}\n"
+    (ids,) = encode_documents(loaded, [text], bos_id=0)
+    assert ids[0] == 0
+    assert 0 not in ids[1:]
+    assert loaded.decode(ids.tolist()) == text
+
+
+def test_a_missing_or_broken_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"Wanted a tokenizer at .*gone\.json.*There is none"):
+        load_tokenizer(tmp_path / "gone.json")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(ValueError, match=r"Wanted a tokenizer\.json of the `tokenizers` library"):
+        load_tokenizer(tmp_path / "tokenizer.json")

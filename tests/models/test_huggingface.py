@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of other libraries: the same logits and continuations, and every fault named."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.cli.main import main
+from utio_jax.core.files import load_tensors, save_tensors
+from utio_jax.decoding.generate import generate
+from utio_jax.models import Model, Transformer, load, save
+from utio_jax.models.families import read_config
+from utio_jax.models.rope import RopeScaling
+from utio_jax.policies.depth import GivenDepths
+from utio_jax.staircase.loop import staircase
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import dense_states, oracle
+
+FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
+CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
+SMALL = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)
+
+
+def logits_of(model: Model, token_ids: Any) -> jax.Array:
+    lengths = jnp.full(len(token_ids), token_ids.shape[1])
+    (x,) = dense_states(
+        model.decoder,
+        model.params,
+        jnp.asarray(token_ids),
+        lengths,
+        depths=(model.decoder.config.num_layers,),
+    )
+    return model.decoder.unembed(model.params, x)
+
+
+def test_every_family_has_a_case() -> None:
+    from utio_jax.models.families import FAMILIES
+
+    kinds = {json.loads((FOLDER / c / "config.json").read_text())["model_type"] for c in CASES}
+    assert kinds == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) -> None:
+    model = load(FOLDER / case)
+    wanted = load_tensors(FOLDER / case / "reference.safetensors")
+    np.testing.assert_allclose(logits_of(model, wanted["token_ids"]), wanted["logits"], atol=1e-4)
+    found = generate(model.decoder, model.params, list(wanted["prompt"]), max_new_tokens=24)
+    np.testing.assert_array_equal(found.token_ids[0], wanted["greedy"][0])
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -> None:
+    """Windows, caps, local rotations and learned positions, at depths of every token's own."""
+    layers = load(FOLDER / case).decoder.config.num_layers
+    model = load(FOLDER / case, exits=(1, layers))
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, 48, (3, 20)), jnp.int32)
+    lengths = jnp.asarray([20, 11, 1])
+    given = GivenDepths(
+        depth_of_token=jnp.asarray(rng.choice([1, layers], (3, 20))), depths=(1, layers)
+    )
+    found = staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=SMALL)
+    wanted = oracle(model.decoder, model.params, ids, lengths, found.depths, kv=kv)
+    real = np.arange(20) < np.asarray(lengths)[:, None]
+    np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=2e-4)
+
+
+@pytest.mark.parametrize("case", ["mistral", "gpt2", "gemma3", "llama_biases"])
+def test_what_is_saved_is_what_was_loaded(case: str, tmp_path: Path) -> None:
+    model = load(FOLDER / case)
+    layers = model.decoder.config.num_layers
+    with_exits = load(FOLDER / case, exits=(1, layers))
+    assert isinstance(with_exits.decoder, Transformer)
+    save(tmp_path, with_exits.decoder, model.params, like=model.folder, dtype=jnp.float32)
+    again = load(tmp_path)
+    assert again.decoder.config.exits == (1, layers), "kept in the config"
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    names = set(load_tensors(tmp_path / "model.safetensors"))
+    shards = [load_tensors(file) for file in model.folder.glob("model*.safetensors")]
+    assert names == {name for shard in shards for name in shard}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder to break."""
+    return Path(shutil.copytree(FOLDER / "llama", tmp_path / "llama"))
+
+
+def edit(file: Path, **settings: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+def test_all_options_that_cannot_be_run_are_named_at_once(folder: Path) -> None:
+    edit(
+        folder / "config.json",
+        hidden_act="relu",
+        quantization_config={"bits": 4},
+        rope_parameters={"rope_type": "yarn", "factor": 2.0},
+        num_hidden_layers=None,
+    )
+    with pytest.raises(ValueError, match="Wanted a LlamaForCausalLM that can be run") as error:
+        load(folder)
+    for part in (
+        "hidden_act='relu', of which only 'silu' or 'swish' is supported",
+        "quantization_config",
+        "rope_type='yarn', of which only default, linear and llama3",
+        "num_hidden_layers is missing",
+    ):
+        assert part in str(error.value)
+
+
+def test_unknown_architectures_are_refused(folder: Path) -> None:
+    edit(folder / "config.json", model_type="mamba")
+    with pytest.raises(ValueError, match="model_type of llama, qwen2.*Got 'mamba'.*Decoder"):
+        load(folder)
+
+
+def test_the_old_spelling_of_rope_is_read() -> None:
+    config = json.loads((FOLDER / "llama_biases" / "config.json").read_text())
+    new = read_config(config, source="here")
+    rope = config.pop("rope_parameters")
+    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    assert read_config(config, source="here") == new
+    assert new.rope_scaling is not None
+
+
+def settings(case: str, **changes: Any) -> Any:
+    config = {**json.loads((FOLDER / case / "config.json").read_text()), **changes}
+    return read_config({k: v for k, v in config.items() if v != "absent"}, source="here")
+
+
+def test_defaults_and_precedence_are_those_of_transformers() -> None:
+    assert settings("mistral", sliding_window="absent").windows == (4096,) * 3
+    assert settings("mistral", sliding_window=None).windows == ()
+    assert settings("mistral", layer_types=["full_attention"] * 3).windows == (6, 6, 6)
+    assert settings("qwen2", use_sliding_window=False, layer_types="absent").windows == ()
+    stretched = {"rope_type": "linear", "factor": 4.0}
+    both = settings("llama", rope_scaling=stretched, rope_parameters={"rope_theta": 5e5})
+    assert both.rope_scaling == RopeScaling(kind="linear", factor=4.0)
+    assert both.rope_theta == 1e4
+    old = {"rope_parameters": "absent", "layer_types": "absent"}
+    gemma = settings("gemma3", **old)
+    assert (gemma.rope_theta, gemma.local_rope_theta) == (1e6, 1e4)
+    assert gemma.windows == (5, 5, 5, 5), "of six, the last attends to all"
+    gemma = settings("gemma3", **old, rope_theta=1e5, rope_local_base_freq=1e3)
+    assert (gemma.rope_theta, gemma.local_rope_theta) == (1e5, 1e3)
+    local = {"sliding_attention": stretched, "full_attention": {"rope_theta": 1e6}}
+    with pytest.raises(ValueError, match="scaled rotations of local layers"):
+        settings("gemma3", rope_parameters=local)
+    with pytest.raises(ValueError, match="sliding_window=None"):
+        settings("gemma2", sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": ["llama"]},
+        {"num_attention_heads": 0},
+        {"vocab_size": "48"},
+        {"utio_jax": {"exits": 3}},
+        {"rope_scaling": {"rope_type": "linear"}},
+    ],
+)
+def test_configs_that_mean_nothing_are_refused(
+    change: dict[str, Any], unchecked_shapes: None
+) -> None:
+    with pytest.raises(ValueError, match="Wanted"):
+        settings("llama", **change)
+
+
+def test_what_ends_a_text_is_taken_from_the_generation_config(folder: Path) -> None:
+    edit(folder / "config.json", eos_token_id=3)
+    assert load(folder).decoder.config.eos_ids == (3,)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
+    assert load(folder).decoder.config.eos_ids == (5, 6)
+
+
+def test_a_head_of_its_own_wins_over_a_config_that_ties_it(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER / "qwen2", tmp_path / "m"))
+    stored = load_tensors(folder / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": embedding})
+    assert "head" not in load(folder).params, "the embedding again"
+    save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": 2 * embedding})
+    model = load(folder)
+    np.testing.assert_array_equal(model.params["head"]["kernel"], 2 * embedding.T)
+    del stored["model.embed_tokens.weight"]
+    save_tensors(folder / "model.safetensors", {**stored, "lm_head.weight": embedding})
+    np.testing.assert_array_equal(load(folder).params["embedding"]["embedding"], embedding)
+
+
+def test_text_is_encoded_whole_and_special_pieces_are_known(folder: Path) -> None:
+    from utio_jax.models.tokenizer import BOS, train_tokenizer
+
+    tokenizer = train_tokenizer(["some text to learn pieces of"], vocab_size=270)
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (ids,) = load(folder).encode(["a text of more than four pieces"])
+    assert len(ids) > 8
+    assert load(folder).encode(["ab"])[0].size == 2
+    assert load(folder).encode([f"a{BOS}"])[0].tolist()[-1] == 0
+
+
+def test_every_wrong_tensor_of_a_checkpoint_is_named_at_once(folder: Path) -> None:
+    stored = load_tensors(folder / "model.safetensors")
+    stored["extra"] = stored.pop("model.norm.weight")
+    stored["model.layers.2.mlp.up_proj.weight"] = np.zeros((40, 31), np.float32)
+    del stored["model.layers.1.self_attn.q_proj.weight"]
+    save_tensors(folder / "model.safetensors", stored)
+    with pytest.raises(ValueError, match="missing model.norm.weight") as error:
+        load(folder)
+    for part in (
+        "missing model.layers.1.self_attn.q_proj.weight (32, 32)",
+        "unexpected extra",
+        "model.layers.2.mlp.up_proj.weight has shape (40, 31), wanted (40, 32)",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_truncated_file_is_named(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="truncated or corrupt.*Fetch or write it again"):
+        load(folder)
+
+
+def test_pickles_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="is a pickle.*save_file"):
+        load(folder)
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match="There is neither"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../llama/model.safetensors", "/etc/hosts", "..", ""])
+def test_an_index_cannot_point_outside_its_folder(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").unlink()
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(ValueError, match="names of files beside"):
+        load(folder)
+
+
+def test_an_index_without_names_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+    with pytest.raises(ValueError, match="Wanted a weight_map from tensors to files"):
+        load(folder)
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER / "mistral", tmp_path / "m"))
+    for number in (2, 5):
+        (folder / f"model-0000{number}-of-00007.safetensors").unlink()
+    with pytest.raises(ValueError, match="model-00002-of-00007.*model-00005-of-00007.*missing"):
+        load(folder)
+
+
+def test_text_of_a_folder_without_tokenizer_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="Pass token ids instead of text"):
+        load(folder).encode(["text"])
+
+
+def test_names_that_a_base_model_leaves_out_are_understood(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER / "gpt2", tmp_path / "gpt2"))
+    stored = load_tensors(folder / "model.safetensors")
+    bare = {name.removeprefix("transformer."): leaf for name, leaf in stored.items()}
+    bare["h.0.attn.bias"] = np.zeros((1, 1, 64, 64), np.float32)  # A mask, of old checkpoints.
+    save_tensors(folder / "model.safetensors", bare)
+    jax.tree.map(np.testing.assert_array_equal, load(folder).params, load(FOLDER / "gpt2").params)
+
+
+def test_parameters_go_where_they_are_sent(folder: Path) -> None:
+    mesh = jax.make_mesh((1,), ("model",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    asked = []
+
+    def place(path: str, shape: tuple[int, ...]) -> jax.sharding.Sharding:
+        asked.append((path, shape))
+        return here
+
+    model = load(folder, sharding=place, dtype=jnp.bfloat16)
+    assert ("layers.q_proj.kernel", (3, 32, 32)) in asked
+    for leaf in jax.tree.leaves(model.params):
+        assert leaf.sharding.is_equivalent_to(here, leaf.ndim)
+        assert leaf.dtype == jnp.bfloat16
+
+
+def test_cached_hub_models_load_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "models--someone--small"
+    shutil.copytree(FOLDER / "qwen2", cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert load("someone/small").decoder == load(FOLDER / "qwen2").decoder
+    with pytest.raises(ValueError, match="no folder someone/other.*neither cached nor to be had"):
+        load("someone/other")
+    with pytest.raises(ValueError, match="There is nothing at not a name"):
+        load("not a name")
+
+
+def test_evaluate_prints_loss_and_perplexity_of_token_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = load_tensors(FOLDER / "llama" / "reference.safetensors")
+    ids = wanted["token_ids"]
+    logp = np.asarray(jax.nn.log_softmax(wanted["logits"], axis=-1))
+    loss = -np.take_along_axis(logp[:, :-1], ids[:, 1:, None], axis=-1).mean()
+    (tmp_path / "ids.json").write_text(json.dumps(ids.tolist()))
+    model = ["--model", str(FOLDER / "llama"), "--token-ids", str(tmp_path / "ids.json")]
+    assert main(["evaluate", *model]) == 0
+    full = json.loads(capsys.readouterr().out)
+    assert full["command"] == "evaluate"
+    assert full["loss"] == pytest.approx(loss, abs=1e-4)
+    assert full["perplexity"] == pytest.approx(math.exp(loss), rel=1e-3)
+    assert full["bits_per_byte"] is None
+    assert full["flops_ratio"] == pytest.approx(1)
+    first = ["--exits", "1", "3", "--policy", "uniform", "--depth", "1"]
+    assert main(["evaluate", *model, *first]) == 0
+    shallow = json.loads(capsys.readouterr().out)
+    assert shallow["depth_decided_mean"] == pytest.approx(1)
+    assert shallow["loss"] != pytest.approx(loss, abs=1e-2)
+
+
+@pytest.mark.skipif("STORIES260K" not in os.environ, reason="needs that checkpoint's folder")
+def test_a_trained_checkpoint_has_its_published_loss_and_continuation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(os.environ["STORIES260K"])
+    reference = json.loads((folder / "reference.json").read_text())
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(reference["stories"]))
+    assert main(["evaluate", "--model", str(folder), "--token-ids", str(ids)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(reference["loss_per_token_nats"], abs=5e-4)
+    model, greedy = load(folder), reference["greedy"]
+    prompt, wanted = np.asarray(greedy["prompt"]), greedy["continuation"]
+    new = generate(model.decoder, model.params, [prompt], max_new_tokens=len(wanted))
+    assert new.token_ids[0].tolist() == wanted
+
+
+def test_a_stock_model_learns_to_predict_at_its_exits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    # Text with something to learn: each token is its predecessor plus one, mostly.
+    steps = np.where(rng.random((60, 40)) < 0.9, 1, rng.integers(0, 48, (60, 40)))
+    (tmp_path / "ids.json").write_text(json.dumps((np.cumsum(steps, axis=1) % 48).tolist()))
+    out = tmp_path / "out"
+    arguments = ["finetune", "--model", str(FOLDER / "gpt2"), "--exits", "1", "3"]
+    arguments += ["--token-ids", str(tmp_path / "ids.json"), "--out", str(out), "--rate", "0.01"]
+    arguments += ["--tokens-per-step", "256", "--context", "32"]
+    assert main([*arguments, "--steps", "20"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    before, after = found["loss_before"], found["loss_after"]
+    assert all(b > a + 0.3 for b, a in zip(before, after, strict=True)), "both exits learned"
+
+    tuned = load(out / "model")
+    assert tuned.decoder.config.exits == (1, 3)
+    stored = json.loads((out / "model" / "config.json").read_text())
+    assert stored["architectures"] == ["GPT2LMHeadModel"]
+    assert set(load_tensors(out / "model" / "model.safetensors")) == set(
+        load_tensors(FOLDER / "gpt2" / "model.safetensors")
+    )
+    assert main([*arguments, "--steps", "20"]) == 2, "another run is there"
+    assert "--resume" in capsys.readouterr().err
+    assert main([*arguments, "--steps", "20", "--resume"]) == 0, "nothing is left to do"
+    again = json.loads(capsys.readouterr().out)
+    assert again["loss_after"] == after
+    assert main(["finetune", "--model", str(FOLDER / "gpt2"), *arguments[6:]]) == 2
+    assert "Wanted exits before the last layer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
+    """In a process of its own: 1.2 GB of float32 in three files."""
+    import subprocess
+    import sys
+
+    program = f"""
+import json, re, numpy as np
+from pathlib import Path
+from safetensors.numpy import save_file
+config = json.loads(Path({str(FOLDER / "llama" / "config.json")!r}).read_text())
+config |= dict(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24,
+               num_attention_heads=16, num_key_value_heads=4)
+folder = Path({str(tmp_path)!r})
+(folder / "config.json").write_text(json.dumps(config))
+from utio_jax.models.families import FAMILIES, read_config
+from utio_jax.models.huggingface import _names, _stored_shape, _used, flatten
+from utio_jax.models import Transformer, load
+import jax
+decoder = Transformer(read_config(config, source=""))
+shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
+names = [(name, _stored_shape(rule, shapes)) for rule in _used(FAMILIES["llama"].rules, shapes)
+         for name in _names(rule, 24)]
+size, where = 0, {{}}
+for part in range(3):
+    tensors = {{name: np.ones(shape, np.float32) for name, shape in names[part::3]}}
+    size += sum(tensor.nbytes for tensor in tensors.values())
+    save_file(tensors, str(folder / f"part{{part}}.safetensors"))
+    where |= dict.fromkeys(tensors, f"part{{part}}.safetensors")
+    del tensors
+(folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=where)))
+def read(field):
+    return 1024 * int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+jax.block_until_ready(jax.numpy.ones(3) + 1)
+Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
+before = read("VmRSS")
+jax.block_until_ready(load(folder).params)
+print((read("VmHWM") - before) / size)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert float(found.stdout) < 1.2

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Flax transformer against a forward pass written out in NumPy, and against its own laws."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.attention.products import visible_keys
+from utio_jax.core.decoder import Decoder
+from utio_jax.models.presets import STDLIB_16, TINY
+from utio_jax.models.transformer import RMSNorm, Transformer, rotate
+from utio_jax.staircase.base import layer_at
+from utio_jax.staircase.reference import apply_layer, dense_states
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+
+def slow_forward(config, params, ids: np.ndarray, num_layers: int) -> np.ndarray:
+    """Returns one document's logits after `num_layers`, in float64, head by head and key by key."""
+    tree = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+
+    def normed(scale, x):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * scale
+
+    def rotated(x, position):
+        half = config.head_dim // 2
+        out = np.empty_like(x)
+        for i in range(half):
+            angle = position * config.rope_theta ** (-i / half)
+            out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
+            out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
+        return out
+
+    x = tree["embedding"]["embedding"][ids]
+    for index in range(num_layers):
+        layer = jax.tree.map(lambda leaf, index=index: leaf[index], tree["layers"])
+        y = normed(layer["attention_norm"]["scale"], x)
+        q, k, v = (
+            (y @ layer[name]["kernel"]).reshape(len(ids), -1, config.head_dim)
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        group = config.num_heads // config.num_kv_heads
+        attended = np.zeros_like(q)
+        for i in range(len(ids)):
+            for head in range(config.num_heads):
+                query = rotated(q[i, head], i)
+                scores = [query @ rotated(k[j, head // group], j) for j in range(i + 1)]
+                scores = np.array(scores) / np.sqrt(config.head_dim)
+                weights = np.exp(scores - scores.max())
+                attended[i, head] = weights @ v[: i + 1, head // group] / weights.sum()
+        x = x + attended.reshape(len(ids), -1) @ layer["o_proj"]["kernel"]
+        y = normed(layer["mlp_norm"]["scale"], x)
+        hidden = y @ layer["up_proj"]["kernel"]
+        if config.activation == "swiglu":
+            gate = y @ layer["gate_proj"]["kernel"]
+            hidden = hidden * gate / (1 + np.exp(-gate))
+        else:
+            hidden = np.maximum(hidden, 0) ** 2
+        x = x + hidden @ layer["down_proj"]["kernel"]
+    y = normed(tree["norm"]["scale"], x)
+    head = tree["embedding"]["embedding"].T if config.tie_embeddings else tree["head"]["kernel"]
+    return y @ head
+
+
+@pytest.fixture(params=["tiny", "tiny_swiglu"])
+def model(request):
+    """Squared ReLU, tied, two K/V heads; and SwiGLU, untied, four."""
+    return request.getfixturevalue(request.param)
+
+
+def test_every_exit_predicts_what_the_formulas_say(model):
+    config = model.decoder.config
+    ids = model.tokens(2, 9)
+    states = dense_states(
+        model.decoder, model.params, ids, jnp.asarray([9, 9]), depths=config.exits
+    )
+    for depth, x in zip(config.exits, states, strict=True):
+        logits = model.decoder.unembed(model.params, x)
+        assert logits.shape == (2, 9, config.vocab_size)
+        for row in range(2):
+            expected = slow_forward(config, model.params, np.asarray(ids[row]), depth)
+            np.testing.assert_allclose(logits[row], expected, rtol=1e-3, atol=2e-4)
+
+
+def test_the_loop_over_stacked_layers_is_a_loop_over_layers(model):
+    ids = model.tokens(2, 9)
+    positions = jnp.broadcast_to(jnp.arange(9, dtype=jnp.int32), (2, 9))
+    x = model.decoder.embed(model.params, ids, positions)
+    places = model.decoder.encode_positions(positions)
+    for index in range(model.decoder.config.num_layers):
+        one = jax.tree.map(lambda leaf, index=index: leaf[index], model.params["layers"])
+        for found, wanted in zip(
+            jax.tree.leaves(layer_at(model.decoder, model.params, index)),
+            jax.tree.leaves(one),
+            strict=True,
+        ):
+            np.testing.assert_array_equal(found, wanted)
+        x = apply_layer(model.decoder, one, x, places, visible_keys(positions, positions))
+    (states,) = dense_states(model.decoder, model.params, ids, jnp.asarray([9, 9]), depths=(4,))
+    np.testing.assert_allclose(states, x, rtol=1e-5, atol=1e-5)
+
+
+def test_later_tokens_change_nothing_earlier(model):
+    ids = model.tokens(1, 9)
+    changed = ids.at[0, 5].set((ids[0, 5] + 1) % model.decoder.config.vocab_size)
+    before, after = (
+        dense_states(model.decoder, model.params, tokens, jnp.asarray([9]), depths=(4,))[0]
+        for tokens in (ids, changed)
+    )
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    # And all later ones, so this model does attend.
+    assert (np.abs(np.asarray(before - after))[0, 5:].max(axis=-1) > 1e-4).all()
+
+
+def test_every_layer_of_the_test_model_does_something(model):
+    states = dense_states(
+        model.decoder, model.params, model.tokens(1, 9), jnp.asarray([9]), depths=(1, 2, 3, 4)
+    )
+    for shallow, deep in itertools.pairwise(states):
+        assert np.abs(np.asarray(deep - shallow)).max() > 0.05
+
+
+def test_rope_knows_distances_and_not_positions(tiny):
+    rng = np.random.default_rng(0)
+    query, key = (jnp.asarray(rng.normal(size=(1, 8)), jnp.float32) for _ in range(2))
+
+    def product(query_position: int, key_position: int) -> float:
+        q, k = (
+            rotate(x, tiny.decoder.encode_positions(jnp.asarray(position, jnp.int32)))
+            for x, position in ((query, query_position), (key, key_position))
+        )
+        return float(jnp.vdot(q, k))
+
+    np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
+    np.testing.assert_allclose(product(0, 0), float(jnp.vdot(query, key)), rtol=1e-6)
+    assert abs(product(7, 3) - product(7, 4)) > 1e-3
+
+
+def test_rope_keeps_lengths(tiny):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2, 8)), jnp.float32)
+    places = tiny.decoder.encode_positions(jnp.asarray([0, 1, 50, 1000, 100_000], jnp.int32))
+    np.testing.assert_allclose(
+        jnp.linalg.norm(rotate(x, places), axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5
+    )
+
+
+def test_methods_treat_leading_axes_alike(model):
+    decoder, params = model.decoder, model.params
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 3, 32)), jnp.float32)
+    positions = jnp.asarray(rng.integers(0, 50, (2, 3)), jnp.int32)
+    layer = layer_at(decoder, params, 1)
+    flat = lambda tree: jax.tree.map(lambda leaf: leaf.reshape(6, *leaf.shape[2:]), tree)  # noqa: E731
+    places = decoder.encode_positions(positions)
+    queries = decoder.queries(layer, x, places)
+    keys, values = decoder.keys_values(layer, x, places)
+    out = decoder.finish_layer(layer, x, queries)
+    logits = decoder.unembed(params, x)
+    assert queries.shape == (2, 3, 4, 8)
+    assert keys.shape == values.shape == (2, 3, decoder.config.num_kv_heads, 8)
+    assert out.shape == x.shape
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # noqa: E731
+    close(flat(queries), decoder.queries(layer, flat(x), flat(places)))
+    close(flat(keys), decoder.keys_values(layer, flat(x), flat(places))[0])
+    close(flat(out), decoder.finish_layer(layer, flat(x), flat(queries)))
+    close(flat(logits), decoder.unembed(params, flat(x)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TINY,
+        STDLIB_16,
+        dataclasses.replace(TINY, tie_embeddings=False),
+        dataclasses.replace(TINY, activation="swiglu"),
+    ],
+)
+def test_parameters_have_the_shapes_that_the_config_says(config):
+    params = jax.eval_shape(Transformer(config).init, jax.random.key(0))
+    layers, dim, heads = config.num_layers, config.embed_dim, config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    kernels = {
+        "q_proj": (dim, heads),
+        "k_proj": (dim, kv),
+        "v_proj": (dim, kv),
+        "o_proj": (heads, dim),
+        "up_proj": (dim, config.mlp_dim),
+        "down_proj": (config.mlp_dim, dim),
+    }
+    if config.activation == "swiglu":
+        kernels["gate_proj"] = (dim, config.mlp_dim)
+    stack = {name: {"kernel": (layers, *shape)} for name, shape in kernels.items()}
+    stack |= {name: {"scale": (layers, dim)} for name in ("attention_norm", "mlp_norm")}
+    wanted = {
+        "embedding": {"embedding": (config.vocab_size, dim)},
+        "layers": stack,
+        "norm": {"scale": (dim,)},
+    }
+    if not config.tie_embeddings:
+        wanted["head"] = {"kernel": (dim, config.vocab_size)}
+    assert jax.tree.map(lambda leaf: leaf.shape, params) == wanted
+
+
+def test_the_shipped_size_fits_twelve_megabytes_of_bfloat16():
+    params = jax.eval_shape(Transformer(STDLIB_16).init, jax.random.key(0))
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) * 2 < 12e6
+
+
+def test_fresh_layers_are_the_identity_so_every_exit_starts_alike():
+    decoder = Transformer(TINY)
+    params = decoder.init(jax.random.key(0))
+    ids = jnp.zeros((1, 4), jnp.int32)
+    first, last = dense_states(decoder, params, ids, jnp.asarray([4]), depths=(1, 4))
+    np.testing.assert_array_equal(first, last)
+
+
+def test_layers_start_out_different():
+    kernel = Transformer(TINY).init(jax.random.key(0))["layers"]["q_proj"]["kernel"]
+    assert jnp.abs(kernel[0] - kernel[1]).max() > 0.1
+
+
+def test_bfloat16_stays_bfloat16(tiny):
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tiny.params)
+    ids = tiny.tokens(1, 9)
+    (x,) = dense_states(tiny.decoder, params, ids, jnp.asarray([9]), depths=(4,))
+    assert x.dtype == jnp.bfloat16
+    logits = tiny.decoder.unembed(params, x)
+    assert logits.dtype == jnp.bfloat16
+    expected = slow_forward(tiny.decoder.config, tiny.params, np.asarray(ids[0]), 4)
+    error = np.abs(np.asarray(logits[0], np.float32) - expected).mean()
+    assert error < 0.05 * np.abs(expected).mean()
+
+
+def test_the_norm_is_taken_in_float32():
+    x = jnp.full((1, 512), 300.0, jnp.float16)  # Squares overflow float16.
+    y = RMSNorm(1e-6).apply({"params": {"scale": jnp.ones(512, jnp.float16)}}, x)
+    np.testing.assert_allclose(np.asarray(y, np.float32), 1.0, rtol=1e-3)
+
+
+def test_equal_configs_are_one_static_argument(count_compiles):
+    def logits(params, x, decoder):
+        return decoder.unembed(params, x)
+
+    run = jax.jit(logits, static_argnames="decoder")
+    params = Transformer(TINY).init(jax.random.key(0))
+    x = jnp.zeros((1, 32))
+    run(params, x, decoder=Transformer(TINY))
+    with count_compiles() as compiles:
+        run(params, x, decoder=Transformer(dataclasses.replace(TINY)))
+    assert compiles.count == 0
+    assert isinstance(Transformer(TINY), Decoder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"activation": "relu"},
+            "activation to be one of squared_relu, gelu.*Got activation='relu'",
+        ),
+        ({"head_dim": 7}, "even head_dim. Got head_dim=7"),
+        ({"num_kv_heads": 3}, "TransformerConfig needs num_kv_heads that divides num_heads=4"),
+        ({"exits": (1, 2)}, "end at num_layers=4"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_a_config_names_what_is_wrong(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **change)

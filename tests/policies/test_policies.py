@@ -1,0 +1,451 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laws that every policy obeys, run over all of them; what the controls decide."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.counting import Counting, read_counts
+from helpers.generation import PROMPTS, SMALL, assert_greedy, lively_model
+from helpers.models import assert_close
+from helpers.policies import DEPTHS, EXITS, SHAPE, SIGNALS, scores_of, thresholded, tokens
+
+from utio_jax import (
+    Entropy,
+    GivenDepths,
+    Policy,
+    Random,
+    Thresholded,
+    Uniform,
+    full_depth,
+    score,
+)
+from utio_jax.calibration.search import forget_programs
+from utio_jax.core.documents import Batch
+from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Setting
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.loop import begin
+from utio_jax.decoding.sampling import Greedy
+from utio_jax.decoding.state import stop_rules
+from utio_jax.evaluation.evaluate import evaluate, gate_flops, run_score
+from utio_jax.policies.base import Boundary
+
+STATELESS: dict[str, Callable[[Any], Policy]] = {
+    "uniform": lambda model: Uniform(depth=2),
+    "random": lambda model: Random(
+        fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=DEPTHS
+    ),
+}
+POLICIES = (*SIGNALS, *STATELESS)
+COUSINS = ("max_probability", "entropy", "classifier", "keep_first_learned", "floor_hazard")
+"""Of the same code as a neighbour above: `make test-slow` holds the laws against them as well."""
+
+
+def laws_of(names: Iterable[str]) -> pytest.MarkDecorator:
+    chosen = [pytest.param(n, marks=pytest.mark.slow if n in COUSINS else ()) for n in names]
+    return pytest.mark.parametrize("policy", chosen, indirect=True)
+
+
+BEFORE = ("position", "utio_before", *STATELESS)
+"""Policies that decide before the pass."""
+
+
+def make(model: Any, name: str) -> Any:
+    return STATELESS[name](model) if name in STATELESS else thresholded(model, SIGNALS[name](model))
+
+
+def run(model: Any, policy: Any, ids: Any, lengths: Any = None) -> Any:
+    """Returns what `score` does, by the program of `evaluate`: all laws share one compilation."""
+    if lengths is None:
+        lengths = np.full(SHAPE.batch, SHAPE.token, np.int32)
+    return run_score(
+        model.decoder,
+        model.params,
+        jnp.asarray(ids),
+        jnp.asarray(lengths),
+        policy=policy,
+        kv="propagate",
+        executor=SHAPE.executor,
+    )
+
+
+@pytest.fixture(scope="module")
+def policy(tiny: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """One policy: pytest runs all laws on it before the next one."""
+    made = make(tiny, request.param)
+    assert made.name == request.param
+    yield made
+    # The programs of all policies together need more memory maps than Linux allows a process.
+    forget_programs()
+
+
+@laws_of(POLICIES)
+def test_runs_as_the_oracle_says_at_the_depths_it_decides(tiny: Any, policy: Any) -> None:
+    name = policy.name
+    assert isinstance(policy, Policy)
+    histogram: collections.Counter[int] = collections.Counter()
+    for seed in range(16):
+        ids, lengths, _ = cases.draw(SHAPE, tiny.decoder.config.vocab_size, seed)
+        found = run(tiny, policy, ids, lengths)
+        wanted = cases.run_oracle(
+            tiny.decoder, tiny.params, ids, lengths, found.depths, kv="propagate"
+        )
+        real = np.arange(SHAPE.token) < lengths[:, None]
+        np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=1e-4)
+        histogram.update(np.asarray(found.depths)[real].tolist())
+    unused = {"patience": {1}, "floor_hazard": {1}}.get(name, set())
+    assert set(histogram) == ({2} if name == "uniform" else set(DEPTHS) - unused)
+
+
+@laws_of(POLICIES)
+def test_later_tokens_change_nothing_before_them(tiny: Any, policy: Any) -> None:
+    ids = tokens(tiny)
+    assert policy.causal
+    before = run(tiny, policy, ids)
+    for cut in (1, 4, 8, 16):
+        changed = ids.copy()
+        changed[:, cut:] = (changed[:, cut:] + 7) % tiny.decoder.config.vocab_size
+        after = run(tiny, policy, changed)
+        np.testing.assert_array_equal(after.depths[:, :cut], before.depths[:, :cut])
+        assert_close(after.x[:, :cut], before.x[:, :cut])
+
+
+@laws_of(POLICIES)
+def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, policy: Any) -> None:
+    ids = tokens(tiny)
+    lengths = np.asarray([17, 6, 11], np.int32)
+    together = run(tiny, policy, ids, lengths)
+    order = np.asarray([2, 0, 1], np.int64)
+    turned = run(tiny, policy, ids[order], lengths[order])
+    for row, length in enumerate(lengths):
+        alone = run(tiny, policy, ids, np.where(np.arange(3) == row, lengths, 0).astype(np.int32))
+        padding = ids.copy()
+        padding[row, length:] = 5
+        padded = run(tiny, policy, padding, lengths)
+        place = int(np.flatnonzero(order == row)[0])
+        for found, at in ((alone, row), (turned, place), (padded, row)):
+            np.testing.assert_array_equal(found.depths[at, :length], together.depths[row, :length])
+            assert_close(found.x[at, :length], together.x[row, :length])
+
+
+@laws_of(SIGNALS)
+def test_higher_thresholds_stop_more_and_compile_nothing(
+    tiny: Any, policy: Any, count_compiles: Any
+) -> None:
+    ids = tokens(tiny)
+    first = scores_of(tiny, policy.signal, ids)[0]
+    finite = first[np.isfinite(first)]
+    levels = [np.quantile(finite, q) for q in (0.2, 0.5, 0.8) if finite.size]
+    levels = [-np.inf, -1e30, *levels, 1e30, np.inf]
+    moved = [
+        dataclasses.replace(policy, thresholds=policy.thresholds.at[0].set(level))
+        for level in levels
+    ]
+    run(tiny, policy, ids)
+    with count_compiles() as compiles:
+        stays = [np.asarray(run(tiny, one, ids).depths) == DEPTHS[0] for one in moved]
+    assert compiles.count == 0
+    for lower, higher in itertools.pairwise(stays):
+        assert (higher | ~lower).all()
+    # The floor never stops here; the first tokens of a row may be kept.
+    assert stays[0].sum() == 0
+    assert stays[-1].all()
+    np.testing.assert_array_equal(stays[-2], np.isfinite(first))
+
+
+@laws_of(SIGNALS)
+def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny).copy()
+    everyone = dataclasses.replace(policy, thresholds=jnp.full(2, 1e30))
+    ids[ids == 63] = 0
+    ids[:, 1] = 63
+    broken = jax.tree.map(lambda leaf: leaf.at[63].set(jnp.nan), tiny.params["embedding"])
+    model = dataclasses.replace(tiny, params=tiny.params | {"embedding": broken})
+    found = run(model, everyone, ids)
+    depths = np.asarray(found.depths)
+    if name not in BEFORE:
+        assert (depths[:, 1:] == 4).all(), "and everybody who attends to it"
+    else:
+        assert (depths == 1).all()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watched:
+    """A signal, counting the slots that its function of live tokens is applied to."""
+
+    signal: Any
+
+    # By name: from Python 3.12 on, protocols do not see what `__getattr__` forwards.
+    name = property(lambda self: self.signal.name)
+    causal = property(lambda self: self.signal.causal)
+    remembers = property(lambda self: self.signal.remembers)
+
+    def start(self, token_ids: jax.Array, positions: jax.Array) -> Any:
+        return self.signal.start(token_ids, positions)
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return self.signal.flops(index, decoder, params)
+
+    def reads_logits(self, index: int) -> bool:
+        return self.signal.reads_logits(index)
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        def map_live(function: Any, *arrays: jax.Array) -> jax.Array:
+            def counted(*blocks: jax.Array) -> jax.Array:
+                slots = blocks[0].shape[0]
+                jax.debug.callback(lambda: Counting.counts.update({"map_live": slots}))
+                return function(*blocks)
+
+            return boundary.map_live(counted, *arrays)
+
+        return self.signal(index, dataclasses.replace(boundary, map_live=map_live), memory)
+
+
+@laws_of(POLICIES)
+def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny)
+    decoder, lengths = Counting(tiny.decoder.config), jnp.asarray([17, 6, 11])
+    watched = policy
+    if name in SIGNALS:
+        watched = dataclasses.replace(policy, signal=Watched(signal=policy.signal))
+    read_counts()
+    found = jax.jit(score, static_argnums=0, static_argnames="executor")(
+        decoder, tiny.params, ids, lengths, watched, executor=SHAPE.executor
+    )
+    jax.block_until_ready(found)
+    counts = read_counts()
+    work, depths = found.work, np.asarray(found.depths)
+    padded = lambda count: -(-int(count) // SHAPE.executor.min_bucket) * SHAPE.executor.min_bucket  # noqa: E731
+    boundaries = range(len(policy.depths) - 1)
+    arrived = [padded((depths >= policy.depths[index]).sum()) for index in boundaries]
+    looked = np.zeros(depths.shape, bool)
+    for index in boundaries:
+        looked |= (depths == policy.depths[index]) & policy.reads_logits(index)
+    looks = [n * policy.reads_logits(index) for index, n in enumerate(arrived)]
+    heads = [*looks, 0, padded(((depths > 0) & ~looked).sum())]
+    np.testing.assert_array_equal(work.heads, heads)
+    assert counts["unembed"] == sum(heads)
+    gate = [policy.flops(index, tiny.decoder, tiny.params) for index in boundaries]
+    gated_slots = sum(
+        n
+        for n, flops, look in zip(arrived, gate, looks, strict=True)
+        if flops and not look and name != "prompt_router"
+    )
+    assert counts["map_live"] == gated_slots
+    wanted = sum(flops * n for flops, n in zip(gate, arrived, strict=True))
+    assert gate_flops(tiny.decoder, tiny.params, policy, work) == wanted
+
+
+@pytest.mark.parametrize("name", ["learned", "softmax_gap", "position"])
+def test_exits_not_in_use_cost_nothing_and_change_nothing(tiny: Any, name: str) -> None:
+    """Over all exits, a policy is the one over those that it uses, in values and in cost."""
+    policy, ids, lengths = make(tiny, name), tokens(tiny), np.asarray([17, 6, 11], np.int32)
+    first = policy.thresholds[0]
+    cost = token_cost(tiny.decoder, tiny.params)
+
+    def spent(policy: Any, found: Any) -> float:
+        gates = gate_flops(tiny.decoder, tiny.params, policy, found.work)
+        return pass_flops(cost, found.work, gates=gates)
+
+    for depths, thresholds in (((1, 4), (first, -np.inf)), ((2,), (-np.inf, np.inf))):
+        kept = jnp.asarray([t for t in thresholds if np.isfinite(t)], jnp.float32)
+        wide = dataclasses.replace(policy, thresholds=jnp.asarray(thresholds, jnp.float32))
+        narrow = dataclasses.replace(policy, thresholds=kept, depths=depths)
+        ours, theirs = run(tiny, wide, ids, lengths), run(tiny, narrow, ids, lengths)
+        np.testing.assert_array_equal(ours.depths, theirs.depths)
+        np.testing.assert_allclose(ours.log_likelihood, theirs.log_likelihood, atol=1e-5)
+        assert spent(wide, ours) == pytest.approx(spent(narrow, theirs))
+    counts = np.asarray(ours.work.queries)
+    assert counts[1] > 0
+    assert not counts[2:].any(), "nobody came here"
+    assert not np.asarray(ours.work.keys_values)[2:].any(), "so nobody needs these K/V"
+
+
+@laws_of(SIGNALS)
+def test_flops_are_those_of_the_arithmetic(tiny: Any, policy: Any) -> None:
+    signal, count = policy.signal, 3  # As many tokens as the router's prompt.
+    config = tiny.decoder.config
+    memory = signal.start(jnp.zeros((1, count), jnp.int32), jnp.arange(count)[None])
+    rows = lambda y: y.reshape(1, count, *y.shape[1:])  # noqa: E731
+    flat = lambda arrays: [a.reshape(count, *a.shape[2:]) for a in arrays]  # noqa: E731
+    for index, depth in enumerate(EXITS):
+
+        def call(x: jax.Array, memory: Any, index: int = index, depth: int = depth) -> Any:
+            boundary = Boundary(
+                x=x,
+                positions=jnp.arange(count, dtype=jnp.int32)[None],
+                live=jnp.ones((1, count), bool),
+                params=tiny.params,
+                depth=depth,
+                decoder=tiny.decoder,
+                map_live=lambda function, *arrays: rows(function(*flat(arrays))),
+                map_logits=lambda function, *arrays: rows(
+                    function(jnp.zeros((count, config.vocab_size)), *flat(arrays))
+                ),
+            )
+            return signal(index, boundary, memory)
+
+        x = jax.random.normal(jax.random.key(0), (1, count, config.embed_dim))
+        counted = count_matmul_flops(call, x, memory)
+        charged = count * signal.flops(index, tiny.decoder, tiny.params)
+        if hasattr(getattr(signal, "signal", signal), "gates"):
+            assert counted == pytest.approx(charged)
+            assert counted > 0
+        else:  # Norms are sums of squares, which are charged though they are no matrix products.
+            assert counted <= charged <= count * 6 * config.embed_dim
+        memory = call(x, memory)[1]
+
+
+@laws_of(POLICIES)
+def test_a_ledger_adds_up(tiny: Any, policy: Any) -> None:
+    name, ids = policy.name, tokens(tiny)
+    batch = Batch(token_ids=ids, lengths=np.asarray([17, 6, 11]), window=np.arange(3))
+    seen: dict[str, np.ndarray] = {}
+    found = evaluate(
+        tiny.decoder,
+        tiny.params,
+        [batch],
+        {name: policy},
+        executor=SHAPE.executor,
+        observe=lambda name, batch, comparison, depths: seen.update({name: depths}),
+    )[name]
+    row = found.ledger(policy.name, budget=None, num_layers=4)
+    depths = seen[name]
+    assert row.policy == name
+    assert row.involuntary_exits == 0
+    assert row.depth_decided_mean == pytest.approx(depths[depths > 0].mean())
+    assert sum((row.depth_histogram or {}).values()) == pytest.approx(1, abs=1e-5)
+    boundaries = range(len(policy.depths) - 1)
+    paid = any(
+        policy.reads_logits(index) or policy.flops(index, tiny.decoder, tiny.params)
+        for index in boundaries
+    )
+    assert ((row.gate_pct or 0) > 0) == paid
+    assert (row.padding_ratio or 0) >= 1
+
+
+@laws_of(SIGNALS)
+def test_a_signal_that_says_so_scores_each_boundary_by_itself(tiny: Any, policy: Any) -> None:
+    signal, ids = policy.signal, tokens(tiny)
+    both, second = scores_of(tiny, signal, ids), scores_of(tiny, signal, ids, depths=(2, 4))
+    same = np.allclose(both[1], second[0], atol=1e-5)
+    assert same == (not signal.remembers)
+
+
+@laws_of(POLICIES)
+def test_is_a_pytree_whose_leaves_are_what_calibration_changes(tiny: Any, policy: Any) -> None:
+    leaves, treedef = jax.tree.flatten(policy)
+    again = jax.tree.unflatten(treedef, leaves)
+    assert again.depths == policy.depths
+    assert again.name == policy.name
+    assert jax.tree.structure(again) == treedef
+    hash(treedef)
+    if isinstance(policy, Thresholded):
+        assert any(leaf is policy.thresholds for leaf in leaves)
+
+
+@pytest.fixture(scope="module")
+def lively() -> Any:
+    return lively_model()
+
+
+@laws_of(POLICIES)
+def test_decoding_can_use_it(lively: Any, policy: Any, unchecked_shapes: None) -> None:
+    mode, stops = Adaptive(policy=make(lively, policy.name)), stop_rules(())
+    mode.check(lively.decoder)
+    three = jnp.full(3, 4, jnp.int32)
+    prompts = jnp.zeros((3, 8), jnp.int32)
+
+    def start_and_step() -> Any:
+        state = begin(
+            lively.decoder,
+            lively.params,
+            mode,
+            Greedy(),
+            stops,
+            prompts,
+            three,
+            three,
+            three.astype(jnp.uint32),
+            slots=64,
+        )
+        setting = Setting(
+            decoder=lively.decoder,
+            params=lively.params,
+            sampling=Greedy(),
+            stops=stops,
+            width=64,
+        )
+        return state, mode.step(setting, state)
+
+    state, after = jax.eval_shape(start_and_step)  # Traced only: the slow test below runs it.
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.slow
+@laws_of(POLICIES)
+def test_decoding_is_the_oracle_at_the_depths_it_decides(lively: Any, policy: Any) -> None:
+    policy = make(lively, policy.name)
+    result = generate(
+        lively.decoder,
+        lively.params,
+        PROMPTS,
+        mode=Adaptive(policy=policy),
+        max_new_tokens=24,
+        eos_ids=(),
+        lengths=SMALL,
+    )
+    assert_greedy(lively, result, kv="propagate")
+    decided = np.concatenate(result.decided)
+    if policy.name != "prompt_router":  # While decoding there is no prompt to look at.
+        assert len(set(decided.tolist())) > 1
+
+
+def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -> None:
+    policy: Any = STATELESS["random"](tiny)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (64, 64)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), ids.shape)
+    draws = np.asarray(policy.start(ids, positions))
+    shares = [(draws < 0.5).mean(), ((draws >= 0.5) & (draws < 0.75)).mean()]
+    np.testing.assert_allclose(shares, [0.5, 0.25], atol=0.03)
+    np.testing.assert_array_equal(draws[:1], policy.start(ids[:1], positions[:1]))
+    other = dataclasses.replace(policy, key=jax.random.key(6))
+    assert (np.asarray(other.start(ids, positions)) != draws).mean() > 0.9
+    few = jnp.asarray(tokens(tiny))
+    drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
+    wanted = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)
+    np.testing.assert_array_equal(run(tiny, policy, few).depths, wanted)
+
+
+def test_infinite_thresholds_stop_everybody_or_nobody(tiny: Any) -> None:
+    policy, ids = make(tiny, "learned"), tokens(tiny)
+    for threshold, depth in ((jnp.inf, 1), (-jnp.inf, 4)):
+        moved = dataclasses.replace(policy, thresholds=jnp.full(2, threshold))
+        assert (np.asarray(run(tiny, moved, ids).depths) == depth).all()
+
+
+def test_policies_without_a_decision_are_free(tiny: Any) -> None:
+    given = GivenDepths(depth_of_token=jnp.ones((1, 1), jnp.int32), depths=DEPTHS)
+    for policy in (given, Uniform(depth=2), full_depth(tiny.decoder)):
+        assert policy.flops(0, tiny.decoder, tiny.params) == 0
+        assert not policy.reads_logits(0)
+    assert full_depth(tiny.decoder).depths == (4,)
+
+
+def test_thresholds_that_do_not_fit_the_depths_are_refused(tiny: Any) -> None:
+    policy = Thresholded(signal=Entropy(), thresholds=jnp.zeros(3), depths=DEPTHS)
+    wanted = "a threshold for each of depths=\\(1, 2, 4\\) but the last. Got .*\\(3,\\)"
+    with pytest.raises(ValueError, match=wanted):
+        policy.start(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.int32))

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each signal's value, computed again by hand in NumPy from the model's plain states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.models import random_gates
+from helpers.policies import DEPTHS, EXITS, SIGNALS, mean_states, scores_of
+
+from utio_jax import (
+    DepthFloor,
+    Hazard,
+    KeepFirst,
+    Learned,
+    Patience,
+    PositionDecay,
+    PromptRouter,
+    SoftmaxGap,
+    StateGate,
+    StateSimilarity,
+    Thresholded,
+    UtioSurrogate,
+)
+from utio_jax.policies.base import Boundary
+
+IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def states(tiny: Any) -> list[np.ndarray]:
+    """The embedding, and the states at both exits."""
+    lengths = np.full(3, 17, np.int32)
+    found = cases.run_dense(tiny.decoder, tiny.params, IDS, lengths, depths=EXITS)
+    embedded = tiny.decoder.embed(tiny.params, jnp.asarray(IDS), jnp.asarray(IDS) * 0)
+    return [np.asarray(x, np.float64) for x in (embedded, *found)]
+
+
+@pytest.fixture(scope="module")
+def probabilities(tiny: Any, states: list[np.ndarray]) -> list[np.ndarray]:
+    """What both exits predict, `[batch, token, vocab]`."""
+    found = []
+    for x in states[1:]:
+        logits = np.asarray(
+            tiny.decoder.unembed(tiny.params, jnp.asarray(x, jnp.float32)), np.float64
+        )
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        found.append(weights / weights.sum(axis=-1, keepdims=True))
+    return found
+
+
+def check(model: Any, signal: Any, wanted: Any, atol: float = 2e-5) -> None:
+    np.testing.assert_allclose(scores_of(model, signal, IDS), np.stack(wanted), atol=atol)
+
+
+def entropy(p: np.ndarray) -> np.ndarray:
+    return -(p * np.log(p)).sum(axis=-1)
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return (a * b).sum(axis=-1) / norms
+
+
+def gate_value(gates: StateGate, index: int, x: np.ndarray) -> np.ndarray:
+    w, b, v, c = (
+        np.asarray(leaf[index], np.float64)
+        for leaf in (gates.hidden, gates.hidden_bias, gates.output, gates.output_bias)
+    )
+    unit = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6)
+    return np.maximum(unit @ w + b, 0) @ v + c
+
+
+def test_position(tiny: Any) -> None:
+    check(tiny, SIGNALS["position"](tiny), [np.broadcast_to(-np.arange(17.0), (3, 17))] * 2)
+
+
+def test_the_surrogate_before_the_pass_is_of_the_bare_embedding(
+    tiny: Any, states: list[np.ndarray]
+) -> None:
+    x = states[0]
+    logits = np.asarray(tiny.decoder.unembed(tiny.params, jnp.asarray(x, jnp.float32)), np.float64)
+    p = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    wanted = 2 / 3 * entropy(p) + 1 / 3 * (1 - cosine(x, np.asarray(mean_states(tiny)[0])))
+    check(tiny, SIGNALS["utio_before"](tiny), [wanted, wanted])
+
+
+def test_the_surrogate_is_entropy_and_outlier_at_the_floor(
+    tiny: Any, states: list[np.ndarray], probabilities: list[np.ndarray]
+) -> None:
+    signal = UtioSurrogate(mean_states=mean_states(tiny), exits=EXITS)
+    for floor in (0, 1):
+        mean = np.asarray(mean_states(tiny)[floor])
+        outlier = 1 - cosine(states[floor + 1], mean)
+        wanted = 2 / 3 * entropy(probabilities[floor]) + 1 / 3 * outlier
+        for found in scores_of(tiny, signal, IDS, depths=DEPTHS[floor:]):
+            np.testing.assert_allclose(found, wanted, atol=2e-5)
+
+
+def test_confidences(tiny: Any, probabilities: list[np.ndarray]) -> None:
+    ordered = [np.sort(p, axis=-1) for p in probabilities]
+    check(tiny, SIGNALS["softmax_gap"](tiny), [1 - (p[..., -1] - p[..., -2]) for p in ordered])
+    check(tiny, SIGNALS["max_probability"](tiny), [1 - p[..., -1] for p in ordered])
+    check(tiny, SIGNALS["entropy"](tiny), [entropy(p) for p in probabilities])
+
+
+def test_similarity_is_between_neighbouring_boundaries_of_one_token(
+    tiny: Any, states: list[np.ndarray]
+) -> None:
+    embedded, first, second = states
+    check(tiny, StateSimilarity(), [1 - cosine(embedded, first), 1 - cosine(first, second)])
+    found = scores_of(tiny, StateSimilarity(), IDS, depths=(2, 4))
+    np.testing.assert_allclose(found[0], 1 - cosine(embedded, second), atol=2e-5)
+
+
+def test_gates(tiny: Any, states: list[np.ndarray]) -> None:
+    gates = random_gates(tiny)
+    values = [gate_value(gates, index, x) for index, x in enumerate(states[1:])]
+    check(tiny, Learned(gates=gates, exits=EXITS), values, atol=1e-4)
+    passes = [1 / (1 + np.exp(-value)) for value in values]
+    check(tiny, Hazard(gates=gates, exits=EXITS), [passes[0], passes[0] * passes[1]], atol=1e-4)
+
+
+def test_patience_counts_consecutive_agreement(tiny: Any) -> None:
+    """Four exits that predict 5 5 7 7 for one token, 5 6 6 6 for another, then not a number."""
+    best = np.asarray([[5, 5], [5, 6], [7, 6], [7, 6], [-1, -1]])
+    signal, memory, found = Patience(), None, []
+    for index, row in enumerate(best):
+        logits = jnp.where(row[:, None] < 0, jnp.nan, jnp.eye(8)[row])
+        boundary = Boundary(
+            x=jnp.zeros((1, 2, 4)),
+            positions=jnp.arange(2, dtype=jnp.int32)[None],
+            live=jnp.ones((1, 2), bool),
+            params=None,
+            depth=index + 1,
+            decoder=tiny.decoder,
+            map_live=lambda function, *arrays: pytest.fail("needs nothing but logits"),
+            map_logits=lambda function, logits=logits: function(logits)[None],
+        )
+        score, memory = signal(index, boundary, memory)
+        found.append(np.asarray(score)[0])
+    wanted = [[0, 0], [-1, 0], [0, -1], [-1, -2], [np.nan, np.nan]]
+    np.testing.assert_array_equal(found, wanted)
+
+
+def test_the_prompt_decides_for_the_rest_of_its_row(tiny: Any, states: list[np.ndarray]) -> None:
+    gates = random_gates(tiny)
+    found = scores_of(tiny, PromptRouter(gates=gates, exits=EXITS, prompt=5), IDS)
+    for index, x in enumerate(states[1:]):
+        assert np.isposinf(found[index][:, :5]).all()
+        wanted = gate_value(gates, index, x[:, :5].mean(axis=1))
+        np.testing.assert_allclose(found[index][:, 5:], wanted[:, None] + np.zeros(12), atol=1e-4)
+
+
+def test_wrappers_adjust_the_inner_score(tiny: Any) -> None:
+    inner = scores_of(tiny, SoftmaxGap(), IDS)
+    positions = np.arange(17)
+    kept = scores_of(tiny, KeepFirst(signal=SoftmaxGap(), count=4), IDS)
+    np.testing.assert_array_equal(kept, np.where(positions < 4, np.inf, inner))
+    floored = scores_of(tiny, DepthFloor(signal=SoftmaxGap(), depth=2), IDS)
+    assert np.isposinf(floored[0]).all()
+    np.testing.assert_array_equal(floored[1], inner[1])
+    decayed = PositionDecay(signal=SoftmaxGap(), amplitude=0.1, decay=4 / 17)
+    wanted = inner + 0.1 * np.exp(-4 * positions / 17)
+    np.testing.assert_allclose(scores_of(tiny, decayed, IDS), wanted, atol=1e-6)
+    assert decayed.name == "decay_softmax_gap"
+
+
+@pytest.mark.parametrize("name", ["learned", "hazard", "prompt_router", "utio_surrogate"])
+def test_depths_without_weights_are_refused(tiny: Any, name: str) -> None:
+    with pytest.raises(ValueError, match="boundaries at depths \\(1, 2\\).*Got depth=3"):
+        cases.run_staircase(
+            tiny.decoder,
+            tiny.params,
+            jnp.asarray(IDS),
+            jnp.full(3, 17),
+            Thresholded(signal=SIGNALS[name](tiny), thresholds=jnp.zeros(1), depths=(3, 4)),
+            kv="propagate",
+            executor=cases.SHAPES[1].executor,
+        )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The notebooks as they are kept: a .py for each .ipynb, run from top to bottom, fit to be read.
+
+That they run at all, `--nbmake` tests, which pytest is given in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NAMES = sorted({file.stem for file in FOLDER.iterdir() if file.suffix in (".py", ".ipynb")})
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:tmp|home|root|work|usr|opt|var|mnt|Users)/")
+MAX_BYTES = 2_000_000
+
+each = pytest.mark.parametrize("name", NAMES)
+
+
+def cells_of(name: str) -> list[dict[str, Any]]:
+    return json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]
+
+
+def text_of(parts: str | list[str]) -> str:
+    return parts if isinstance(parts, str) else "".join(parts)
+
+
+def outputs_of(name: str) -> Iterator[dict[str, Any]]:
+    for cell in cells_of(name):
+        yield from cell.get("outputs", ())
+
+
+def texts_of(output: dict[str, Any]) -> Iterator[str]:
+    """Yields everything that an output says in words."""
+    yield text_of(output.get("text", ""))
+    for kind, value in output.get("data", {}).items():
+        if not kind.startswith("image/"):
+            yield text_of(value)
+
+
+def test_the_four_notebooks_are_there() -> None:
+    assert NAMES == [
+        "01_quickstart",
+        "02_which_tokens_go_deep",
+        "03_your_own_model",
+        "04_many_devices",
+    ]
+
+
+@each
+def test_both_files_hold_the_same_cells(name: str) -> None:
+    source = jupytext.read(FOLDER / f"{name}.py", fmt="py:percent")
+    kept = [(cell["cell_type"], text_of(cell["source"])) for cell in cells_of(name)]
+    assert kept == [(cell.cell_type, cell.source) for cell in source.cells], "make notebooks"
+
+
+@each
+def test_every_cell_was_run_once_in_order_without_errors(name: str) -> None:
+    code = [cell for cell in cells_of(name) if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert {output["output_type"] for output in outputs_of(name)} <= {
+        "stream",
+        "display_data",
+        "execute_result",
+    }
+    assert not [out["text"] for out in outputs_of(name) if out.get("name") == "stderr"]
+
+
+@each
+def test_there_is_a_picture_and_all_of_them_are_shown(name: str) -> None:
+    shown = [output["data"] for output in outputs_of(name) if "data" in output]
+    assert any("image/png" in data for data in shown)
+    # A figure that nothing draws leaves its repr.
+    bare = [data for data in shown if "<Figure" in text_of(data.get("text/plain", ""))]
+    assert all("image/png" in data for data in bare)
+
+
+@each
+def test_nothing_scrolls_off(name: str) -> None:
+    for output in outputs_of(name):
+        lines = [line for text in texts_of(output) for line in text.splitlines()]
+        assert len(lines) <= 40
+        assert max(map(len, lines), default=0) <= 110, max(lines, key=len)
+
+
+@each
+def test_no_machine_is_named(name: str) -> None:
+    for cell in cells_of(name):
+        assert not MACHINE_PATH.findall(text_of(cell["source"]))
+    for output in outputs_of(name):
+        for text in texts_of(output):
+            assert not MACHINE_PATH.findall(text), text
+
+
+@each
+def test_only_what_is_public_is_used(name: str) -> None:
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    used: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("utio_jax"):
+            used += [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            used += [part for alias in node.names for part in alias.name.split(".")]
+        elif isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
+            used.append(node.attr)
+    assert not [each for each in used if each.startswith("_")]
+    assert "utio_jax" in used
+
+
+@each
+def test_it_tells_what_it_is_about_before_it_starts(name: str) -> None:
+    first, *_ = cells_of(name)
+    assert first["cell_type"] == "markdown"
+    assert text_of(first["source"]).startswith(f"# {int(name[:2])}. ")
+    assert "tqdm.auto" in (FOLDER / f"{name}.py").read_text()
+
+
+def test_together_they_stay_small() -> None:
+    assert sum(file.stat().st_size for file in FOLDER.glob("*.ipynb")) < MAX_BYTES

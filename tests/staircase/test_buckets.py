@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bucketing against loops over single tokens; outputs spell out how deep each item really ran."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from utio_jax.policies.base import BucketPlan
+from utio_jax.staircase.buckets import (
+    Buckets,
+    assign_buckets,
+    bucket_tokens,
+    check_thresholds,
+    invert,
+    run_buckets,
+    stable_partition,
+)
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+DEPTHS = (2, 3, 6)
+NAN, INF = math.nan, math.inf
+# Few distinct values, so that ties and scores on a threshold are common.
+SCORES = st.sampled_from([-INF, -1.0, 0.0, 0.5, 1.0, 2.0, 7.0, INF, NAN])
+# Few shapes too: each compiles.
+ROWS = st.sampled_from([0, 1, 7]).flatmap(
+    lambda width: st.lists(
+        st.lists(SCORES, min_size=width, max_size=width), min_size=2, max_size=2
+    ).map(lambda rows: np.asarray(rows, np.float32).reshape(len(rows), width))
+)
+
+
+def slow_bucket(score: float, thresholds) -> int:
+    """Returns one token's bucket."""
+    return len(thresholds) if math.isnan(score) else sum(score > edge for edge in thresholds)
+
+
+def slow_slots(bucket_of_token) -> list[int]:
+    """Returns one row's tokens, deepest bucket first, in token order within a bucket."""
+    return sorted(range(len(bucket_of_token)), key=lambda token: -bucket_of_token[token])
+
+
+def check_frames(buckets: Buckets) -> None:
+    """Checks that slots, tokens and counts of all rows say the same."""
+    width = buckets.bucket_of_token.shape[-1]
+    rows = [
+        np.asarray(leaf).reshape(math.prod(leaf.shape[:-1]), leaf.shape[-1])
+        for leaf in (
+            buckets.bucket_of_token,
+            buckets.token_of_slot,
+            buckets.slot_of_token,
+            buckets.counts,
+        )
+    ]
+    for bucket_of_token, token_of_slot, slot_of_token, counts in zip(*rows, strict=True):
+        assert token_of_slot.tolist() == slow_slots(bucket_of_token)
+        assert [token_of_slot[slot_of_token[token]] for token in range(width)] == list(range(width))
+        assert counts.tolist() == [
+            sum(bucket_of_token == bucket) for bucket in range(buckets.plan.num_buckets)
+        ]
+
+
+@given(ROWS, st.lists(st.sampled_from([-INF, -1.0, 0.0, 0.5, 3.0, INF]), min_size=2, max_size=2))
+def test_a_bucket_is_the_number_of_thresholds_exceeded(scores, edges):
+    thresholds = sorted(edges)
+    buckets = bucket_tokens(jnp.asarray(scores), depths=DEPTHS, thresholds=thresholds)
+    for row, token in np.ndindex(scores.shape):
+        bucket = slow_bucket(scores[row, token], thresholds)
+        assert buckets.bucket_of_token[row, token] == bucket
+        assert buckets.depth_of_token[row, token] == DEPTHS[bucket]
+    check_frames(buckets)
+
+
+@given(
+    ROWS, st.sampled_from([(0.5, 0.25, 0.25), (0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (0.1, 0.2, 0.7)])
+)
+def test_fractions_rank_within_the_row_and_ties_are_stable(scores, fractions):
+    buckets = bucket_tokens(jnp.asarray(scores), depths=DEPTHS, fractions=fractions)
+    width = scores.shape[-1]
+    edges = [round(sum(fractions[: stop + 1]) * width) for stop in range(3)]
+    for row, found in zip(scores, buckets.bucket_of_token, strict=True):
+        # NaN ranks above everything, infinity included; among equals the earlier token ranks lower.
+        ranked = sorted(
+            range(width), key=lambda token: (np.isnan(row[token]), np.nan_to_num(row[token]), token)
+        )
+        for rank, token in enumerate(ranked):
+            bucket = 2 if np.isnan(row[token]) else sum(rank >= edge for edge in edges[:2])
+            assert found[token] == bucket, (row, token)
+    check_frames(buckets)
+
+
+def test_one_example_spelled_out():
+    buckets = bucket_tokens(
+        jnp.asarray([0.3, 2.0, 0.1, 0.7, 2.0]), depths=DEPTHS, thresholds=(0.5, 1.0), min_bucket=2
+    )
+    assert buckets.bucket_of_token.tolist() == [0, 2, 0, 1, 2]
+    assert buckets.depth_of_token.tolist() == [2, 6, 2, 3, 6]
+    assert buckets.token_of_slot.tolist() == [1, 4, 3, 0, 2]
+    assert buckets.slot_of_token.tolist() == [3, 0, 4, 2, 1]
+    assert buckets.counts.tolist() == [2, 1, 2]
+    assert buckets.plan == BucketPlan(depths=DEPTHS, min_bucket=2)
+
+
+def test_fractions_give_exact_counts():
+    scores = jnp.asarray(np.random.default_rng(0).normal(size=(4, 40)), jnp.float32)
+    buckets = bucket_tokens(scores, depths=DEPTHS, fractions=(0.5, 0.3, 0.2))
+    assert buckets.counts.tolist() == [[20, 12, 8]] * 4
+
+
+def test_equal_scores_by_fractions_leave_the_earlier_tokens_shallow():
+    buckets = bucket_tokens(jnp.zeros(4), depths=(1, 2), fractions=(0.5, 0.5))
+    assert buckets.bucket_of_token.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("kind", [{"thresholds": (0.5, 1.0)}, {"fractions": (1.0, 0.0, 0.0)}])
+def test_nan_goes_deepest(kind):
+    scores = jnp.asarray([NAN, -1.0, NAN, -INF])
+    assert bucket_tokens(scores, depths=DEPTHS, **kind).depth_of_token.tolist() == [6, 2, 6, 2]
+
+
+def test_nan_ranks_above_infinity():
+    buckets = bucket_tokens(jnp.asarray([NAN, INF]), depths=(1, 2), fractions=(0.5, 0.5))
+    assert buckets.depth_of_token.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(("floor", "shallowest"), [(1, 2), (2, 2), (3, 3), (4, 6), (6, 6)])
+def test_no_token_runs_shallower_than_the_floor(floor, shallowest):
+    buckets = bucket_tokens(
+        jnp.asarray([0.0, 0.7, 2.0]), depths=DEPTHS, thresholds=(0.5, 1.0), floor=floor
+    )
+    assert buckets.depth_of_token.tolist() == [max(depth, shallowest) for depth in DEPTHS]
+    check_frames(buckets)
+
+
+@pytest.mark.parametrize("lead", [(), (0,), (2, 3)])
+@pytest.mark.parametrize("kind", [{"thresholds": (0.5, 1.0)}, {"fractions": (0.5, 0.25, 0.25)}])
+@pytest.mark.parametrize("width", [0, 1, 5])
+def test_any_leading_axes_and_empty_rows(lead, kind, width):
+    scores = np.random.default_rng(1).normal(size=(*lead, width)).astype(np.float32)
+    buckets = bucket_tokens(jnp.asarray(scores), depths=DEPTHS, **kind)
+    assert buckets.token_of_slot.shape == (*lead, width)
+    assert buckets.counts.shape == (*lead, 3)
+    check_frames(buckets)
+    for index in itertools.product(*map(range, lead)):
+        alone = bucket_tokens(jnp.asarray(scores[index]), depths=DEPTHS, **kind)
+        np.testing.assert_array_equal(buckets.bucket_of_token[index], alone.bucket_of_token)
+
+
+@given(st.lists(st.integers(0, 3), min_size=9, max_size=9))
+def test_partition_is_a_stable_sort(keys):
+    source, destination = stable_partition(jnp.asarray(keys, jnp.int32), 4)
+    assert source.tolist() == sorted(range(len(keys)), key=keys.__getitem__)
+    assert invert(source).tolist() == destination.tolist()
+
+
+def test_low_precision_scores_meet_thresholds_in_float32():
+    scores = jnp.asarray([1.0, 1.0078125], jnp.bfloat16)  # Neighbours in bfloat16.
+    assert assign_buckets(scores, (1.003,)).tolist() == [0, 1]
+
+
+def test_thresholds_may_be_traced_and_new_ones_compile_nothing(count_compiles):
+    bucket = jax.jit(lambda scores, edges: bucket_tokens(scores, depths=DEPTHS, thresholds=edges))
+    scores, edges = jnp.asarray([0.0, 1.5, 3.0]), jnp.asarray([[1.0, 2.0], [2.0, 4.0]])
+    first, second = edges
+    assert bucket(scores, first).depth_of_token.tolist() == [2, 3, 6]
+    with count_compiles() as compiles:
+        shallower = bucket(scores, second)
+    assert compiles.count == 0
+    assert shallower.bucket_of_token.tolist() == [0, 0, 1]
+
+
+def add_layers(block, depth: int):
+    """Every layer adds one: an output's units say how deep its item ran."""
+    return jax.lax.fori_loop(0, depth, lambda _, x: x + 1, block)
+
+
+@pytest.mark.parametrize("min_bucket", [1, 2, 5, 64])
+@pytest.mark.parametrize("lead", [(9,), (2, 4), (0,)])
+def test_every_item_runs_at_its_own_depth(lead, min_bucket):
+    scores = np.random.default_rng(2).uniform(0, 3, lead).astype(np.float32)
+    buckets = bucket_tokens(
+        jnp.asarray(scores), depths=DEPTHS, thresholds=(1.0, 2.0), min_bucket=min_bucket
+    )
+    # Its hundreds say which item it was.
+    items = 100 * jnp.arange(math.prod(lead), dtype=jnp.float32).reshape(*lead, 1)
+    results = run_buckets(add_layers, jnp.tile(items, 3), buckets)
+    decided = [DEPTHS[slow_bucket(score, (1.0, 2.0))] for score in scores.ravel()]
+    for item, depth in enumerate(decided):
+        np.testing.assert_array_equal(results.outputs.reshape(-1, 3)[item], 100 * item + depth)
+    assert results.depth_of_token.ravel().tolist() == decided
+    assert results.involuntary_stays == 0
+    # Items of all rows share blocks: each bucket pads once.
+    assert results.slots_used.tolist() == [
+        min_bucket * math.ceil(decided.count(depth) / min_bucket) for depth in DEPTHS
+    ]
+
+
+def test_the_forward_function_really_runs_on_no_more_slots_than_reported():
+    slots_run = []
+
+    def forward(block, depth):
+        jax.debug.callback(lambda: slots_run.append((depth, block.shape[0])))
+        return block
+
+    scores = jnp.asarray([0.0] * 5 + [1.5] * 4 + [2.5] * 1)
+    buckets = bucket_tokens(scores, depths=DEPTHS, thresholds=(1.0, 2.0), min_bucket=4)
+    results = run_buckets(forward, jnp.zeros((10, 1)), buckets)
+    jax.effects_barrier()
+    assert sorted(slots_run) == [(2, 4), (2, 4), (3, 4), (6, 4)]
+    assert results.slots_used.tolist() == [8, 4, 4]
+
+
+def test_inputs_and_outputs_are_pytrees_and_outputs_may_differ_in_shape():
+    def forward(block, depth):
+        return {"sum": block["x"].sum(axis=-1) + depth, "id": block["id"]}
+
+    items = {"x": jnp.arange(12.0).reshape(2, 3, 2), "id": jnp.arange(6).reshape(2, 3)}
+    scores = jnp.asarray([[0.0, 9.0, 0.0], [9.0, 9.0, 0.0]])
+    results = run_buckets(
+        forward, items, bucket_tokens(scores, depths=(1, 5), thresholds=(1.0,), min_bucket=2)
+    )
+    np.testing.assert_array_equal(results.outputs["id"], items["id"])
+    np.testing.assert_array_equal(results.outputs["sum"], [[2, 10, 10], [18, 22, 22]])
+
+
+@jax.jit
+def run_merged(items, buckets: Buckets):
+    """Returns `run_buckets` of `add_layers`; buckets pass through jit as a pytree."""
+    return run_buckets(add_layers, items, buckets, merge_small=True)
+
+
+@given(
+    st.sampled_from([3, 10]).flatmap(
+        lambda size: st.lists(st.sampled_from([0.0, 1.5, 2.5]), min_size=size, max_size=size)
+    ),
+    st.sampled_from([1, 4]),
+)
+def test_small_buckets_merge_into_the_next_deeper_one(scores, min_bucket):
+    buckets = bucket_tokens(
+        jnp.asarray(scores, jnp.float32),
+        depths=DEPTHS,
+        thresholds=(1.0, 2.0),
+        min_bucket=min_bucket,
+    )
+    groups = [
+        [i for i, score in enumerate(scores) if slow_bucket(score, (1.0, 2.0)) == b]
+        for b in range(3)
+    ]
+    for bucket in range(2):
+        if len(groups[bucket]) < min_bucket:
+            groups[bucket + 1] += groups[bucket]
+            groups[bucket] = []
+    executed = {item: DEPTHS[bucket] for bucket in range(3) for item in groups[bucket]}
+    decided = buckets.depth_of_token.tolist()
+    stays = sum(executed[item] > decided[item] for item in executed)
+    results = run_merged(jnp.zeros((len(scores), 1)), buckets)
+    assert results.depth_of_token.tolist() == [executed[item] for item in range(len(scores))]
+    assert results.outputs[:, 0].tolist() == results.depth_of_token.tolist()
+    assert results.involuntary_stays == stays
+    assert results.slots_used.tolist() == [
+        min_bucket * math.ceil(len(group) / min_bucket) for group in groups
+    ]
+
+
+def test_new_scores_compile_nothing(count_compiles):
+    forward = jax.jit(add_layers, static_argnums=1)
+
+    @jax.jit
+    def run(scores, items):
+        buckets = bucket_tokens(scores, depths=DEPTHS, thresholds=(1.0, 2.0), min_bucket=4)
+        return run_buckets(forward, items, buckets, merge_small=True)
+
+    rng = np.random.default_rng(3)
+    patterns = [rng.uniform(0, 3, (2, 9)) for _ in range(20)]
+    patterns += [np.full((2, 9), value) for value in (0.0, 1.5, 9.0, NAN)]
+    patterns = [jnp.asarray(pattern, jnp.float32) for pattern in patterns]
+    items = jnp.zeros((2, 9, 3))
+    jax.block_until_ready(run(patterns[0], items))
+    with count_compiles() as compiles:
+        results = [run(pattern, items) for pattern in patterns]
+    assert compiles.count == 0
+    for result in results:
+        np.testing.assert_array_equal(result.outputs[..., 0], result.depth_of_token)
+
+
+def test_one_program_holds_one_body_per_depth(count_compiles):
+    traced = []
+
+    @jax.jit
+    def run(scores):
+        def forward(block, depth):
+            traced.append(depth)
+            return add_layers(block, depth)
+
+        buckets = bucket_tokens(scores, depths=DEPTHS, thresholds=(1.0, 2.0), min_bucket=2)
+        return run_buckets(forward, jnp.zeros((4, 1)), buckets).outputs
+
+    with count_compiles() as compiles:
+        for scores in ([0.0, 0.0, 0.0, 0.0], [9.0, 1.5, 0.0, 2.5]):
+            run(jnp.asarray(scores))
+    assert compiles.count == 1
+    # Twice each: once for its shapes, once for the loop's body.
+    assert sorted(traced) == sorted(DEPTHS * 2)
+
+
+SOME = jnp.zeros((2, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depths": (3, 2)}, r"strictly increasing depths of at least 1. Got depths=\(3, 2\)"),
+        ({"depths": ()}, r"Got depths=\(\)"),
+        ({"depths": (0, 2)}, r"Got depths=\(0, 2\)"),
+        ({"min_bucket": 0}, "min_bucket of at least 1, in items. Got min_bucket=0"),
+        ({"min_bucket": 2.5}, "Got min_bucket=2.5"),
+        ({"scores": jnp.zeros((), jnp.float32)}, r"scores of shape \[..., token\].*shape \(\)"),
+        ({"scores": jnp.zeros(3, jnp.int32)}, "floating-point scores.*dtype int32"),
+        ({"thresholds": None}, "either thresholds or fractions. Got neither"),
+        ({"fractions": (0.5, 0.5)}, "either thresholds or fractions. Got both"),
+        ({"floor": 9}, "floor of at most the last depth 6. Got floor=9"),
+        ({"thresholds": (0.5,)}, r"Wanted 2 thresholds.*Got shape \(1,\)"),
+        ({"thresholds": (1.0, 0.5)}, r"ascending thresholds without NaN. Got \[1.0, 0.5\]"),
+        ({"thresholds": (NAN, 0.5)}, "ascending thresholds without NaN"),
+        ({"thresholds": None, "fractions": (0.5, 0.5)}, r"Wanted 3 fractions.*Got \(0.5, 0.5\)"),
+        ({"thresholds": None, "fractions": (0.5, 0.6, 0.1)}, "sum to 1.*sum 1.2"),
+        ({"thresholds": None, "fractions": (-0.5, 1.0, 0.5)}, "fractions of at least 0"),
+        ({"thresholds": None, "fractions": (NAN, 1.0, 0.5)}, "fractions of at least 0"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_bad_input_is_named(arguments, message):
+    wanted = {"scores": SOME, "depths": DEPTHS, "thresholds": (0.5, 1.0)} | arguments
+    with pytest.raises(ValueError, match=message):
+        bucket_tokens(wanted.pop("scores"), **wanted)
+
+
+def test_traced_thresholds_of_a_wrong_length_are_named():
+    with pytest.raises(ValueError, match=r"Wanted 2 thresholds.*Got shape \(3,\)"):
+        jax.jit(lambda edges: check_thresholds(edges, 2))(jnp.zeros(3))
+
+
+def test_inputs_that_do_not_lead_with_the_axes_are_named():
+    buckets = bucket_tokens(SOME, depths=DEPTHS, thresholds=(0.5, 1.0))
+    with pytest.raises(
+        ValueError, match=r"the buckets' axes \(2, 4\). Got a leaf of shape \(8, 3\)"
+    ):
+        run_buckets(add_layers, jnp.zeros((8, 3)), buckets)
+
+
+def test_a_forward_function_whose_shapes_follow_depth_is_named():
+    buckets = bucket_tokens(SOME, depths=DEPTHS, thresholds=(0.5, 1.0))
+    with pytest.raises(ValueError, match=r"same shapes at every depth\. Got depth 2:"):
+        run_buckets(lambda block, depth: jnp.tile(block, depth), SOME[..., None], buckets)

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention in the staircase: what the oracle defines, by causal choices."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.models import gated, random_gates
+
+from utio_jax import (
+    CapacityPrefix,
+    Chance,
+    GivenDepths,
+    History,
+    Learned,
+    MicroBatches,
+    Position,
+    SparseAttention,
+    Uniform,
+    oracle,
+    score,
+    staircase,
+)
+from utio_jax.attention.heavy_hitters import heavy_hitters
+from utio_jax.core.flops import count_matmul_flops, token_cost
+from utio_jax.evaluation.evaluate import evaluate, score_documents
+from utio_jax.policies.signals import SignalBase, static
+
+HISTORY = History(recent=3, sinks=1, heavy=2)
+SHAPES = tuple(
+    cases.Shape(batch, token, depths, executor, kv)
+    for kv, batch, token, depths, executor in (
+        ("propagate", 3, 33, (1, 2, 4), MicroBatches(min_bucket=2, block=8, query_block=4)),
+        ("drop", 2, 40, (2, 3), MicroBatches(min_bucket=4, block=16, query_block=16, key_step=8)),
+    )
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GivenScores(SignalBase):
+    """Scores decided by the test, `[boundary, batch, token]`."""
+
+    scores: jax.Array
+    name: str = static(default="given")
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        return self.scores[index], memory
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return 1000.0 + index
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
+def run(decoder: Any, params: Any, ids: Any, lengths: Any, policy: Any, attention: Any, **options):
+    return staircase(decoder, params, ids, lengths, policy, attention=attention, **options)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("kv", "depths"))
+def run_oracle(decoder, params, ids, lengths, depth_of_token, sparse, *, kv, depths):
+    layers = np.diff(depths, prepend=0)
+    by_layer = jax.tree.map(lambda y: jnp.repeat(y, layers, axis=0), sparse)
+    missing = decoder.config.num_layers - depths[-1]
+    by_layer = jax.tree.map(lambda y: jnp.concatenate([y, *[y[-1:]] * missing]), by_layer)
+    return oracle(decoder, params, ids, lengths, depth_of_token, kv=kv, sparse=by_layer)
+
+
+def choice(scores: Any, thresholds: Any, history: History = HISTORY, **others: Any) -> Any:
+    return SparseAttention(
+        signal=GivenScores(scores=jnp.asarray(scores, jnp.float32)),
+        thresholds=jnp.asarray(thresholds, jnp.float32),
+        history=history,
+        chunk=8,
+        sample=3,
+        **others,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.kv)
+@pytest.mark.parametrize("floor", ["dense floor", "all"])
+def test_equals_the_oracle_at_the_choices_that_were_made(
+    tiny: Any, shape: cases.Shape, floor: str, count_compiles: Any
+) -> None:
+    thresholds = [0.5] * (len(shape.depths) - (floor == "dense floor"))
+
+    def compare(seed: int) -> float:
+        ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
+        scores = np.random.default_rng(seed).random((len(thresholds), *ids.shape))
+        scores = np.clip(scores + [0, -0.4, 0.4, 1, -1][seed % 5], 0, 1)
+        policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=shape.depths)
+        inputs = tiny.decoder, tiny.params, ids, lengths
+        attention = choice(scores, thresholds)
+        found = run(*inputs, policy, attention, kv=shape.kv, executor=shape.executor)
+        real = np.arange(shape.token) < lengths[:, None]
+        runs = real & (depths > np.asarray((0, *shape.depths[:-1]))[:, None, None])
+        wanted = runs & np.pad(scores <= 0.5, ((len(runs) - len(scores), 0), (0, 0), (0, 0)))
+        np.testing.assert_array_equal(found.sparse.sparse, wanted)
+        x = run_oracle(*inputs, depths, found.sparse, kv=shape.kv, depths=shape.depths)
+        return float(np.abs(np.asarray(found.x - x))[real].max(initial=0.0))
+
+    compare(0)
+    with count_compiles() as compiles:
+        assert max(compare(seed) for seed in range(30)) < 1e-4
+    assert compiles.count == 0, "new scores must not compile anything"
+
+
+def whole_pass(model: Any, token: int = 40) -> tuple[Any, ...]:
+    """Returns the model, three rows of tokens, their lengths, and a policy that runs all layers."""
+    ids = model.tokens(3, token)
+    depths = jnp.full(ids.shape, 4)
+    policy = GivenDepths(depth_of_token=depths, depths=(2, 4))
+    return model.decoder, model.params, ids, jnp.asarray([token, token - 5, 9]), policy
+
+
+OPTIONS: dict[str, Any] = {"kv": "propagate", "executor": SHAPES[0].executor}
+
+
+def test_nobody_sparse_is_dense_and_costs_nothing(tiny: Any) -> None:
+    inputs = whole_pass(tiny)
+    plain = run(*inputs, None, **OPTIONS)
+    none = run(*inputs, choice(np.zeros((2, 3, 40)), [-np.inf] * 2), **OPTIONS)
+    assert plain.sparse is None
+    assert plain.work.sparse is None
+    assert not np.asarray(none.sparse.sparse).any()
+    assert not np.asarray(none.work.sparse.heats).any()
+    assert not np.asarray(none.work.sparse.decisions).any()
+    np.testing.assert_array_equal(none.work.key_slots, plain.work.key_slots)
+    np.testing.assert_allclose(none.x, plain.x, atol=1e-5)
+
+
+def test_everybody_sparse_sees_what_a_history_holds(tiny: Any) -> None:
+    inputs = whole_pass(tiny)
+    everybody = choice(np.ones((2, 3, 40)), [np.inf] * 2)
+    found = run(*inputs, everybody, **OPTIONS)
+    real = np.arange(40) < np.asarray(inputs[3])[:, None]
+    np.testing.assert_array_equal(found.sparse.sparse, np.stack([real, real]))
+    assert np.asarray(found.work.sparse.heats).tolist() == [1, 1]
+    # A history as long as the text is no restriction.
+    wide = choice(np.ones((2, 3, 40)), [np.inf] * 2, History(recent=40, sinks=0))
+    plain = run(*inputs, None, **OPTIONS)
+    found = run(*inputs, wide, **OPTIONS)
+    np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(plain.x)[real], atol=1e-4)
+    assert np.asarray(found.work.sparse.heats).tolist() == [0, 0]
+
+
+def test_heavy_hitters_are_the_keys_that_earlier_sampled_queries_attended_to_most(
+    tiny: Any,
+) -> None:
+    decoder, params, ids, lengths, _ = whole_pass(tiny, token=37)
+    history, chunk, sample = History(recent=4, sinks=2, heavy=3), 8, 3
+    positions = jnp.broadcast_to(jnp.arange(37), ids.shape)
+    x, places = decoder.embed(params, ids, positions), decoder.encode_positions(positions)
+    shown = np.asarray(positions < lengths[:, None])
+    found = np.asarray(
+        jax.jit(
+            lambda: heavy_hitters(
+                decoder, params, 1, x, places, jnp.asarray(shown), history=history, chunk=chunk,
+                sample=sample,
+            )
+        )()
+    )  # fmt: skip
+    layer = jax.tree.map(lambda leaf: leaf[1], decoder.layers(params))
+    queries = np.asarray(decoder.queries(layer, x, places), np.float64)
+    keys = np.repeat(np.asarray(decoder.keys_values(layer, x, places)[0], np.float64), 2, axis=2)
+    for row in range(3):
+        heat = np.zeros(37)
+        for index in range(5):
+            behind = np.arange(2, max(2, index * chunk - 4 + 1))
+            behind = behind[shown[row, behind]]
+            order = behind[np.argsort(-heat[behind], kind="stable")][:3]
+            wanted = np.full(3, 37)
+            wanted[: len(order)] = order
+            assert found[row, index].tolist() == wanted.tolist()
+            for query in range((index + 1) * chunk - sample, min((index + 1) * chunk, 37)):
+                seen = np.flatnonzero(shown[row, : query + 1])
+                scores = np.einsum("hd,khd->hk", queries[row, query], keys[row, seen])
+                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+                heat[seen] += (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
+
+
+def steered(model: Any, **others: Any) -> SparseAttention:
+    """Attention that the same gates steer as depth."""
+    return SparseAttention(
+        signal=Learned(gates=random_gates(model), exits=(1, 2)),
+        thresholds=jnp.asarray([0.2, 0.3]),
+        history=HISTORY,
+        chunk=8,
+        sample=3,
+        **others,
+    )
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_nothing_depends_on_later_tokens_or_on_other_rows(tiny: Any, blind: bool) -> None:
+    key = jax.random.key(3) if blind else None
+    attention, policy = steered(tiny, blind=key), gated(tiny)
+    decoder, params, ids, _, _ = whole_pass(tiny)
+    lengths = jnp.full(3, 40)
+    before = run(decoder, params, ids, lengths, policy, attention, **OPTIONS)
+    sparse = np.asarray(before.sparse.sparse)
+    assert 0 < sparse[1:].sum() < (np.asarray(before.depths) > 1).sum() * 2
+    for changed in (5, 16, 27, 39):
+        other = jnp.where(jnp.arange(40)[None, :] >= changed, (ids + 7) % 64, ids)
+        after = run(decoder, params, other, lengths, policy, attention, **OPTIONS)
+        np.testing.assert_allclose(after.x[:, :changed], before.x[:, :changed], atol=1e-5)
+        assert_same_choices(after, before, slice(None), changed)
+        assert changed == 39 or np.abs(np.asarray(after.x - before.x))[:, changed:].max() > 0.1
+    mates = ids.at[1:].set((ids[1:] + 5) % 64)
+    after = run(decoder, params, mates, jnp.asarray([40, 3, 31]), policy, attention, **OPTIONS)
+    np.testing.assert_allclose(after.x[0], before.x[0], atol=1e-5)
+    assert_same_choices(after, before, slice(0, 1), 40)
+
+
+def assert_same_choices(after: Any, before: Any, rows: slice, end: int) -> None:
+    """Checks who is sparse up to a position, and to what they attend: `[segment, row, token]`."""
+    ours, theirs = (
+        (found.sparse.sparse[:, rows, :end], np.repeat(found.sparse.verticals[:, rows], 8, axis=2))
+        for found in (after, before)
+    )
+    np.testing.assert_array_equal(ours[0], theirs[0])
+    np.testing.assert_array_equal(ours[1][:, :, :end][ours[0]], theirs[1][:, :, :end][ours[0]])
+
+
+def test_blind_verticals_are_as_many_distinct_and_not_the_hottest(tiny: Any) -> None:
+    inputs = whole_pass(tiny)
+    ones = np.ones((2, 3, 40))
+    hot = run(*inputs, choice(ones, [np.inf] * 2), **OPTIONS).sparse.verticals
+    drawn = [
+        np.asarray(
+            run(
+                *inputs, choice(ones, [np.inf] * 2, blind=jax.random.key(seed)), **OPTIONS
+            ).sparse.verticals
+        )
+        for seed in (0, 1)
+    ]
+    hot = np.asarray(hot)
+    assert ((drawn[0] < 40).sum(axis=-1) == (hot < 40).sum(axis=-1)).all()
+    for found in (*drawn, hot):
+        pairs = found[..., 1:]
+        assert ((pairs[..., 0] != pairs[..., 1]) | (pairs[..., 0] == 40)).all()
+    assert (drawn[0] != drawn[1]).any()
+    assert (drawn[0] != hot).any()
+
+
+def test_chance_is_even_and_depends_on_the_token_alone() -> None:
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 500)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(500), ids.shape)
+    signal = Chance(key=jax.random.key(1))
+    scores = np.asarray(signal.start(ids, positions))
+    assert abs((scores < 0.3).mean() - 0.3) < 0.03
+    np.testing.assert_array_equal(signal.start(ids[2:3], positions[:1])[0], scores[2])
+
+
+def test_log_likelihoods_are_those_of_the_oracles_states(tiny: Any) -> None:
+    inputs = whole_pass(tiny)
+    attention = choice(np.random.default_rng(0).random((1, 3, 40)), [0.5])
+    found = jax.jit(partial(score, inputs[0]))(*inputs[1:], attention=attention)
+    x = run_oracle(*inputs[:4], found.depths, found.sparse, kv="propagate", depths=(2, 4))
+    predicted = np.asarray(found.predicted)
+    logits = jax.nn.log_softmax(inputs[0].unembed(inputs[1], x[:, :-1]))
+    wanted = np.take_along_axis(np.asarray(logits), np.asarray(inputs[2])[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(
+        np.asarray(found.log_likelihood)[predicted], wanted[predicted[:, :-1]], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda tiny, scores: choice(scores, [0.0] * 4), "each segment of depths=\\(2, 4\\)"),
+        (lambda tiny, scores: choice(scores, []), "each but the first. Got .*\\(0,\\)"),
+        (lambda tiny, scores: dataclasses.replace(choice(scores, [0.0]), sample=9), "sample=9"),
+        (lambda tiny, scores: dataclasses.replace(steered(tiny), chunk=3),  "depths \\(1, 2\\)"),
+    ],
+)  # fmt: skip
+def test_impossible_choices_are_refused(
+    tiny: Any, make: Any, match: str, unchecked_shapes: None
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        staircase(*whole_pass(tiny), attention=make(tiny, np.zeros((1, 3, 40))))
+
+
+def test_a_static_prefix_refuses_sparse_attention(tiny: Any) -> None:
+    executor = CapacityPrefix(capacities=(40, 40), min_bucket=8)
+    attention = choice(np.zeros((1, 3, 40)), [0.5])
+    with pytest.raises(ValueError, match="dense attention.*executor=MicroBatches"):
+        staircase(*whole_pass(tiny), attention=attention, executor=executor)
+
+
+def test_all_and_half_of_a_uniform_pass(tiny: Any) -> None:
+    """A policy without boundaries has one segment, which a signal before the pass may choose in."""
+    decoder, params, ids, lengths, _ = whole_pass(tiny)
+    halves = SparseAttention(
+        signal=Position(), thresholds=jnp.asarray([-20.0]), history=HISTORY, chunk=8, sample=3
+    )
+    found = run(decoder, params, ids, lengths, Uniform(depth=4), halves, **OPTIONS)
+    real = np.arange(40) < np.asarray(lengths)[:, None]
+    np.testing.assert_array_equal(found.sparse.sparse[0], real & (np.arange(40) >= 20))
+
+
+def test_evaluation_charges_heat_and_decisions_and_knows_the_ideal(tiny: Any, text: Any) -> None:
+    decoder, params = tiny.decoder, tiny.params
+    policy = GivenDepths(depth_of_token=jnp.full((8, 32), 4), depths=(2, 4))
+    narrow = choice(np.full((2, 8, 32), 0.3), [0.5], History(recent=3, sinks=1, heavy=2))
+    free = choice(np.full((2, 8, 32), 0.3), [0.5], History(recent=5, sinks=1))
+    executor = MicroBatches(min_bucket=2, block=16, query_block=8, key_step=32)
+    choices = {"narrow": narrow, "free": free}
+    names = ("dense", "narrow", "free")
+    found = evaluate(
+        decoder, params, text[:1], dict.fromkeys(names, policy), executor=executor,
+        attention=choices,
+    )  # fmt: skip
+    dense, narrow_found, free_found = (found[name] for name in names)
+    lengths = text[0].lengths
+    cost = token_cost(decoder, params)
+    assert dense.flops_gates == 0.0
+    # The signal asks for 1000 FLOPs per slot.
+    packed = -(-int(lengths.sum()) // 2) * 2
+    assert free_found.flops_gates == 1000.0 * packed
+    heat = narrow_found.flops_gates - free_found.flops_gates
+    queries = 8 * 3 * 3  # Rows, chunks but the last, a sample of three.
+    layer = jax.tree.map(lambda leaf: leaf[0], decoder.layers(params))
+    x, places = jnp.zeros((queries, 32)), decoder.encode_positions(jnp.zeros(queries, jnp.int32))
+    asked = count_matmul_flops(decoder.queries, layer, x, places)
+    wanted = 8 * 32 * cost.keys_values + asked + queries * 32 * (cost.attention_per_key / 2 + 2 * 4)
+    np.testing.assert_allclose(heat, wanted)
+    assert narrow_found.flops < dense.flops + heat + 1000.0 * packed
+    # Ideal: two of four layers see at most six keys instead of 32.
+    spared = sum(32 - min(position + 1, 6) for n in lengths for position in range(n))
+    np.testing.assert_allclose(
+        dense.flops_ideal - narrow_found.flops_ideal, 2 * spared * cost.attention_per_key
+    )
+    assert narrow_found.nll != dense.nll
+
+
+def test_documents_are_scored_with_sparse_attention(tiny: Any) -> None:
+    documents = [np.asarray(tiny.tokens(1, 40, seed=seed)[0]) for seed in range(2)]
+    policy = Uniform(depth=4)
+    everybody = SparseAttention(
+        signal=Position(), thresholds=jnp.asarray([jnp.inf]), history=HISTORY, chunk=8, sample=3
+    )
+    found = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2,
+                            attention=everybody)  # fmt: skip
+    (wanted,) = score_documents(
+        tiny.decoder, tiny.params, documents[1:], policy, rows=1, attention=everybody
+    ).documents
+    np.testing.assert_allclose(found.documents[1].log_likelihood, wanted.log_likelihood, atol=1e-4)
+    plain = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2)
+    assert found.quality.nll != plain.quality.nll

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The staircase computes what the oracle defines. (What it costs: `test_work`.)"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.models import assert_close, gated, random_gates
+
+from utio_jax import (
+    CapacityPrefix,
+    GivenDepths,
+    MicroBatches,
+    Uniform,
+    fit_capacities,
+    oracle,
+    staircase,
+)
+from utio_jax.models import TINY, Transformer
+
+CASES_PER_SHAPE = 140  # 8 shapes: 1,120 cases, 280 of them with four segments.
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda s: f"{s.batch}x{s.token}-{s.kv}")
+def test_equals_the_oracle(tiny: Any, shape: cases.Shape, count_compiles: Any) -> None:
+    seeds = range(CASES_PER_SHAPE)
+    next(cases.compare_cases(tiny, shape, seeds))  # compiles
+    with count_compiles() as compiles:
+        worst = max(error for _, error in cases.compare_cases(tiny, shape, seeds))
+    assert worst < 1e-4
+    assert compiles.count == 0, "new depths or lengths must not compile anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda s: f"{s.batch}x{s.token}-{s.kv}")
+def test_equals_the_oracle_in_ten_thousand_cases(tiny: Any, shape: cases.Shape) -> None:
+    assert max(error for _, error in cases.compare_cases(tiny, shape, range(1250))) < 1e-4
+
+
+def test_equals_the_oracle_with_swiglu_and_full_heads(tiny_swiglu: Any) -> None:
+    for shape in cases.DEEP_SHAPES:
+        assert max(error for _, error in cases.compare_cases(tiny_swiglu, shape, range(16))) < 1e-4
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+@pytest.mark.parametrize("capacities", [(24, 16, 8), (8, 8, 0), (24, 24, 24)])
+def test_the_static_prefix_equals_the_oracle_even_when_it_overflows(
+    tiny: Any, kv: str, capacities: tuple[int, ...]
+) -> None:
+    shape = dataclasses.replace(
+        cases.SHAPES[1], kv=kv, executor=CapacityPrefix(capacities=capacities, min_bucket=8)
+    )
+    assert max(error for _, error in cases.compare_cases(tiny, shape, range(24))) < 1e-4
+
+
+def small_case(model: Any, seed: int = 6) -> tuple[cases.Shape, jax.Array, jax.Array, jax.Array]:
+    shape = cases.SHAPES[1]
+    ids, lengths, depths = cases.draw(shape, model.decoder.config.vocab_size, seed)
+    lengths = np.asarray([17, 9, 4], np.int32)
+    return shape, jnp.asarray(ids), jnp.asarray(lengths), jnp.asarray(depths)
+
+
+def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
+    shape, ids, lengths, depths = small_case(tiny)
+    real = jnp.arange(shape.token)[None, :] < lengths[:, None]
+    capacities = fit_capacities(np.where(real, depths, 0), depths=shape.depths, min_bucket=4)
+    assert capacities[-1] < shape.token  # Some of it is really left out.
+    weights = jax.random.normal(jax.random.key(3), (*ids.shape, tiny.decoder.config.embed_dim))
+
+    def through_staircase(params: Any) -> jax.Array:
+        policy = GivenDepths(depth_of_token=depths, depths=shape.depths)
+        executor = CapacityPrefix(capacities=capacities, min_bucket=4)
+        x = staircase(tiny.decoder, params, ids, lengths, policy, executor=executor).x
+        return jnp.sum(jnp.where(real[..., None], x * weights, 0.0))
+
+    def through_oracle(params: Any) -> jax.Array:
+        x = oracle(tiny.decoder, params, ids, lengths, depths)
+        return jnp.sum(jnp.where(real[..., None], x * weights, 0.0))
+
+    found = jax.jit(jax.grad(through_staircase))(tiny.params)
+    wanted = jax.jit(jax.grad(through_oracle))(tiny.params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
+        other = found
+        for key in path:
+            other = other[key.key]
+        scale = float(jnp.abs(leaf).max())
+        assert scale > 0 or path[0].key == "norm", path  # The final norm comes after these states.
+        np.testing.assert_allclose(other, leaf, atol=1e-4 * max(scale, 1e-6), err_msg=str(path))
+
+
+def test_all_deep_equals_the_plain_model(tiny: Any) -> None:
+    shape, ids, lengths, _ = small_case(tiny)
+    (plain,) = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(4,))
+    deep = jnp.full(ids.shape, 4)
+    found = cases.run_staircase(
+        tiny.decoder,
+        tiny.params,
+        ids,
+        lengths,
+        GivenDepths(depth_of_token=deep, depths=shape.depths),
+        kv="propagate",
+        executor=shape.executor,
+    )
+    real = np.arange(shape.token) < np.asarray(lengths)[:, None]
+    assert_close(np.asarray(found.x)[real], np.asarray(plain)[real])
+
+
+def test_uniform_exits_equal_the_plain_models_states(tiny: Any) -> None:
+    shape, ids, lengths, _ = small_case(tiny)
+    states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(1, 2, 3, 4))
+    real = np.arange(shape.token) < np.asarray(lengths)[:, None]
+    for depth, state in enumerate(states, start=1):
+        found = cases.run_staircase(
+            tiny.decoder,
+            tiny.params,
+            ids,
+            lengths,
+            Uniform(depth=depth),
+            kv="propagate",
+            executor=shape.executor,
+        )
+        assert_close(np.asarray(found.x)[real], np.asarray(state)[real])
+
+
+def test_the_oracle_with_true_keys_reads_off_the_plain_models_states(tiny: Any) -> None:
+    """Nobody feels that others have stopped: every state under `kv="full"` is the full pass's."""
+    shape, ids, lengths, depths = small_case(tiny)
+    found = cases.run_oracle(tiny.decoder, tiny.params, ids, lengths, depths, kv="full")
+    states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=shape.depths)
+    wanted = np.select(
+        [np.asarray(depths)[..., None] == depth for depth in shape.depths], np.asarray(states)
+    )
+    real = np.arange(shape.token) < np.asarray(lengths)[:, None]
+    assert set(np.asarray(depths)[real]) == set(shape.depths)
+    assert_close(np.asarray(found)[real], wanted[real])
+
+
+def test_decisions_are_those_of_the_states_that_the_oracle_has_at_each_boundary(tiny: Any) -> None:
+    policy, gates, shape = gated(tiny), random_gates(tiny), cases.SHAPES[1]
+    flips = 0
+    for seed in range(16):
+        ids, lengths, _ = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
+        found = cases.run_staircase(
+            tiny.decoder, tiny.params, ids, lengths, policy, kv="propagate", executor=shape.executor
+        )
+        decided = np.asarray(found.depths)
+        for index, boundary in enumerate(policy.depths[:-1]):
+            arrived = decided >= boundary
+            states = cases.run_oracle(
+                tiny.decoder,
+                tiny.params,
+                ids,
+                lengths,
+                np.minimum(decided, boundary),
+                kv="propagate",
+            )
+            score = np.asarray(gates.at(index)(states))
+            wanted = score > float(policy.thresholds[index])
+            wrong = arrived & (wanted != (decided > boundary))
+            assert (np.abs(score - float(policy.thresholds[index]))[wrong] < 1e-4).all()
+            flips += int(wrong.sum())
+    assert flips <= 1
+
+
+def test_a_hundred_score_patterns_compile_nothing(tiny: Any, count_compiles: Any) -> None:
+    shape, policy = cases.SHAPES[3], gated(tiny)
+
+    def run(seed: int) -> Any:
+        ids, lengths, _ = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
+        moved = dataclasses.replace(
+            policy, thresholds=jnp.asarray([seed / 50 - 1, 0.1], jnp.float32)
+        )
+        return cases.run_staircase(
+            tiny.decoder, tiny.params, ids, lengths, moved, kv="propagate", executor=shape.executor
+        ).depths
+
+    run(0)
+    with count_compiles() as compiles:
+        means = {float(np.asarray(run(seed)).mean()) for seed in range(100)}
+    assert compiles.count == 0
+    assert len(means) > 50, "the patterns must differ"
+
+
+def test_never_copies_the_stacked_weights(unchecked_shapes: None) -> None:
+    config = dataclasses.replace(TINY, num_layers=16, mlp_dim=2048, exits=(4, 8, 16))
+    decoder = Transformer(config)
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    stacked = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"]))
+    ids, lengths = jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8)
+    policy = GivenDepths(depth_of_token=jnp.full((2, 8), 4), depths=(4, 8, 16))
+    executor = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8)
+    lowered = cases.run_staircase.lower(
+        decoder, params, ids, lengths, policy, kv="propagate", executor=executor
+    )
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None
+    temporary = memory.temp_size_in_bytes
+    assert temporary < stacked / 4, f"{temporary} of {stacked} bytes"
+
+
+def test_runs_inside_shard_map_row_by_row(tiny: Any) -> None:
+    shape, ids, lengths, depths = small_case(tiny)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+
+    def run(ids: jax.Array, lengths: jax.Array, depths: jax.Array) -> jax.Array:
+        policy = GivenDepths(depth_of_token=depths, depths=shape.depths)
+        return staircase(tiny.decoder, tiny.params, ids, lengths, policy, executor=shape.executor).x
+
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    assert_close(mapped(ids, lengths, depths), jax.jit(run)(ids, lengths, depths))
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: MicroBatches(min_bucket=0), "min_bucket of at least 1.*min_bucket=0"),
+        (lambda: MicroBatches(min_bucket=8, block=12), "block that is a multiple of min_bucket=8"),
+        (lambda: MicroBatches(min_bucket=8, query_block=4), "query_block that is a multiple"),
+        (lambda: MicroBatches(key_step=0), "key_step of at least 1"),
+        (lambda: CapacityPrefix(capacities=(5,), min_bucket=4), "multiples of min_bucket=4"),
+    ],
+)
+def test_impossible_executors_are_refused(make: Any, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_impossible_passes_are_refused(tiny: Any, unchecked_shapes: None) -> None:
+    shape, ids, lengths, depths = small_case(tiny)
+
+    def run(policy: Any, **kwargs: Any) -> None:
+        staircase(tiny.decoder, tiny.params, ids, lengths, policy, **kwargs)
+
+    given = GivenDepths(depth_of_token=depths, depths=shape.depths)
+    with pytest.raises(ValueError, match="within the model's 4 layers.*depths=\\(2, 9\\)"):
+        run(GivenDepths(depth_of_token=depths, depths=(2, 9)))
+    with pytest.raises(ValueError, match="strictly increasing depths.*\\(2, 1\\)"):
+        run(GivenDepths(depth_of_token=depths, depths=(2, 1)))
+    with pytest.raises(ValueError, match="kv to be one of 'propagate', 'drop'. Got kv='full'"):
+        run(given, kv="full")
+    with pytest.raises(ValueError, match="one depth per token of \\(3, 17\\). Got \\(3, 5\\)"):
+        run(GivenDepths(depth_of_token=depths[:, :5], depths=shape.depths))
+    with pytest.raises(ValueError, match="a capacity for each of the policy's depths"):
+        run(given, executor=CapacityPrefix(capacities=(8,), min_bucket=8))
+    with pytest.raises(ValueError, match="kv to be one of"):
+        oracle(tiny.decoder, tiny.params, ids, lengths, depths, kv="zero")  # type: ignore[arg-type]

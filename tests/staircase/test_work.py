@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass executes what it reports, counted while it runs: live tokens, rounded up."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.counting import Counting, count, read_counts
+
+from utio_jax import (
+    CapacityPrefix,
+    GivenDepths,
+    History,
+    MicroBatches,
+    SparseAttention,
+    fit_capacities,
+    staircase,
+)
+from utio_jax.attention import vertical_slash
+from utio_jax.policies.signals import SignalBase, static
+from utio_jax.staircase import capacity, query_blocks
+
+
+def numbers_of(work: Any) -> Any:
+    """Returns the entries of a pass's work as numpy arrays, by the same names."""
+    entries = {name: np.asarray(entry) for name, entry in vars(work).items()}
+    return types.SimpleNamespace(**entries)
+
+
+@pytest.fixture(autouse=True)
+def counted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts query slots times key slots wherever an executor attends."""
+    places = (query_blocks, "attend_counted"), (vertical_slash, "attend_counted")
+    for module, name in (*places, (capacity, "attend")):
+
+        def attend(
+            queries: Any, keys: Any, *rest: Any, plain: Any = getattr(module, name), **options: Any
+        ) -> jax.Array:
+            count("key_slots", math.prod(queries.shape[:-2]) * keys.shape[-3])
+            return plain(queries, keys, *rest, **options)
+
+        monkeypatch.setattr(module, name, attend)
+
+
+def compile_pass(model: Any, depths: tuple[int, ...], kv: str, executor: Any) -> Callable[..., Any]:
+    """Returns a pass that counts: of ids, lengths and given depths."""
+    counting = Counting(model.decoder.config)
+    return jax.jit(
+        lambda ids, lengths, depth_of_token: staircase(
+            counting,
+            model.params,
+            ids,
+            lengths,
+            GivenDepths(depth_of_token=depth_of_token, depths=depths),
+            kv=kv,  # type: ignore[arg-type]
+            executor=executor,
+        )
+    )
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda s: f"{s.batch}x{s.token}-{s.kv}")
+def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
+    tiny: Any, shape: cases.Shape
+) -> None:
+    run = compile_pass(tiny, shape.depths, shape.kv, shape.executor)
+    for seed in range(12):
+        ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
+        read_counts()
+        found = jax.block_until_ready(run(ids, lengths, depths))
+        counts, work = read_counts(), numbers_of(found.work)
+        decided = np.asarray(found.depths)
+        wanted = cases.expected_work(decided, shape)
+        assert list(zip(work.queries, work.keys_values, work.key_slots, strict=True)) == wanted
+        assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
+        assert counts["keys_values"] == work.keys_values.sum()
+        assert counts["key_slots"] == work.key_slots.sum()
+        per_segment = [
+            (stop - start) * (int((row > start).sum()) + shape.executor.min_bucket - 1)
+            for start, stop in zip((0, *shape.depths), shape.depths, strict=False)
+            for row in decided
+        ]
+        assert work.queries.sum() <= sum(per_segment)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given(SignalBase):
+    """Scores by token, the same at every boundary."""
+
+    scores: jax.Array
+    name: str = static(default="given")
+
+    def __call__(self, index: int, boundary: Any, memory: Any) -> tuple[jax.Array, Any]:
+        score = boundary.map_live(lambda block: count("decisions", block.shape[0]) or block,
+                                  self.scores)  # fmt: skip
+        return score, memory
+
+
+def sparse_key_slots(sparse: np.ndarray, executor: MicroBatches, history: History) -> int:
+    """Returns query slots times key slots of one layer's sparse queries, chunk by chunk of 8."""
+    total, width = 0, sparse.shape[1]
+    for row in sparse:
+        for begin in range(0, width, 8):
+            positions = begin + np.flatnonzero(row[begin : begin + 8])
+            while len(positions):
+                whole = len(positions) >= executor.query_block
+                size = executor.query_block if whole else executor.min_bucket
+                mine, positions = positions[:size], positions[size:]
+                span = size
+                while span < mine[-1] - mine[0] + 1:
+                    span *= 2
+                slice_width = min(min(span, 8) + history.recent - 1, width)
+                total += size * (slice_width + history.sinks + history.heavy)
+    return total
+
+
+def test_sparse_queries_cost_verticals_and_a_slice_and_nobody_pays_twice(tiny: Any) -> None:
+    executor = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
+    history, decoder = History(recent=5, sinks=1, heavy=2), Counting(tiny.decoder.config)
+
+    @jax.jit
+    def run(ids: Any, lengths: Any, scores: Any, thresholds: Any, depths: Any) -> Any:
+        policy = GivenDepths(depth_of_token=depths, depths=(2, 4))
+        attention = SparseAttention(
+            signal=Given(scores=scores), thresholds=thresholds, history=history, chunk=8, sample=2
+        )
+        return staircase(
+            decoder, tiny.params, ids, lengths, policy, executor=executor, attention=attention
+        )
+
+    ids, lengths = tiny.tokens(3, 37), np.asarray([37, 20, 5], np.int32)
+    rng = np.random.default_rng(0)
+    depths = rng.choice([2, 4], (3, 37))
+    for seed, thresholds in enumerate(([0.5, 0.5], [0.1, 0.9], [-np.inf, 0.3], [np.inf, -np.inf])):
+        scores = jnp.asarray(np.random.default_rng(seed).random((3, 37)), jnp.float32)
+        read_counts()
+        edges = jnp.asarray(thresholds, jnp.float32)
+        found = jax.block_until_ready(run(ids, lengths, scores, edges, depths))
+        counts, work = read_counts(), numbers_of(found.work)
+        sparse, spent = np.asarray(found.sparse.sparse), numbers_of(found.work.sparse)
+        real = np.arange(37) < lengths[:, None]
+        wanted = []
+        for segment, live in enumerate((real, real & (depths > 2))):
+            asked = np.isfinite(thresholds[segment])
+            assert int(spent.decisions[segment]) == asked * -(-int(live.sum()) // 2) * 2
+            assert int(spent.heats[segment]) == sparse[segment].any()
+            dense = np.where(live & ~sparse[segment], 2, 0)
+            shape = cases.Shape(3, 37, (2,), executor, "propagate")
+            ((_, _, key_slots),) = cases.expected_work(dense, shape)
+            wanted.append(key_slots + 2 * sparse_key_slots(sparse[segment], executor, history))
+        np.testing.assert_array_equal(work.key_slots[:2], wanted)
+        assert counts["key_slots"] == work.key_slots.sum()
+        assert counts["queries"] - counts["finish_layer"] == 3 * 4 * 2 * spent.heats.sum()
+        assert counts["keys_values"] == work.keys_values.sum() + 3 * 37 * spent.heats.sum()
+        assert counts["decisions"] == spent.decisions.sum()
+
+
+def deepest_of(counts_of_rows: list[tuple[int, int, int]], width: int) -> np.ndarray:
+    """Returns depths of rows of which the first tokens run four layers, the next two, then one."""
+    rows = [[4] * deep + [2] * (middle - deep) + [1] * width for _, middle, deep in counts_of_rows]
+    return np.asarray([row[:width] for row in rows], np.int32)
+
+
+def test_fitted_capacities_are_those_of_the_fullest_row_rounded_up() -> None:
+    decided = np.pad(deepest_of([(9, 5, 0), (13, 2, 1)], 13), ((0, 0), (0, 4)))
+    decided[0, 9:] = 0  # The first row has nine tokens.
+    assert fit_capacities(decided, depths=(1, 2, 4), min_bucket=4) == (16, 8, 4)
+    assert fit_capacities(decided, depths=(1, 2, 4), min_bucket=1) == (13, 5, 1)
+
+
+def test_the_static_prefix_runs_its_capacity_and_whole_rows_only_where_a_row_overflows(
+    tiny: Any,
+) -> None:
+    batch, width, depths, capacities = 3, 17, (1, 2, 4), (12, 8, 4)
+    run = compile_pass(
+        tiny, depths, "propagate", CapacityPrefix(capacities=capacities, min_bucket=4)
+    )
+    ids = tiny.tokens(batch, width)
+    # Live tokens of each row in each segment, and the slots per row that they take there.
+    for live, wanted in (
+        ([(12, 8, 4), (9, 8, 0), (12, 1, 1)], (12, 8, 4)),  # Exactly full.
+        ([(12, 5, 0), (3, 3, 0), (0, 0, 0)], (12, 8, 4)),
+        ([(13, 8, 5), (1, 1, 0), (1, 1, 0)], (17, 8, 17)),  # One row is one too long.
+        ([(0, 0, 0)] * 3, (12, 8, 4)),
+    ):
+        lengths = np.asarray([total for total, _, _ in live], np.int32)
+        read_counts()
+        found = jax.block_until_ready(run(ids, lengths, deepest_of(live, width)))
+        counts, work = read_counts(), numbers_of(found.work)
+        layers = np.asarray([1, 1, 2])
+        slots = batch * np.asarray(wanted)
+        np.testing.assert_array_equal(work.queries, slots * layers)
+        np.testing.assert_array_equal(work.keys_values, batch * width * layers)
+        np.testing.assert_array_equal(work.key_slots, slots * width * layers)
+        np.testing.assert_array_equal(work.decisions, slots)
+        assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
+        assert counts["keys_values"] == work.keys_values.sum()
+        assert counts["key_slots"] == work.key_slots.sum()
+
+
+@pytest.mark.parametrize(
+    ("executor", "slots_of"),
+    [
+        (
+            MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8),
+            lambda live: -(-live.sum() // 4) * 4,
+        ),
+        (
+            CapacityPrefix(capacities=(8,), min_bucket=4),
+            lambda live: 3 * (8 if live.sum(axis=1).max() <= 8 else 17),
+        ),
+        (
+            CapacityPrefix(capacities=(0,), min_bucket=4),
+            lambda live: 3 * 17 * live.any(),
+        ),
+    ],
+    ids=["micro-batches", "prefix", "no prefix"],
+)
+def test_decisions_are_mapped_over_live_tokens_alone(executor: Any, slots_of: Any) -> None:
+    def double(x: jax.Array) -> jax.Array:
+        count("decisions", x.shape[0])
+        return 2 * x[:, 0] + 1
+
+    @jax.jit
+    def run(live: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        slots = executor.pack(0, live)
+        return executor.map_slots(slots, double, x), executor.work(slots, 3, False).decisions
+
+    rng = np.random.default_rng(0)
+    x = np.arange(3 * 17, dtype=np.float32).reshape(3, 17, 1)
+    exact = np.zeros((3, 17), bool)
+    exact[1, 3:11] = True
+    over = exact | (np.arange(17) == 12)
+    patterns = [rng.random((3, 17)) < share for share in (0.0, 0.2, 0.5, 1.0)]
+    for live in (*patterns, exact, over):
+        read_counts()
+        mapped, decisions = jax.block_until_ready(run(live, x))
+        np.testing.assert_array_equal(mapped, np.where(live, 2 * x[..., 0] + 1, 0))
+        assert read_counts()["decisions"] == int(decisions) == slots_of(live)

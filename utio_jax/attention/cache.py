@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The K/V cache: one array per kind for all layers, carried whole and written before it is read.
+
+    slot       0  1  2  3  4  5  6  7      # row 1 of two rows, segments [0,4) [4,8) [8,16)
+    [8,16)     #  #  #  #  .  .  .  .      # filled[2, 1] = 4
+    [4, 8)     #  #  #  #  .  .  .  .      # filled[1, 1] = 4
+    [0, 4)     #  #  #  #  #  #  .  .      # filled[0, 1] = 6: two tokens stopped at layer 4
+
+A token's slot is its position. Slots at or beyond a row's watermark hold nothing that counts:
+padding of a ragged batch, rejected drafts, zeros. They are never cleared, since a slot is always
+written before a query that could see it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.views import View, remember
+from utio_jax.core.decoder import DecoderConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Keys and values of all layers, and how far each row has them in each segment.
+
+    Attributes:
+      keys: rotated, as `Decoder.keys_values` returns them.
+      values: likewise.
+      filled: watermarks: positions below `filled[segment, row]` are valid in the segment's layers.
+        Never increasing with the segment: deeper K/V are made from shallower states.
+      view: a compact copy of what low-importance tokens see of it; None where there are none.
+    """
+
+    keys: Float[Array, "layer batch slot kv_head head_dim"] = dataclasses.field(
+        metadata={"row_axis": 1}
+    )
+    values: Float[Array, "layer batch slot kv_head head_dim"] = dataclasses.field(
+        metadata={"row_axis": 1}
+    )
+    filled: Int[Array, "segment batch"] = dataclasses.field(metadata={"row_axis": 1})
+    view: View | None = dataclasses.field(default=None, metadata={"row_axis": 1})
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that a row can hold."""
+        return self.keys.shape[2]
+
+    @property
+    def lengths(self) -> Int[Array, " batch"]:
+        """Tokens per row that have run the first segment."""
+        return self.filled[0]
+
+
+def init_cache(
+    config: DecoderConfig,
+    *,
+    batch: int,
+    slots: int,
+    segments: int = 1,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> KVCache:
+    """Returns an empty cache.
+
+    Args:
+      config: the model's sizes.
+      batch: rows.
+      slots: tokens per row, prompt and new ones together.
+      segments: watermarks per row: how many parts of the stack advance apart from each other.
+      dtype: of keys and values.
+
+    Raises:
+      ValueError: a size below 1.
+    """
+    if min(batch, slots, segments) < 1:
+        raise ValueError(
+            "Wanted at least one row, slot and segment. "
+            f"Got batch={batch}, slots={slots}, segments={segments}."
+        )
+    shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
+    return KVCache(
+        keys=jnp.zeros(shape, dtype),
+        values=jnp.zeros(shape, dtype),
+        filled=jnp.zeros((segments, batch), jnp.int32),
+    )
+
+
+def write(
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    keys: Float[Array, "batch token kv_head head_dim"],
+    values: Float[Array, "batch token kv_head head_dim"],
+    *,
+    positions: Int[Array, "batch token"],
+    valid: Bool[Array, "batch token"],
+) -> KVCache:
+    """Returns the cache with one layer's K/V at the tokens' positions; invalid ones leave no trace.
+
+    So does its view, if it has one. Watermarks are the caller's: only it knows when a whole segment
+    is done.
+    """
+    view = cache.view
+    if view is not None:
+        view = remember(view, layer, keys, values, positions=positions, valid=valid)
+    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+    slots = jnp.where(valid, positions, cache.num_slots)  # One past the end: dropped.
+    return dataclasses.replace(
+        cache,
+        keys=cache.keys.at[layer, rows, slots].set(keys.astype(cache.keys.dtype), mode="drop"),
+        values=cache.values.at[layer, rows, slots].set(
+            values.astype(cache.values.dtype), mode="drop"
+        ),
+        view=view,
+    )
+
+
+def write_prompt(
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    keys: Float[Array, "batch token kv_head head_dim"],
+    values: Float[Array, "batch token kv_head head_dim"],
+) -> KVCache:
+    """Returns the cache with one layer's K/V of each row's first tokens.
+
+    One contiguous copy. Those of padding land beyond the watermarks, where they do not count.
+    """
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), (layer, 0, 0, 0, 0))
+
+    return dataclasses.replace(cache, keys=put(cache.keys, keys), values=put(cache.values, values))
+
+
+def read(
+    cache: KVCache, layer: int | Int[Array, ""], *, width: int
+) -> tuple[Float[Array, "batch key kv_head head_dim"], Float[Array, "batch key kv_head head_dim"]]:
+    """Returns one layer's K/V of the first `width` slots: masked ones cost as much as any."""
+    size = (1, cache.keys.shape[1], width, *cache.keys.shape[3:])
+    start = (layer, 0, 0, 0, 0)
+    return jax.lax.dynamic_slice(cache.keys, start, size)[0], jax.lax.dynamic_slice(
+        cache.values, start, size
+    )[0]
+
+
+def fill(
+    cache: KVCache, lengths: Int[Array, " batch"], *, segment: int | slice = slice(None)
+) -> KVCache:
+    """Returns the cache with the watermarks of one segment, or of all, set to `lengths`.
+
+    Rejected drafts are rolled back in the same way: a lower watermark is all it takes.
+    """
+    shape = cache.filled[segment].shape
+    filled = cache.filled.at[segment].set(jnp.broadcast_to(lengths.astype(jnp.int32), shape))
+    return dataclasses.replace(cache, filled=filled)
+
+
+def key_widths(slots: int, *, key_step: int, at_most: int = 4) -> tuple[int, ...]:
+    """Returns the numbers of slots that attention may read, ascending and ending at `slots`.
+
+    Multiples of `key_step`, which is itself doubled until there are no more than `at_most` of them:
+    every width is a loop body to compile.
+
+    >>> key_widths(512, key_step=128)
+    (128, 256, 384, 512)
+    >>> key_widths(600, key_step=128)
+    (256, 512, 600)
+    """
+    while -(-slots // key_step) > at_most:
+        key_step *= 2
+    return tuple(min(width, slots) for width in range(key_step, slots + key_step, key_step))
+
+
+def bytes_per_slot(cache: KVCache) -> int:
+    """Returns the bytes that keys and values of one token take in one layer."""
+    *_, heads, width = cache.keys.shape
+    return 2 * heads * width * cache.keys.dtype.itemsize

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A compact view of the K/V cache: what low-importance tokens see of the past, side by side.
+
+    position   0 1 2 3 4 5 6 7 8 9        # a row of ten tokens, recent=4, sinks=2, heavy=2
+    places     0 1 | 3 5 | 8 9 6 7        # sinks | heavy | ring: position p lies at p mod 4
+
+The cache keeps every token; a view holds copies, of each layer its own heavy hitters. A new token
+takes the ring's oldest place. What has left the ring since the last refresh is in neither part: it
+is not seen until a refresh finds it heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.history import History
+from utio_jax.attention.products import visible_keys
+
+NOWHERE = jnp.iinfo(jnp.int32).max
+"""The position of a place that holds nothing: beyond every query's."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """Keys and values of sinks, heavy hitters and recent tokens, in the first layers of a cache.
+
+    Attributes:
+      keys: copies of the cache's.
+      values: likewise.
+      positions: of the tokens at each place; `NOWHERE` where there is none.
+      heat: attention that each slot of the cache got from the queries that saw it, summed over
+        heads, older queries counting less; None where no heavy hitters are sought.
+      history: how many places are for what. Static.
+    """
+
+    keys: Float[Array, "layer batch place kv_head head_dim"]
+    values: Float[Array, "layer batch place kv_head head_dim"]
+    positions: Int[Array, "layer batch place"]
+    heat: Float[Array, "layer batch slot"] | None
+    history: History = dataclasses.field(metadata={"static": True})
+
+    @property
+    def num_layers(self) -> int:
+        """The cache's layers that have a view: the first ones."""
+        return self.keys.shape[0]
+
+
+def place_of(history: History, positions: Int[Array, "*lead"]) -> Int[Array, "*lead"]:
+    """Returns where new tokens go: each sink to a place of its own, all others into the ring."""
+    ring = history.sinks + history.heavy + positions % history.recent
+    return jnp.where(positions < history.sinks, positions, ring)
+
+
+def places_at(history: History, lengths: Int[Array, " batch"]) -> Int[Array, "batch place"]:
+    """Returns the positions at each place after `lengths` tokens; heavy places are empty."""
+    places = jnp.arange(history.size, dtype=jnp.int32)[None, :]
+    last = lengths[:, None] - 1
+    ring = last - (last - (places - history.sinks - history.heavy)) % history.recent
+    ring = jnp.where(ring >= history.sinks, ring, NOWHERE)
+    sinks = jnp.where(places <= last, places, NOWHERE)
+    heavy = places < history.sinks + history.heavy
+    return jnp.where(places < history.sinks, sinks, jnp.where(heavy, NOWHERE, ring))
+
+
+def remember(
+    view: View,
+    layer: int | Int[Array, ""],
+    keys: Float[Array, "batch token kv_head head_dim"],
+    values: Float[Array, "batch token kv_head head_dim"],
+    *,
+    positions: Int[Array, "batch token"],
+    valid: Bool[Array, "batch token"],
+) -> View:
+    """Returns the view with one layer's K/V of new tokens; layers beyond the view leave no trace.
+
+    No more tokens at a time than the ring has places.
+    """
+    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+    places = jnp.where(valid, place_of(view.history, positions), view.history.size)
+
+    def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        return leaf.at[layer, rows, places].set(new.astype(leaf.dtype), mode="drop")
+
+    return dataclasses.replace(
+        view,
+        keys=put(view.keys, keys),
+        values=put(view.values, values),
+        positions=put(view.positions, positions),
+    )
+
+
+def visible_places(
+    history: History,
+    query_positions: Int[Array, "batch query"],
+    positions: Int[Array, "batch place"],
+    window: Int[Array, ""] | None = None,
+) -> Bool[Array, "batch query place"]:
+    """Returns which places of one layer a query sees: `visible_history` in the view's own frame.
+
+    Args:
+      history: how many places are for what.
+      query_positions: where the queries are.
+      positions: the places' tokens.
+      window: the layer's own sliding window, which stays.
+    """
+    # A place of the ring that its layer skipped (kv="drop") still holds an older token.
+    recent = query_positions[:, :, None] - positions[:, None, :] < history.recent
+    kept = jnp.arange(history.size) < history.sinks + history.heavy
+    return visible_keys(query_positions, positions, window) & (recent | kept[None, None, :])

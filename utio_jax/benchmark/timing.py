@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing that can be trusted: programs take turns in one run; speed is a ratio round by round."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from utio_jax.staircase.base import Executor
+
+_compilations = 0
+
+
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
+    global _compilations
+    if event == "/jax/core/compile/backend_compile_duration":
+        _compilations += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@dataclasses.dataclass
+class CompileCount:
+    """Backend compilations inside a `count_compiles` block, known once it has ended."""
+
+    count: int = 0
+
+
+@contextmanager
+def count_compiles() -> Iterator[CompileCount]:
+    """Counts XLA's backend compilations in a `with` block; `count` of its target, once it ended."""
+    found, before = CompileCount(), _compilations
+    try:
+        yield found
+    finally:
+        found.count = _compilations - before
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Median and quartiles of one number per round.
+
+    Attributes:
+      median: of the rounds.
+      low: a quarter of them lies below.
+      high: a quarter of them lies above.
+      rounds: how many there were.
+    """
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Spread:
+        """Returns the spread of `[round]` values."""
+        low, median, high = np.quantile(np.asarray(values, np.float64), [0.25, 0.5, 0.75])
+        return cls(median=float(median), low=float(low), high=float(high), rounds=len(values))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One program's seconds, one entry per round; entries of one round belong together.
+
+    Attributes:
+      seconds: `[round]`.
+      compiles: backend compilations after the warm-up; anything but 0 spoils the timing.
+    """
+
+    seconds: np.ndarray
+    compiles: int
+
+    @property
+    def median(self) -> float:
+        """Median seconds."""
+        return float(np.median(self.seconds))
+
+    @property
+    def spread(self) -> Spread:
+        """Median and quartiles of the seconds."""
+        return Spread.of(self.seconds)
+
+    def ratios_over(self, other: Timing) -> np.ndarray:
+        """Returns `[round]` ratios: how many times faster this is than `other`, round by round."""
+        return other.seconds / self.seconds
+
+    def speedup_over(self, other: Timing) -> float:
+        """Returns the median of the rounds' ratios: how many times faster this is than `other`."""
+        return float(np.median(self.ratios_over(other)))
+
+
+def time_programs(
+    programs: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 7,
+    warmup: int = 1,
+    progress: Callable[[], None] | None = None,
+) -> dict[str, Timing]:
+    """Times programs that take turns, so that a drift of the machine meets all of them.
+
+    Args:
+      programs: name to a function without arguments; its result is waited for.
+      rounds: timed turns of each. The order rotates by one from round to round.
+      warmup: turns before, in which everything compiles.
+      progress: called after every turn.
+
+    Raises:
+      ValueError: no programs, or rounds < 1.
+    """
+    if not programs or rounds < 1:
+        raise ValueError(
+            f"Wanted programs and at least one round. Got {len(programs)} programs, "
+            f"rounds={rounds}."
+        )
+    names = list(programs)
+    for name in names * warmup:
+        jax.block_until_ready(programs[name]())
+        if progress is not None:
+            progress()
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    compiles = dict.fromkeys(names, 0)
+    for turn in range(rounds):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            with count_compiles() as compiled:
+                start = time.perf_counter()
+                jax.block_until_ready(programs[name]())
+                seconds[name].append(time.perf_counter() - start)
+            compiles[name] += compiled.count
+            if progress is not None:
+                progress()
+    return {
+        name: Timing(seconds=np.asarray(seconds[name]), compiles=compiles[name]) for name in names
+    }
+
+
+@partial(jax.jit, static_argnames=("depths", "dim", "executor"))
+def routing_only(
+    depth_of_token: Int[Array, "batch token"],
+    *,
+    depths: tuple[int, ...],
+    dim: int,
+    executor: Executor,
+) -> Array:
+    """Runs a pass's packing and unpacking with none of its arithmetic: what routing itself costs.
+
+    Each segment packs its slots; each layer gathers the live states and scatters them back. The
+    pass gathers once per segment only, so this bounds it from above.
+    """
+    x = jnp.zeros((*depth_of_token.shape, dim), jnp.float32)
+    done = 0
+    for segment, depth in enumerate(depths):
+        live = depth_of_token > done
+        slots = executor.pack(segment, live)
+
+        def layer(_: jax.Array, x: jax.Array, slots: Any = slots) -> jax.Array:
+            return executor.map_slots(slots, lambda block: block + 1.0, x)
+
+        # `map_slots` gives 0 for the frozen, whose states must stay.
+        x = jnp.where(live[..., None], jax.lax.fori_loop(done, depth, layer, x), x)
+        done = depth
+    return x

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether adaptive depth pays for a model, said plainly from what a calibration has measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.flops import token_cost
+from utio_jax.decoding.drafting import tokens_per_layer
+
+# Loss in % over full depth up to which somebody may want the saving.
+_ACCEPTABLE_PCT = 5.0
+
+# Drafting must promise so much more than plain decoding to be worth a try.
+_WORTH_DRAFTING = 1.05
+
+_MAX_DRAFT = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """What lossless decoding can be expected to give, where reading weights is everything.
+
+    Attributes:
+      exit: layers that draft.
+      max_draft: drafts per round.
+      gain: tokens per layer run, over plain decoding's.
+    """
+
+    exit: int
+    max_draft: int
+    gain: float
+
+
+def best_drafting(
+    decoder: Decoder, params: Params, exit_agreement: Mapping[str, float]
+) -> Drafting:
+    """Returns the exit and draft length with the most tokens per layer to expect.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      exit_agreement: how often each exit's most probable token is full depth's, by depth; on text,
+        which is a guess at how many drafts will be accepted.
+    """
+    exits = np.asarray([int(depth) for depth in exit_agreement])
+    accept = np.minimum(np.asarray([*exit_agreement.values()], np.float64), 0.999)
+    drafts = np.arange(_MAX_DRAFT + 1, dtype=np.float64)
+    cost, layers = token_cost(decoder, params), decoder.config.num_layers
+    rate = tokens_per_layer(
+        cost, accept[:, None], exits[:, None], drafts[None, :], num_layers=layers, marginal=0.0
+    )
+    row, column = np.unravel_index(np.argmax(rate), rate.shape)
+    plain = rate[row, 0]
+    return Drafting(
+        exit=int(exits[row]), max_draft=int(column), gain=float(rate[row, column] / plain)
+    )
+
+
+def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: bool) -> str | None:
+    """Returns what to do with a model for which adaptive depth will not pay; None where it may.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      info: of its calibration.
+      lens: whether its exits are read through a lens.
+    """
+    of_exits: Mapping[str, float] = info["exit_nll_increase_pct"]
+    deepest, lost = max(of_exits.items(), key=lambda item: int(item[0]))
+    measured = list[float]()
+    for goal in info["goals"].values():
+        measured += goal.get("nll_increase_pct_by_budget", {}).values()
+        measured += [goal["nll_increase_pct"]] if "nll_increase_pct" in goal else []
+    if min([lost, *measured]) <= _ACCEPTABLE_PCT:
+        return None
+    said = [
+        f"Adaptive depth will not pay here: the loss at depth {deepest} is {lost:.0f} % above full "
+        "depth's" + (f", and no policy stays within {_ACCEPTABLE_PCT:.0f} %." if measured else "."),
+    ]
+    if not lens:
+        said.append("These exits may never have been trained to predict: --fit-lens lets the head")
+        said.append("read them better without touching the model.")
+    drafting = best_drafting(decoder, params, info["exit_agreement"])
+    if drafting.gain >= _WORTH_DRAFTING:
+        said.append(
+            f"Lossless decoding may: drafting {drafting.max_draft} tokens at depth {drafting.exit} "
+            f"promises {drafting.gain:.2f} times the tokens per layer (utio-jax generate "
+            "--lossless finds exit and length by itself)."
+        )
+    else:
+        said.append("Use the model in full; drafts would too seldom be right.")
+    exits = " ".join(map(str, decoder.config.exits))
+    said.append(f"Or teach its exits to predict: utio-jax finetune --exits {exits}.")
+    return " ".join(said)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits policies to a model and a text: signals, thresholds, and which exits to use at which budget.
+
+One way for every signal. Its scores are collected where every token runs to the end; thresholds of
+least harm at a budget follow from scores, harm and the cost model. What that cannot show, real
+passes do: the damage that frozen K/V of shallow tokens does to others chooses the depth floor, and
+what padding adds corrects the budget, a target `flops_ratio` with everything executed included.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from utio_jax.calibration.gates import SIGNALS, SignalFitter
+from utio_jax.calibration.goals import Budgets, Goal
+from utio_jax.calibration.search import ThresholdSearch
+from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import Batch
+from utio_jax.core.files import versions
+from utio_jax.policies.store import Calibration
+from utio_jax.staircase.base import Executor
+from utio_jax.staircase.microbatches import MicroBatches
+
+BUDGETS = (0.5, 0.6, 0.75, 0.9)
+"""The `flops_ratio`s that policies are fitted for by default."""
+
+POLICIES = ("learned", "utio_surrogate")
+"""The policies that are fitted by default; `utio_jax.calibration.gates.SIGNALS` lists all."""
+
+
+def calibrate(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    *,
+    model_sha256: str,
+    text: Mapping[str, Any],
+    policies: Sequence[str] = POLICIES,
+    goal: Goal = Budgets(budgets=BUDGETS),
+    executor: Executor = MicroBatches(),
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    done: Calibration | None = None,
+    keep: Callable[[Calibration], None] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Calibration:
+    """Fits policies to a goal; deterministic for a seed.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: the calibration text, all of one width; none of it may be reported on later.
+      model_sha256: identifies the weights; a calibration refuses others.
+      text: identifies the text, for the record.
+      policies: names from `utio_jax.calibration.gates.SIGNALS`.
+      goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
+        and `info["goals"]` says so.
+      executor: how passes will run; padding is part of the budget.
+      mesh: splits the rows of every pass over its axis "data".
+      seed: of the gates.
+      done: an interrupted calibration of the same model and text: policies that it holds are kept.
+      keep: called with all that is fitted so far, after each policy.
+      progress: called with what happens next.
+
+    Raises:
+      ValueError: the model has no early exit, a name is unknown, no policy reaches the goal, or
+        `done` is of something else.
+    """
+    say = progress if progress is not None else lambda _: None
+    unknown = [name for name in policies if name not in SIGNALS]
+    if unknown:
+        raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {unknown[0]!r}.")
+    say("exits of the full pass")
+    studies = study_exits(decoder, params, batches, mesh=mesh)
+    info = {
+        "model_sha256": model_sha256,
+        "text": dict(text),
+        "versions": versions(),
+        "seed": seed,
+        "width": batches[0].token_ids.shape[1],
+        "tokens": int(sum(study.predicted.sum() for study in studies)),
+    }
+    fitted = Calibration(
+        entries={}, signals={}, info={**info, "goals": {}, "rank_correlation_kl": {}}
+    )
+    if done is not None:
+        other = {key: done.info.get(key) for key in info if done.info.get(key) != info[key]}
+        if other:
+            raise ValueError(
+                f"Wanted to resume a calibration with { ({key: info[key] for key in other}) }. "
+                f"Got one with {other}. Start anew without --resume, or name another --out."
+            )
+        fitted = done
+    fitter = SignalFitter(decoder, params, studies, seed=seed)
+    search = ThresholdSearch(decoder, params, studies, executor=executor, mesh=mesh)
+    of_exits = {
+        "exit_nll_increase_pct": search.exit_nll_increase_pct(),
+        "exit_agreement": search.exit_agreement(),
+    }
+    fitted = dataclasses.replace(fitted, info={**fitted.info, **of_exits})
+    for name in policies:
+        if name in fitted.info["goals"]:
+            continue
+        say(f"{name}: weights")
+        signal = fitter.fit(name)
+        entries, record = goal.reach(search, signal, say)
+        correlations = _correlations(search, signal)
+        fitted = fitted.adding(name, signal, entries, goal=record, correlations=correlations)
+        if keep is not None:
+            keep(fitted)
+        search.forget()
+    if not any(fitted.entries.values()):
+        name, signal = next(iter(fitted.signals.items()))
+        raise ValueError(
+            f"Wanted a goal that some policy reaches; {name} gets as cheap as "
+            f"{search.cheapest(signal):.3f}. Got {fitted.info['goals']}. Ask for less."
+        )
+    return fitted
+
+
+def _correlations(search: ThresholdSearch, signal: Any) -> dict[str, float]:
+    """Returns, per exit, the rank correlation of a signal's scores with sqrt(KL to full depth)."""
+    exits = search.exits
+    root = np.sqrt(predicted_tokens(search.studies, [study.kl for study in search.studies]))
+    scores = search.scores(signal, exits)
+    found = {}
+    for index, depth in enumerate(exits[:-1]):
+        finite = np.isfinite(scores[index])
+        correlation = rank_correlation(scores[index][finite], root[index][finite])
+        found[str(depth)] = round(correlation, 4)
+    return found

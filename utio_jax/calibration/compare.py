@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All policies on one text: does a policy do better than truncating the model, and why?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
+from utio_jax.calibration.hindsight import Harm, oracle_policies
+from utio_jax.calibration.search import forget_programs
+from utio_jax.calibration.studies import (
+    ExitStudy,
+    collect_scores,
+    predicted_tokens,
+    rank_correlation,
+    study_exits,
+)
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import Batch
+from utio_jax.core.flops import depth_flops, token_cost
+from utio_jax.devices.processes import local_mesh
+from utio_jax.devices.rows import place
+from utio_jax.evaluation.evaluate import Quality, evaluate
+from utio_jax.policies.base import Policy, Signal
+from utio_jax.policies.depth import GivenDepths
+from utio_jax.policies.store import Calibration
+from utio_jax.staircase.base import Executor
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.score import Comparison
+
+Label = tuple[str, float]
+"""A policy's name, and its budget or depth."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """A ledger row, read against its controls.
+
+    Attributes:
+      ledger: quality and cost; times are None.
+      hull_margin_pct: how far the loss lies below the hull of uniform exits at equal FLOPs, in % of
+        the loss at full depth, between the 2.5 and 97.5 % quantiles over drawn documents; positive
+        is better. None for uniform exits, and for what is cheaper than the cheapest.
+      rank_correlation_kl: Spearman's, of the score at the first boundary in use with sqrt(KL to
+        full depth) there; None where nothing is scored.
+      rank_correlation_depth: the same with the needed depth, the earliest exit from which on the
+        most probable token is full depth's.
+      oracle_recovered: the share of `oracle_kl`'s advantage over the hull at equal FLOPs that the
+        policy has too; None outside the oracle's budgets, and where its own advantage is not
+        beyond doubt: `oracle_kl` knows every exit's KL, but not how tokens at different depths
+        change each other, so that at small budgets it can be beaten.
+    """
+
+    ledger: Ledger
+    hull_margin_pct: tuple[float, float, float] | None = None
+    rank_correlation_kl: float | None = None
+    rank_correlation_depth: float | None = None
+    oracle_recovered: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the row as JSON-ready values."""
+        short = lambda value: None if value is None else float(f"{value:.4g}")  # noqa: E731
+        margin = self.hull_margin_pct
+        return {
+            **self.ledger.to_dict(),
+            "hull_margin_pct": None if margin is None else [short(value) for value in margin],
+            "rank_correlation_kl": short(self.rank_correlation_kl),
+            "rank_correlation_depth": short(self.rank_correlation_depth),
+            "oracle_recovered": short(self.oracle_recovered),
+        }
+
+
+def compare(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    document_of_window: np.ndarray,
+    calibration: Calibration,
+    *,
+    budgets: Sequence[float] | None = None,
+    executor: Executor = MicroBatches(),
+    mesh: Mesh | None = None,
+    draws: int = 2000,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> list[ComparisonRow]:
+    """Returns a row per exit for `uniform`, and per budget for oracles and calibrated policies.
+
+    Policies run over all exits, of which they pay for those in use: one program each.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: the text, all of one shape; none of it may have been calibrated on.
+      document_of_window: `[window]`, the document that each of `Batch.window` is cut from.
+      calibration: the policies.
+      budgets: which of the calibration's; all by default.
+      executor: how live slots are run.
+      mesh: splits the rows of every pass over its axis "data".
+      draws: of the documents.
+      seed: of the draws.
+      progress: called with what happens next.
+
+    Raises:
+      ValueError: fewer than two documents, a model without exits, or budgets that no policy has.
+    """
+    say = progress if progress is not None else lambda _: None
+    known = sorted({budget for fitted in calibration.entries.values() for budget in fitted})
+    chosen = [budget for budget in known if budgets is None or budget in budgets]
+    if not chosen:
+        raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
+    say("exits of the full pass")
+    params = place(params, local_mesh(mesh))
+    studies = study_exits(decoder, params, batches, mesh=mesh)
+    reader = _Reader(decoder, params, document_of_window, executor, mesh)
+    exits, shape = decoder.config.exits, batches[0].token_ids.shape
+    num_layers, count = exits[-1], len(batches)
+
+    say("uniform")
+    given = {
+        ("uniform" if depth < exits[-1] else "full", float(depth)): GivenDepths(
+            depth_of_token=jnp.full(shape, depth), depths=exits
+        )
+        for depth in exits
+    }
+    uniform = reader.read(batches, {label: [policy] * count for label, policy in given.items()})
+    bootstrap = HullBootstrap([sums for _, sums in uniform.values()], draws=draws, seed=seed)
+    rows = [
+        ComparisonRow(ledger=quality.ledger(name, budget=None, num_layers=num_layers))
+        for (name, _), (quality, _) in uniform.items()
+    ]
+
+    say("oracles")
+    strongest: list[tuple[float, tuple[float, float, float]]] = []
+    hindsight = reader.read(batches, _oracles(decoder, params, studies, chosen, executor))
+    for (name, budget), (quality, sums) in hindsight.items():
+        margin = bootstrap.interval(sums)
+        if name == "oracle_kl" and margin is not None:
+            strongest.append((bootstrap.ratio(sums), margin))
+        ledger = quality.ledger(name, budget=budget, num_layers=num_layers)
+        rows.append(ComparisonRow(ledger=ledger, hull_margin_pct=margin))
+
+    for name in [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]:
+        say(name)
+        fitted = calibration.entries["learned" if name == "random" else name]
+        policies = {
+            (name, budget): [calibration.policy(name, budget, exits=exits)] * count
+            for budget in chosen
+            if budget in fitted
+        }
+        scored = None
+        if name in calibration.signals:
+            signal = calibration.signals[name]
+            scored = _Correlations(decoder, params, signal, studies, mesh)
+        for (_, budget), (quality, sums) in reader.read(batches, policies).items():
+            kl, depth = scored.at_first(fitted[budget].depths) if scored else (None, None)
+            margin = float(bootstrap.margins(sums)[0])
+            rows.append(
+                ComparisonRow(
+                    ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
+                    hull_margin_pct=bootstrap.interval(sums),
+                    rank_correlation_kl=kl,
+                    rank_correlation_depth=depth,
+                    oracle_recovered=_recovered(bootstrap.ratio(sums), margin, strongest),
+                )
+            )
+        forget_programs()
+    return rows
+
+
+class _Reader:
+    """Reads a text under policies, and keeps what each document cost and lost."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: Params,
+        document_of_window: np.ndarray,
+        executor: Executor,
+        mesh: Mesh | None,
+    ):
+        self.decoder, self.params, self.executor, self.mesh = decoder, params, executor, mesh
+        self.document_of_window = document_of_window
+        self.documents = int(document_of_window.max()) + 1
+        self.cost = token_cost(decoder, params)
+
+    def read(
+        self, batches: Sequence[Batch], policies: Mapping[Label, Sequence[Policy]]
+    ) -> dict[Label, tuple[Quality, DocumentSums]]:
+        """Returns the quality of policies, one per batch, and their sums by document.
+
+        Executed FLOPs, padding and gates included, are shared out by tokens' decided depths.
+        """
+        labels = {str(label): label for label in policies}
+        nll = {name: np.zeros(self.documents) for name in labels}
+        parts = {name: np.zeros(self.documents) for name in labels}
+        width, num_layers = batches[0].token_ids.shape[1], self.decoder.config.num_layers
+        key_widths = self.executor.key_widths(width)
+        of_depth = depth_flops(self.cost, range(num_layers + 1), width=width, key_widths=key_widths)
+
+        def observe(name: str, batch: Batch, found: Comparison, depths: np.ndarray) -> None:
+            rows = np.flatnonzero(batch.window >= 0)
+            document = self.document_of_window[batch.window[rows]]
+            lost = np.asarray(found.nll, np.float64)[rows]
+            paid = np.where(depths > 0, of_depth[depths], 0.0)[rows]
+            np.add.at(nll[name], document, lost.sum(axis=1))
+            np.add.at(parts[name], document, paid.sum(axis=1))
+
+        total = evaluate(
+            self.decoder,
+            self.params,
+            batches,
+            {name: policies[label] for name, label in labels.items()},
+            executor=self.executor,
+            mesh=self.mesh,
+            observe=observe,
+        )
+        read = {}
+        for name, label in labels.items():
+            seen = parts[name] > 0
+            flops = total[name].flops * parts[name][seen] / parts[name].sum()
+            read[label] = total[name], DocumentSums(nll=nll[name][seen], flops=flops)
+        return read
+
+
+class _Correlations:
+    """Rank correlations of a signal's scores where every token runs on."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: Params,
+        signal: Signal,
+        studies: Sequence[ExitStudy],
+        mesh: Mesh | None,
+    ):
+        self.decoder, self.params, self.mesh = decoder, params, mesh
+        self.signal, self.studies = signal, studies
+        self.known: dict[int, tuple[float | None, float | None]] = {}
+        self.root = np.sqrt(predicted_tokens(studies, [study.kl for study in studies]))
+        self.needed = needed_exit(predicted_tokens(studies, [study.differs for study in studies]))
+
+    def at_first(self, depths: tuple[int, ...]) -> tuple[float | None, float | None]:
+        """Returns those at the first of some depths, with sqrt(KL) there and the needed depth."""
+        if depths[0] not in self.known:
+            self.known[depths[0]] = self._find(depths)
+        return self.known[depths[0]]
+
+    def _find(self, depths: tuple[int, ...]) -> tuple[float | None, float | None]:
+        exits = self.decoder.config.exits
+        if len(depths) == 1:  # Nothing is decided.
+            return None, None
+        scores = predicted_tokens(
+            self.studies,
+            collect_scores(
+                self.decoder,
+                self.params,
+                self.signal,
+                self.studies,
+                depths=depths[:2],
+                mesh=self.mesh,
+            ),
+        )[0]
+        finite = np.isfinite(scores)
+        if np.ptp(scores[finite]) == 0:  # Nothing has been seen yet, as for patience.
+            return None, None
+        root = self.root[exits.index(depths[0])]
+        return (
+            rank_correlation(scores[finite], root[finite]),
+            rank_correlation(scores[finite], self.needed[finite]),
+        )
+
+
+def needed_exit(differs: np.ndarray) -> np.ndarray:
+    """Returns the first exit from which on the most probable token is full depth's, `[token]`.
+
+    Args:
+      differs: `[exit, token]`, whether it is not; False at the last exit.
+    """
+    last = len(differs) - 1 - np.argmax(differs[::-1], axis=0)
+    return np.where(differs.any(axis=0), last + 1, 0)
+
+
+def _recovered(
+    ratio: float, margin: float, strongest: Sequence[tuple[float, tuple[float, float, float]]]
+) -> float | None:
+    """Returns a margin as a share of the oracle's at the same `flops_ratio`."""
+    ratios = [at for at, _ in sorted(strongest)]
+    if not ratios or not ratios[0] <= ratio <= ratios[-1]:
+        return None
+    low, best, _ = (
+        float(np.interp(ratio, ratios, margins))
+        for margins in zip(*(margins for _, margins in sorted(strongest)), strict=True)
+    )
+    return margin / best if low > 0 else None
+
+
+def _oracles(
+    decoder: Decoder,
+    params: Params,
+    studies: Sequence[ExitStudy],
+    budgets: Sequence[float],
+    executor: Executor,
+) -> dict[Label, Sequence[Policy]]:
+    """Returns hindsight at each budget that it can reach."""
+    found: dict[Label, Sequence[Policy]] = {}
+    for by in get_args(Harm):
+        for budget in budgets:
+            try:
+                found[f"oracle_{by}", budget] = oracle_policies(
+                    decoder, params, studies, by=by, budget=budget, executor=executor
+                )
+            except ValueError:  # Below the first exit.
+                continue
+    return found

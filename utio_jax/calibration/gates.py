@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits what signals learn: gates on states, mean states, tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.calibration.studies import ExitStudy, predicted_tokens
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.policies.base import Signal
+from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate, normalise
+from utio_jax.policies.signals import (
+    Entropy,
+    MaxProbability,
+    Patience,
+    Position,
+    SoftmaxGap,
+    StateSimilarity,
+    TokenSurrogate,
+    UtioSurrogate,
+    surrogate_table,
+)
+
+Loss = Literal["squared", "logistic"]
+"""What a gate's value is compared with: a number, or the logit of a probability."""
+
+
+class SignalFitter:
+    """Fits signals to one text by name, each part once: `hazard` has the gates of `classifier`.
+
+    `SIGNALS` lists the names.
+    """
+
+    def __init__(
+        self, decoder: Decoder, params: Params, studies: Sequence[ExitStudy], *, seed: int = 0
+    ):
+        self.decoder, self.params, self.studies, self.seed = decoder, params, studies, seed
+        self.exits = decoder.config.exits[:-1]
+        self._gates: dict[str, StateGate] = {}
+
+    def fit(self, name: str) -> Signal:
+        """Returns the signal, one of `SIGNALS`, with weights for every exit but the last."""
+        return SIGNALS[name](self)
+
+    def surrogate(self) -> UtioSurrogate:
+        """Returns UTIO's surrogate with the mean state at every exit."""
+        states = self._of_tokens("states")
+        means = np.stack([x.astype(np.float32).mean(axis=0) for x in states])
+        return UtioSurrogate(mean_states=jnp.asarray(means), exits=self.exits)
+
+    def before(self) -> TokenSurrogate:
+        """Returns UTIO's surrogate before the pass, against the text's mean embedding."""
+        config = self.decoder.config
+        ids = [study.batch.token_ids[study.predicted] for study in self.studies]
+        share = np.bincount(np.concatenate(ids), minlength=config.vocab_size)
+        every = jnp.arange(config.vocab_size)
+        embeddings = self.decoder.embed(self.params, every, jnp.zeros_like(every))
+        mean = jnp.asarray(share / share.sum(), jnp.float32) @ embeddings.astype(jnp.float32)
+        return TokenSurrogate(table=surrogate_table(self.decoder, self.params, mean))
+
+    def regressor(self) -> StateGate:
+        """Returns gates that predict sqrt(KL to full depth)."""
+        kl = lambda: np.sqrt(self._of_tokens("kl")[:-1])  # noqa: E731
+        return self._fitted("learned", kl, loss="squared")
+
+    def classifier(self) -> StateGate:
+        """Returns gates with the logit of "the prediction here is not full depth's"."""
+        return self._fitted("classifier", lambda: self._of_tokens("differs")[:-1])
+
+    def cost_aware(self) -> StateGate:
+        """Returns gates with the logit of `worth_going_deeper`, at a price of computation.
+
+        The price is the one at which hindsight would spend 60 % of a full pass.
+        """
+
+        def target() -> np.ndarray:
+            kl = self._of_tokens("kl")
+            shares = np.asarray(self.decoder.config.exits) / self.decoder.config.num_layers
+            low, high = 1e-6, 1e4
+            for _ in range(40):
+                price = float(np.sqrt(low * high))
+                spent = shares[np.argmin(kl + price * shares[:, None], axis=0)].mean()
+                low, high = (price, high) if spent > 0.6 else (low, price)
+            return worth_going_deeper(kl, shares, high)
+
+        return self._fitted("cost_aware", target)
+
+    def router(self) -> PromptRouter:
+        """Returns gates on a row's first mean state that predict the mean sqrt(KL) after it."""
+        prompt = min(32, max(1, self.studies[0].predicted.shape[1] // 8))
+        means, targets = [], []
+        for study in self.studies:
+            after = study.predicted.copy()
+            after[:, :prompt] = False
+            rows = after.any(axis=1)
+            means.append(study.states[:, rows, :prompt].astype(np.float32).mean(axis=2))
+            root = np.where(after, np.sqrt(study.kl[:-1]), 0.0)[:, rows]
+            targets.append(root.sum(axis=2) / after[rows].sum(axis=1))
+        gates = fit_gates(
+            np.concatenate(means, axis=1),
+            np.concatenate(targets, axis=1),
+            hidden=8,  # A row is one example: a text has few.
+            steps=600,
+            batch=256,
+            seed=self.seed,
+        )
+        return PromptRouter(gates=gates, exits=self.exits, prompt=prompt)
+
+    def _fitted(
+        self, name: str, target: Callable[[], np.ndarray], *, loss: Loss = "logistic"
+    ) -> StateGate:
+        if name not in self._gates:
+            states = self._of_tokens("states")
+            self._gates[name] = fit_gates(states, target(), loss=loss, seed=self.seed)
+        return self._gates[name]
+
+    def _of_tokens(self, field: str) -> np.ndarray:
+        return predicted_tokens(self.studies, [getattr(study, field) for study in self.studies])
+
+
+SIGNALS: dict[str, Callable[[SignalFitter], Signal]] = {
+    "learned": lambda fit: Learned(gates=fit.regressor(), exits=fit.exits),
+    "utio_surrogate": lambda fit: fit.surrogate(),
+    "utio_before": lambda fit: fit.before(),
+    "position": lambda fit: Position(),
+    "prompt_router": lambda fit: fit.router(),
+    "softmax_gap": lambda fit: SoftmaxGap(),
+    "max_probability": lambda fit: MaxProbability(),
+    "entropy": lambda fit: Entropy(),
+    "state_similarity": lambda fit: StateSimilarity(),
+    "classifier": lambda fit: Learned(gates=fit.classifier(), exits=fit.exits, name="classifier"),
+    "cost_aware": lambda fit: Learned(gates=fit.cost_aware(), exits=fit.exits, name="cost_aware"),
+    "patience": lambda fit: Patience(),
+    "hazard": lambda fit: Hazard(gates=fit.classifier(), exits=fit.exits),
+}
+"""How each signal gets its weights from a text."""
+
+
+def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) -> np.ndarray:
+    """Returns, per exit but the last and token, whether some deeper exit is cheaper in all.
+
+    JEI-DNN's cost-aware target (Regol et al. 2023, arXiv 2310.09163): a gate learns, with the
+    logistic loss, to go on where the best of the later exits, its computation included, beats this
+    one.
+
+    Args:
+      kl: `[exit, token]` in nats, of leaving at each exit.
+      cost_of_depth: `[exit]`.
+      price: nats per unit of cost.
+    """
+    total = kl + price * np.asarray(cost_of_depth)[:, None]
+    best_from = np.minimum.accumulate(total[::-1], axis=0)[::-1]
+    return best_from[1:] < total[:-1]
+
+
+def fit_gates(
+    states: np.ndarray,
+    target: np.ndarray,
+    *,
+    loss: Loss = "squared",
+    hidden: int = 64,
+    steps: int = 2500,
+    batch: int = 2048,
+    learning_rate: float = 3e-3,
+    weight_decay: float = 0.5,
+    seed: int = 0,
+) -> StateGate:
+    """Returns one gate per exit, all leaves with a leading exit axis, fitted together.
+
+    Gates learn from whitened states, on which Adam sees every direction at one scale; the whitening
+    is a part of the first matrix afterwards, and costs nothing.
+
+    Args:
+      states: `[exit, token, dim]`.
+      target: `[exit, token]`: numbers for the squared loss, booleans for the logistic one.
+      loss: `"squared"` or `"logistic"`.
+      hidden: width of the gates.
+      steps: of AdamW, with a linearly falling rate.
+      batch: tokens per step.
+      learning_rate: at the first step.
+      weight_decay: multiplied by the learning rate.
+      seed: of initialisation and sampling.
+    """
+    import optax
+
+    exits, tokens, dim = states.shape
+    rng = np.random.default_rng(seed)
+    some = rng.permutation(tokens)[:_WHITENED]
+    found = [_whitening(np.asarray(normalise(jnp.asarray(x[some])))) for x in states]
+    mean, matrix = (jnp.asarray(np.stack(parts)) for parts in zip(*found, strict=True))
+
+    # Optax's types know no dataclasses: to it, gates are Any.
+    def start(key: jax.Array) -> Any:
+        return StateGate(
+            hidden=jax.random.normal(key, (dim, hidden)) * dim**-0.5,
+            hidden_bias=jnp.zeros(hidden),
+            output=jax.random.normal(jax.random.fold_in(key, 1), (hidden,)) * hidden**-0.5,
+            output_bias=jnp.zeros(()),
+        )
+
+    def error(gates: StateGate, x: jax.Array, wanted: jax.Array) -> jax.Array:
+        x = normalise(x)
+        x = (x - jnp.broadcast_to(mean[:, None], x.shape)) @ matrix
+        found = jax.vmap(StateGate.read)(gates, x)
+        if loss == "squared":
+            each = (found - wanted) ** 2
+        else:
+            each = optax.sigmoid_binary_cross_entropy(found, wanted)
+        return jnp.sum(jnp.mean(each, axis=1))
+
+    rate = optax.linear_schedule(learning_rate, 0.0, steps)
+    optimizer = optax.adamw(rate, weight_decay=weight_decay)
+
+    @jax.jit
+    def update(gates: Any, state: Any, x: jax.Array, wanted: jax.Array) -> tuple[Any, Any]:
+        updates, state = optimizer.update(jax.grad(error)(gates, x, wanted), state, gates)
+        return optax.apply_updates(gates, updates), state
+
+    gates: Any = jax.vmap(start)(jax.random.split(jax.random.key(seed), exits))
+    state, wanted = optimizer.init(gates), target.astype(np.float32)
+    for _ in range(steps):
+        chosen = rng.integers(tokens, size=batch)
+        gates, state = update(gates, state, states[:, chosen], wanted[:, chosen])
+    folded = matrix @ gates.hidden
+    bias = gates.hidden_bias - jnp.einsum("ed,edh->eh", mean, folded)
+    return dataclasses.replace(gates, hidden=folded, hidden_bias=bias)
+
+
+_WHITENED = 100_000  # Tokens from which the covariance is taken.
+
+
+def _whitening(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean `[dim]` and matrix: `(x - mean) @ matrix` has about unit covariance."""
+    x = x.astype(np.float64)
+    values, vectors = np.linalg.eigh(np.cov(x.T))
+    matrix = vectors / np.sqrt(values + 1e-3 * values.mean())
+    return x.mean(axis=0).astype(np.float32), matrix.astype(np.float32)

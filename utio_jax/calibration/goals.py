@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What calibration is asked for: a budget, a bound on the loss, or a promise about disagreement."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from utio_jax.calibration.risk import check_units, control, group_near_duplicates, risks_of_groups
+from utio_jax.calibration.search import ThresholdSearch
+from utio_jax.calibration.thresholds import Thresholds
+from utio_jax.core.documents import Batch, batches_of, windows_of
+from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.policies.base import Signal
+from utio_jax.staircase.score import Comparison
+
+_HALVINGS = 6  # Of the range of budgets: steps of about 1 % of a full pass.
+_CANDIDATES = 12
+_MIN_PREDICTED = 32  # A document of three tokens that all differ has risk 1, and says little.
+
+Say = Callable[[str], None]
+
+
+@runtime_checkable
+class Goal(Protocol):
+    """Chooses thresholds for one signal."""
+
+    def reach(
+        self, search: ThresholdSearch, signal: Signal, say: Say
+    ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
+        """Returns thresholds by `flops_ratio`, and a record of how they came about.
+
+        There are none if nothing short of full depth reaches the goal.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budgets:
+    """Least loss at each target `flops_ratio`."""
+
+    budgets: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.budgets or not all(0 < budget <= 1 for budget in self.budgets):
+            raise ValueError(
+                f"Wanted budgets above 0, at most 1: shares of a full pass. Got {self.budgets}."
+            )
+
+    def reach(
+        self, search: ThresholdSearch, signal: Signal, say: Say
+    ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
+        found: dict[float, Thresholds] = {}
+        increases: dict[str, float] = {}
+        for budget in self.budgets:
+            say(f"{signal.name} at {budget:g}")
+            entry = search.fit(signal, budget)
+            if entry is not None:
+                found[budget] = entry
+                increase = search.nll_increase_pct(search.run(signal, entry))
+                increases[f"{budget:g}"] = round(increase, 4)
+        unreachable = [budget for budget in self.budgets if budget not in found]
+        record = {"unreachable": unreachable} if unreachable else {}
+        return found, {"nll_increase_pct_by_budget": increases, **record}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaxLoss:
+    """Least cost at which the loss on the calibration text exceeds full depth's by a bound.
+
+    Attributes:
+      nll_increase_pct: the bound, in %. What it is on other text is for `compare` to say.
+    """
+
+    nll_increase_pct: float
+
+    def __post_init__(self) -> None:
+        if not self.nll_increase_pct > 0:
+            raise ValueError(
+                f"Wanted a max_nll_increase_pct above 0, in %. Got {self.nll_increase_pct}."
+            )
+
+    def reach(
+        self, search: ThresholdSearch, signal: Signal, say: Say
+    ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
+        low, high = search.cheapest(signal), 1.0
+        best: tuple[float, float, Thresholds] | None = None
+        for _ in range(_HALVINGS):
+            budget = (low + high) / 2
+            say(f"{signal.name} at {budget:.3f}")
+            entry = search.fit(signal, budget)
+            if entry is None:
+                low = budget
+                continue
+            spent = search.run(signal, entry)
+            ratio, increase = search.ratio(spent), search.nll_increase_pct(spent)
+            if increase > self.nll_increase_pct:
+                low = budget
+                continue
+            high = budget
+            if ratio < 1:
+                best = min(best, (ratio, increase, entry)) if best else (ratio, increase, entry)
+        record: dict[str, Any] = {"max_nll_increase_pct": self.nll_increase_pct}
+        if best is None:
+            return {}, record
+        ratio, increase, entry = best
+        return {round(ratio, 4): entry}, {**record, "nll_increase_pct": round(increase, 4)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaxDisagreement:
+    """Least cost at which documents' mean disagreement with full depth stays below a bound.
+
+    Disagreement is the share of predicted tokens whose most probable token is not full depth's.
+    The promise of `utio_jax.calibration.risk.control`: over the draw of the documents, what is
+    chosen breaks the bound with a probability of at most `1 - confidence`.
+
+    Attributes:
+      max_disagreement: the bound, in (0, 1).
+      confidence: in (0, 1).
+      documents: token ids of documents on which nothing was fitted.
+      rows: per pass.
+      seed: of the order of the documents.
+    """
+
+    max_disagreement: float
+    confidence: float
+    documents: Sequence[np.ndarray]
+    rows: int = 16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        kept = tuple(ids for ids in self.documents if len(ids) > _MIN_PREDICTED)
+        object.__setattr__(self, "documents", kept)
+        check_units(
+            len(set(group_near_duplicates(kept).tolist())),
+            max_risk=self.max_disagreement,
+            confidence=self.confidence,
+        )
+
+    def reach(
+        self, search: ThresholdSearch, signal: Signal, say: Say
+    ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
+        budgets = np.linspace(0.97, search.cheapest(signal), _CANDIDATES, endpoint=False)
+        candidates: dict[float, Thresholds] = {}
+        for budget in budgets:
+            say(f"{signal.name} at {budget:.3f}")
+            entry = search.fit(signal, float(budget))
+            ratio = 1.0 if entry is None else round(search.ratio(search.run(signal, entry)), 4)
+            if entry is not None and ratio < 1:
+                candidates.setdefault(ratio, entry)
+        ratios = sorted(candidates, reverse=True)  # The costliest is the safest: known beforehand.
+        if not ratios:
+            return {}, {"max_disagreement": self.max_disagreement, "candidates": {}}
+        say(f"{signal.name}: disagreement of {len(self.documents)} documents")
+        risks, tokens = self._disagreement(search, signal, [candidates[r] for r in ratios])
+        groups = group_near_duplicates(self.documents)
+        result = control(
+            risks_of_groups(risks, tokens, groups),
+            max_risk=self.max_disagreement,
+            confidence=self.confidence,
+            seed=self.seed,
+        )
+        # What a threshold could save if its mean on this very sample were all that is asked.
+        unbounded = [r for r, mean in zip(ratios, result.means, strict=True) if self._holds(mean)]
+        record = {
+            "max_disagreement": self.max_disagreement,
+            "confidence": self.confidence,
+            "documents": result.units,
+            "candidates": {
+                str(ratio): {"mean": round(mean, 5), "p_value": float(f"{p:.3g}")}
+                for ratio, mean, p in zip(ratios, result.means, result.p_values, strict=True)
+            },
+            "unbounded_flops_ratio": min(unbounded, default=1.0),
+        }
+        if result.chosen is None:
+            return {}, record
+        chosen = ratios[result.chosen]
+        return {chosen: candidates[chosen]}, record
+
+    def _holds(self, mean: float) -> bool:
+        return mean <= self.max_disagreement
+
+    def _disagreement(
+        self, search: ThresholdSearch, signal: Signal, candidates: Sequence[Thresholds]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `[candidate, document]`, and how many tokens each document predicts."""
+        config = search.decoder.config
+        cut = [windows_of([ids], width=config.context_length) for ids in self.documents]
+        document_of = np.repeat(np.arange(len(cut)), [len(windows) for windows in cut])
+        batches = batches_of(
+            [window for windows in cut for window in windows],
+            rows=self.rows,
+            widths=[config.context_length],
+            vocab_size=config.vocab_size,
+        )
+        tokens = np.asarray([len(ids) - 1 for ids in self.documents])
+        agree = np.zeros((len(candidates), len(cut)))
+
+        def observe(name: str, batch: Batch, found: Comparison, _: np.ndarray) -> None:
+            rows = np.flatnonzero(batch.window >= 0)
+            agreed = np.asarray(found.agree)[rows].sum(axis=1)
+            np.add.at(agree[int(name)], document_of[batch.window[rows]], agreed)
+
+        evaluate(
+            search.decoder,
+            search.params,
+            list(batches),
+            {str(i): search.policy(signal, entry) for i, entry in enumerate(candidates)},
+            executor=search.executor,
+            mesh=search.mesh,
+            observe=observe,
+        )
+        return 1 - agree / tokens, tokens

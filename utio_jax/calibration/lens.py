@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits a tuned lens to a frozen model: what its head should read of each early exit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import Batch
+from utio_jax.core.lens import Lens, read_through
+from utio_jax.staircase.reference import dense_states
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LensConfig:
+    """The numbers of a fit.
+
+    Attributes:
+      tokens: states to learn from, at most; drawn evenly from the text. Each takes `4 * dim` bytes
+        per exit.
+      steps: of Adam.
+      batch: tokens per step.
+      learning_rate: at the first step; it falls to zero.
+      ridge: of the first guess, a regression of last states on the exit's; as a share of the
+        exit's mean squared state.
+      seed: of the draws.
+    """
+
+    tokens: int = 100_000
+    steps: int = 1000
+    batch: int = 512
+    learning_rate: float = 1e-3
+    ridge: float = 1e-3
+    seed: int = 0
+
+
+def fit_lens(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    config: LensConfig = LensConfig(),
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> Lens:
+    """Returns the maps under which each exit's prediction comes closest to full depth's.
+
+    First a ridge regression of the last layer's states on the exit's, then Adam on KL(full || exit)
+    in nats, the loss of Belrose et al. 2023 (arXiv 2303.08112). The head is the model's own.
+
+    Args:
+      decoder: the model; its config names the exits.
+      params: its parameters; they stay as they are.
+      batches: the text. Report on none of it.
+      config: the fit's numbers.
+      progress: called with what happens next.
+
+    Raises:
+      ValueError: the model has no early exit, or the text is shorter than one batch of the fit.
+    """
+    exits = decoder.config.exits[:-1]
+    if not exits:
+        raise ValueError(
+            "Wanted a model with an exit before its last layer. Got exits="
+            f"{decoder.config.exits}. Name some: models.load(..., exits=...) or --exits."
+        )
+    say = progress if progress is not None else lambda _: None
+    say("lens: states of the full pass")
+    states = _states(decoder, params, batches, config)
+    count = states.shape[1]
+    if count < config.batch:
+        raise ValueError(
+            f"Wanted at least {config.batch} tokens to fit a lens to. Got {count}. Add text."
+        )
+    say(f"lens: {len(exits)} maps on {count:,} tokens")
+    lens = _regression(states, exits, ridge=config.ridge)
+    return _descend(decoder, params, lens, states, config)
+
+
+def _states(
+    decoder: Decoder, params: Params, batches: Sequence[Batch], config: LensConfig
+) -> np.ndarray:
+    """Returns states at every exit, the last included, of tokens that predict.
+
+    As `[exit, token, dim]`.
+    """
+    exits = decoder.config.exits
+    run = jax.jit(partial(dense_states, decoder, depths=exits))
+    predicted = sum(int(np.maximum(batch.lengths - 1, 0).sum()) for batch in batches)
+    share = min(1.0, config.tokens / max(predicted, 1))
+    rng = np.random.default_rng(config.seed)
+    found = []
+    for batch in batches:
+        chosen = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
+        chosen &= rng.random(chosen.shape) < share
+        seen = run(params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        found.append(np.stack([np.asarray(x)[chosen] for x in seen]))
+    return np.concatenate(found, axis=1)
+
+
+def _regression(states: np.ndarray, exits: tuple[int, ...], *, ridge: float) -> Lens:
+    """Returns the affine maps of least squared distance to the last states."""
+    *early, last = states
+    matrices, biases = [], []
+    for x in early:
+        mean, wanted = x.mean(axis=0, dtype=np.float64), (last - x).astype(np.float64)
+        shift = wanted.mean(axis=0)
+        centred = x - mean
+        square = centred.T @ centred / len(x)
+        square += ridge * np.trace(square) / len(square) * np.eye(len(square))
+        matrix = np.linalg.solve(square, centred.T @ (wanted - shift) / len(x))
+        matrices.append(matrix)
+        biases.append(shift - mean @ matrix)
+    return Lens(
+        matrix=jnp.asarray(np.stack(matrices), jnp.float32),
+        bias=jnp.asarray(np.stack(biases), jnp.float32),
+        exits=exits,
+    )
+
+
+def _descend(
+    decoder: Decoder, params: Params, lens: Lens, states: np.ndarray, config: LensConfig
+) -> Lens:
+    """Returns the maps after `config.steps` of Adam on the KL divergence, summed over exits."""
+    import optax
+
+    def divergence(
+        maps: dict[str, jax.Array],
+        params: Params,
+        full: Float[Array, "token vocab"],
+        early: Float[Array, "exit token dim"],
+    ) -> Float[Array, ""]:
+        pairs = zip(early, lens.exits, strict=True)
+        read = [read_through(maps, lens.exits, *pair) for pair in pairs]
+        logp = [jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32)) for x in read]
+        each = [jnp.sum(jnp.exp(full) * (full - mine), axis=-1).mean() for mine in logp]
+        return sum(each, start=jnp.float32(0))
+
+    optimizer = optax.adam(optax.linear_schedule(config.learning_rate, 0.0, config.steps))
+
+    @jax.jit
+    def update(
+        maps: Any, state: Any, params: Params, chosen: Float[Array, "exit token dim"]
+    ) -> tuple[Any, Any]:
+        *early, last = chosen.astype(jnp.float32)
+        full = jax.nn.log_softmax(decoder.unembed(params, last).astype(jnp.float32))
+        slopes = jax.grad(divergence)(maps, params, full, jnp.stack(early))
+        updates, state = optimizer.update(slopes, state, maps)
+        return optax.apply_updates(maps, updates), state
+
+    def draw(rng: np.random.Generator) -> Int[np.ndarray, " token"]:
+        return rng.integers(states.shape[1], size=config.batch)
+
+    maps: Any = {"matrix": lens.matrix, "bias": lens.bias}
+    state, rng = optimizer.init(maps), np.random.default_rng(config.seed)
+    for _ in range(config.steps):
+        maps, state = update(maps, state, params, jnp.asarray(states[:, draw(rng)]))
+    return Lens(matrix=maps["matrix"], bias=maps["bias"], exits=lens.exits)

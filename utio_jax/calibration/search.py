@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which exits a signal should use at a budget, and up to which scores tokens leave there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from utio_jax.accounting.ledger import convex_hull
+from utio_jax.calibration.studies import ExitStudy, collect, collect_scores, predicted_tokens
+from utio_jax.calibration.thresholds import Thresholds, fit_thresholds, leave_at
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.flops import depth_flops, pass_flops, token_cost
+from utio_jax.devices.processes import Arrays, digest, local_mesh, share
+from utio_jax.devices.rows import Rows, place
+from utio_jax.evaluation.evaluate import gate_flops, run_score
+from utio_jax.policies.base import Policy, Signal
+from utio_jax.policies.depth import GivenDepths, Thresholded
+from utio_jax.staircase.base import Executor
+from utio_jax.staircase.score import full_depth
+
+_FIT_BATCHES = 8  # 65,000 tokens of the shipped model: plenty for a handful of thresholds.
+_PASS_BATCHES = 4  # Each real pass over these tries one set of thresholds.
+_COARSE = 16_000  # Tokens from which the sets of exits are chosen, before the thresholds.
+_FLOORS = 3  # Depth floors that real passes try.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spent:
+    """What real passes over the sample cost and lose.
+
+    Attributes:
+      flops: executed.
+      loss: summed over tokens, nats.
+    """
+
+    flops: float
+    loss: float
+
+
+class ThresholdSearch:
+    """Fits thresholds for any signal to one model and text.
+
+    Attributes:
+      exits: of the model.
+      studies: the part of the text that thresholds are fitted to.
+      full: what full depth costs and loses.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: Params,
+        studies: Sequence[ExitStudy],
+        *,
+        executor: Executor,
+        mesh: Mesh | None = None,
+    ):
+        self.decoder, self.executor, self.mesh = decoder, executor, mesh
+        self.params = place(params, local_mesh(mesh))
+        self.exits = decoder.config.exits
+        # Longest first: a stride meets every length.
+        self.studies = list(studies[:: -(-len(studies) // _FIT_BATCHES)])
+        self._tried = range(0, len(self.studies), -(-len(self.studies) // _PASS_BATCHES))
+        self._harm = predicted_tokens(self.studies, [study.harm for study in self.studies])
+        self._cost = token_cost(decoder, params)
+        self._width = studies[0].predicted.shape[1]
+        self._full = float(self._flops(self.exits)[-1])
+        self.full = self._run(full_depth(decoder))
+        self._hull: Callable[[float], float | None] | None = None
+        self._cache: dict[tuple[str, tuple[int, ...]], list[np.ndarray]] = {}
+
+    def scores(self, signal: Signal, depths: tuple[int, ...]) -> np.ndarray:
+        """Returns `[boundary, token]`, of predicted tokens, where every token runs on."""
+        return predicted_tokens(self.studies, self._collected(signal, depths))
+
+    def cheapest(self, signal: Signal) -> float:
+        """Returns the smallest budget that the signal can reach, padding apart."""
+        return min(
+            float(costs[0] + gates[0])
+            for first in range(len(self.exits) - 1)
+            for costs, gates in [self._costs(signal, self.exits[first : first + 2])]
+        )
+
+    def ratio(self, spent: Spent) -> float:
+        """Returns the `flops_ratio`."""
+        return spent.flops / self.full.flops
+
+    def nll_increase_pct(self, spent: Spent) -> float:
+        """Returns by how much the loss exceeds full depth's, in %."""
+        return 100 * (spent.loss / self.full.loss - 1)
+
+    def exit_nll_increase_pct(self) -> dict[str, float]:
+        """Returns by how much each exit's loss exceeds full depth's, in %, by depth."""
+        tried = [self.studies[number] for number in self._tried]
+        harm = predicted_tokens(tried, [study.harm for study in tried]).sum(axis=1)
+        return {
+            str(depth): round(100 * float(lost) / self.full.loss, 3)
+            for depth, lost in zip(self.exits[:-1], harm, strict=False)
+        }
+
+    def exit_agreement(self) -> dict[str, float]:
+        """Returns how often each exit's most probable token is full depth's, by depth."""
+        differs = predicted_tokens(self.studies, [study.differs for study in self.studies])
+        return {
+            str(depth): round(1 - float(share), 4)
+            for depth, share in zip(self.exits[:-1], differs.mean(axis=1), strict=False)
+        }
+
+    def policy(self, signal: Signal, fit: Thresholds) -> Thresholded:
+        """Returns the policy of these thresholds over all exits.
+
+        Those not in use cost no FLOPs, and one program serves every choice of them. Signals that
+        remember earlier boundaries need those that they were fitted with.
+        """
+        wide = fit if signal.remembers else fit.over(self.exits)
+        thresholds = jnp.asarray(wide.thresholds, jnp.float32)
+        return Thresholded(signal=signal, thresholds=thresholds, depths=wide.depths)
+
+    def forget(self) -> None:
+        """Drops the programs and scores of the signals so far."""
+        forget_programs()
+        self._cache.clear()
+
+    def fit(self, signal: Signal, budget: float) -> Thresholds | None:
+        """Returns the exits and thresholds of least harm at a budget, or None if it is too low.
+
+        The cost model and the scores propose one choice for each depth floor; real passes choose
+        the one furthest below the hull of uniform exits, and two more of these correct what the
+        model says of its cost. What came nearest to the budget is kept.
+        """
+        proposed = (
+            self._propose(signal, first, budget)
+            for first in range(min(_FLOORS, len(self.exits) - 1))
+        )
+        tried = [(fit, self.run(signal, fit)) for fit in proposed if fit is not None]
+        if not tried:
+            return None
+        fit, spent = max(tried, key=lambda pair: self._margin(pair[1]))
+        target, by_cost = budget, {self.ratio(spent): fit}
+        for _ in range(2):
+            target += budget - self.ratio(spent)
+            again = self._fit(signal, fit.depths, target)
+            if again is None:
+                break
+            again = again.over(fit.depths)
+            spent = self.run(signal, again)
+            by_cost[self.ratio(spent)] = again
+        # The nearest, but none that costs noticeably more than was asked for if one does not.
+        best = by_cost[min(by_cost, key=lambda cost: (cost > budget + 0.01, abs(cost - budget)))]
+        return best if signal.remembers else best.used()
+
+    def run(self, signal: Signal, fit: Thresholds) -> Spent:
+        """Returns what real passes at these thresholds cost and lose."""
+        return self._run(self.policy(signal, fit))
+
+    def _propose(self, signal: Signal, first: int, budget: float) -> Thresholds | None:
+        """Returns the thresholds of least harm whose floor is the `first`-th exit, or deeper.
+
+        Tries each later exit as the deepest: nobody then pays for K/V beyond it.
+        """
+        best: tuple[float, tuple[int, ...]] | None = None
+        for last in range(len(self.exits), first + 1, -1):
+            depths = self.exits[first:last]
+            coarse = self._fit(signal, depths, budget, _COARSE)
+            if coarse is not None and len(coarse.depths) > 1:
+                harm = self._mean_harm(signal, depths, coarse)
+                used = depths if signal.remembers else coarse.depths
+                best = min(best, (harm, used)) if best else (harm, used)
+        if best is None:
+            return None
+        fit = self._fit(signal, best[1], budget)
+        return fit.over(best[1]) if fit is not None and len(fit.depths) > 1 else None
+
+    def _fit(
+        self, signal: Signal, depths: tuple[int, ...], budget: float, tokens: int | None = None
+    ) -> Thresholds | None:
+        costs, gates = self._costs(signal, depths)
+        step = -(-self._harm.shape[1] // tokens) if tokens else 1
+        rows = [self.exits.index(depth) for depth in depths]
+        try:
+            return fit_thresholds(
+                self.scores(signal, depths)[:, ::step],
+                self._harm[rows, ::step],
+                depths=depths,
+                cost_of_depth=costs,
+                cost_of_gate=gates,
+                budget=budget,
+            )
+        except ValueError:  # Out of reach.
+            return None
+
+    def _costs(self, signal: Signal, depths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what each depth and each decision costs, as shares of the full pass.
+
+        A look at logits is a head, which tokens that stop there have need of anyway.
+        """
+        boundaries = range(len(depths) - 1)
+        reads = np.asarray([signal.reads_logits(index) for index in boundaries], np.float64)
+        looks = self._cost.read(np.asarray(depths[:-1])) * reads
+        gates = [signal.flops(index, self.decoder, self.params) for index in boundaries]
+        costs = self._flops(depths)
+        costs[:-1] -= looks
+        asking = looks + gates
+        if signal.remembers:  # Every boundary asks, whatever its threshold.
+            costs += np.cumsum([*asking, 0.0])
+            asking = np.zeros(len(asking))
+        return costs / self._full, asking / self._full
+
+    def _flops(self, depths: tuple[int, ...]) -> np.ndarray:
+        key_widths = self.executor.key_widths(self._width)
+        return depth_flops(self._cost, depths, width=self._width, key_widths=key_widths)
+
+    def _mean_harm(self, signal: Signal, depths: tuple[int, ...], fit: Thresholds) -> float:
+        cuts = np.asarray(fit.over(depths).thresholds, np.float32)
+        left = leave_at(self.scores(signal, depths), cuts)
+        rows = np.asarray([self.exits.index(depth) for depth in depths], np.int64)
+        return float(self._harm[rows[left], np.arange(left.size)].mean())
+
+    def _margin(self, spent: Spent) -> float:
+        """Returns by how much a policy lies below the hull of uniform exits; more is better."""
+        if self._hull is None:
+            shape, depths = self.studies[0].batch.token_ids.shape, self.exits
+            uniform = [
+                self._run(GivenDepths(depth_of_token=jnp.full(shape, depth), depths=depths))
+                for depth in depths
+            ]
+            self._hull = convex_hull([(self.ratio(each), each.loss) for each in uniform])
+        at_hull = self._hull(self.ratio(spent))
+        return (np.inf if at_hull is None else at_hull) - spent.loss
+
+    def _run(self, policy: Policy) -> Spent:
+        here = local_mesh(self.mesh)
+        placed = place(policy, here)
+
+        def read(number: int) -> Arrays:
+            batch = self.studies[self._tried[number]].batch
+            ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+            found = run_score(
+                self.decoder,
+                self.params,
+                ids,
+                lengths,
+                policy=placed,
+                kv="propagate",
+                executor=self.executor,
+                mesh=here,
+            )
+            gates = gate_flops(self.decoder, self.params, policy, found.work)
+            flops = pass_flops(self._cost, found.work, gates=gates)
+            loss = -np.asarray(found.log_likelihood).sum(dtype=np.float64)
+            return {"spent": np.asarray([flops, loss])}
+
+        spent = share(self.mesh, len(self._tried), read, what="passes", same=lambda: digest(policy))
+        flops, loss = np.sum([each["spent"] for each in spent], axis=0).tolist()
+        return Spent(flops=flops, loss=loss)
+
+    def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
+        """Returns the scores `[boundary, batch, token]` of every study."""
+        start = self.exits.index(depths[0]) if signal.remembers else 0
+        every = self._kept(signal, self.exits[start:])
+        rows = [self.exits[start:].index(depth) for depth in depths[:-1]]
+        return [scores[rows] for scores in every]
+
+    def _kept(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
+        key = (signal.name, depths)
+        if key not in self._cache:
+            self._cache[key] = collect_scores(
+                self.decoder, self.params, signal, self.studies, depths=depths, mesh=self.mesh
+            )
+        return self._cache[key]
+
+
+def forget_programs() -> None:
+    """Drops compiled passes: Linux allows a process 65,530 memory maps, and programs need many."""
+    programs: tuple[Any, ...] = (run_score, collect)
+    for program in programs:
+        program.clear_cache()

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a full pass shows at every exit, and what a signal would say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import Decoder, Params, read_exit
+from utio_jax.core.documents import Batch
+from utio_jax.devices.processes import Arrays, digest, local_mesh, share
+from utio_jax.devices.rows import Rows, StackedRows, over_rows, place
+from utio_jax.policies.base import Boundary, Signal
+from utio_jax.staircase.base import flat, map_head
+from utio_jax.staircase.reference import dense_states, positions_of
+from utio_jax.staircase.score import compare_logits, labels_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExitStudy:
+    """What a full pass shows of the tokens of one text, `[batch, token]` in every array's middle.
+
+    Attributes:
+      batch: the text.
+      predicted: `[batch, token]`, where a next token exists; only these count.
+      states: `[exit, batch, token, dim]`, float16 to save memory; all exits but the last.
+      kl: `[exit, batch, token]`, KL(full || exit) in nats; 0 at the last exit.
+      harm: the same shape, how much more the true next token costs there than at full depth, nats.
+      differs: the same shape, whether the most probable token is not full depth's.
+    """
+
+    batch: Batch
+    predicted: np.ndarray
+    states: np.ndarray
+    kl: np.ndarray
+    harm: np.ndarray
+    differs: np.ndarray
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="mesh")
+def read_exits(
+    decoder: Decoder,
+    params: Params,
+    ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    *,
+    mesh: Mesh | None = None,
+) -> dict[str, jax.Array]:
+    """Returns the arrays of an `ExitStudy` but `predicted`, by name."""
+    if mesh is not None:
+
+        def on_device(params: Params, rows: Rows) -> StackedRows:
+            return StackedRows(read_exits(decoder, params, *rows.tree))
+
+        return over_rows(mesh, on_device, params, Rows((ids, lengths))).tree
+    *states, full = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
+    labels, _ = labels_of(ids, lengths)
+
+    def compare(logits: jax.Array, label: jax.Array, *exits: jax.Array) -> Any:
+        pairs = zip(exits, decoder.config.exits, strict=False)
+        seen = [read_exit(decoder, params, *pair) for pair in pairs]
+        here = [decoder.unembed(params, x).astype(jnp.float32) for x in seen]
+        found = [compare_logits(each, logits, label) for each in (*here, logits)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-1), *found)
+
+    found = map_head(decoder, params, compare, *flat((full, labels, *states)))
+    found = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(*ids.shape, -1), -1, 0), found)
+    return {
+        "states": jnp.stack(states).astype(jnp.float16),
+        "kl": jnp.maximum(found["kl"], 0.0),
+        "harm": found["nll"] - found["nll_full"],
+        "differs": ~found["agree"],
+    }
+
+
+def study_exits(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    *,
+    mesh: Mesh | None = None,
+    progress: Callable[[], None] | None = None,
+) -> list[ExitStudy]:
+    """Runs full depth over a text and returns what each exit makes of its tokens.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: the text.
+      mesh: splits the rows of a batch over its axis "data", and batches over its processes.
+      progress: called after every batch.
+
+    Raises:
+      ValueError: the model has no exit before its last layer, or the text predicts nothing.
+    """
+    exits = decoder.config.exits
+    if len(exits) < 2:
+        raise ValueError(
+            "Wanted a model with an exit before its last layer "
+            f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
+            "config; stock models need exits fitted first."
+        )
+    here = local_mesh(mesh)
+    params = place(params, here)
+
+    def read(number: int) -> Arrays:
+        batch = batches[number]
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        seen = read_exits(decoder, params, ids, lengths, mesh=here)
+        if progress is not None:
+            progress()
+        return {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
+
+    def same() -> str:
+        return digest([vars(batch) for batch in batches], repr(decoder.config))
+
+    found = [
+        ExitStudy(
+            batch=batch,
+            predicted=np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1,
+            **arrays,
+        )
+        for batch, arrays in zip(
+            batches, share(mesh, len(batches), read, what="batches", same=same), strict=True
+        )
+    ]
+    if not any(study.predicted.any() for study in found):
+        raise ValueError("Wanted a text with predicted tokens. Got none.")
+    return found
+
+
+def predicted_tokens(studies: Sequence[ExitStudy], arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns `[lead, batch, token, ...]` arrays, one per study, as `[lead, predicted, ...]`."""
+    parts = [a[:, study.predicted] for a, study in zip(arrays, studies, strict=True)]
+    return np.concatenate(parts, axis=1)
+
+
+def collect_scores(
+    decoder: Decoder,
+    params: Params,
+    signal: Signal,
+    studies: Sequence[ExitStudy],
+    *,
+    depths: tuple[int, ...],
+    mesh: Mesh | None = None,
+) -> list[np.ndarray]:
+    """Returns a signal's scores `[boundary, batch, token]` of each study, where all tokens run on.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      signal: what scores.
+      studies: the states that it reads.
+      depths: exits in use; boundaries are all but the last.
+      mesh: splits the rows over its axis "data", and studies over its processes.
+    """
+    exits, here = decoder.config.exits, local_mesh(mesh)
+    params, placed = place((params, signal), here)
+
+    def read(number: int) -> Arrays:
+        batch, states = studies[number].batch, studies[number].states
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        states = place(StackedRows(states[[exits.index(d) for d in depths[:-1]]]), here).tree
+        found = collect(decoder, params, placed, ids, lengths, states, depths, mesh=here)
+        return {"scores": np.asarray(found)[:, : len(batch.lengths)]}
+
+    def same() -> str:
+        return digest([vars(study.batch) for study in studies], signal, depths)
+
+    found = share(mesh, len(studies), read, what=f"scores of {signal.name}", same=same)
+    return [each["scores"] for each in found]
+
+
+@partial(jax.jit, static_argnums=(0, 6), static_argnames="mesh")
+def collect(
+    decoder: Decoder,
+    params: Params,
+    signal: Signal,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    states: Float[Array, "boundary batch token dim"],
+    depths: tuple[int, ...],
+    *,
+    mesh: Mesh | None = None,
+) -> Float[Array, "boundary batch token"]:
+    """Returns a signal's scores from the states at `depths[:-1]`, for tokens that all run on."""
+    if mesh is not None:
+
+        def on_device(params: Params, signal: Signal, rows: Rows, states: StackedRows) -> Any:
+            found = collect(decoder, params, signal, *rows.tree, states.tree, depths)
+            return StackedRows(found)
+
+        rows = Rows((token_ids, lengths))
+        return over_rows(mesh, on_device, params, signal, rows, StackedRows(states)).tree
+    positions, live = positions_of(token_ids, lengths)
+    rows = lambda y: y.reshape(*token_ids.shape, *y.shape[1:])  # noqa: E731
+
+    def map_live(function: Callable[..., Any], *arrays: jax.Array) -> jax.Array:
+        return rows(function(*flat(arrays)))
+
+    scores, memory = [], signal.start(token_ids, positions)
+    for index, depth in enumerate(depths[:-1]):
+        x = states[index].astype(jnp.float32)
+
+        def map_logits(
+            function: Callable[..., Any],
+            *arrays: jax.Array,
+            x: jax.Array = x,
+            depth: int = depth,
+        ) -> jax.Array:
+            seen = read_exit(decoder, params, x, depth)
+            return rows(map_head(decoder, params, function, *flat((seen, *arrays))))
+
+        boundary = Boundary(
+            x=x,
+            positions=positions,
+            live=live,
+            params=params,
+            depth=depth,
+            decoder=decoder,
+            map_live=map_live,
+            map_logits=map_logits,
+        )
+        score, memory = signal(index, boundary, memory)
+        scores.append(score)
+    return jnp.stack(scores)
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Returns Spearman's rank correlation; ties get arbitrary ranks."""
+    first, second = (np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b))
+    return float(np.corrcoef(first, second)[0, 1])

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models to measure by name: the shipped one, a folder, or a known shape with random weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from utio_jax.benchmark.subjects import Subject
+
+# Of free memory, for parameters and the largest cache; the rest is the programs'.
+_MEMORY_SHARE = 0.6
+
+
+def subject_named(name: str, *, dtype: str, cache_tokens: int = 0, layers: int = 0) -> Subject:
+    """Returns a model with its text and calibration, or a shape with random weights.
+
+    Args:
+      name: "shipped", a name of `utio_jax.models.presets.SHAPES`, or a folder.
+      dtype: of the parameters.
+      cache_tokens: tokens of all rows of the largest cache.
+      layers: of a shape; 0 takes as many as fit the device's free memory.
+
+    Raises:
+      ValueError: there is no such model, or not even two layers fit.
+    """
+    import jax.numpy as jnp
+
+    from utio_jax.benchmark.subjects import Subject
+    from utio_jax.models import SHIPPED, load
+    from utio_jax.models.presets import SHAPES
+    from utio_jax.models.training.corpus import standard_library
+
+    source = ("-m", "utio_jax.cli.first_call", "--model", name, "--dtype", dtype)
+    if name in SHAPES:
+        size = {"cache_tokens": cache_tokens, "layers": layers}
+        return _shape(name, dtype, **size, source=source)
+    model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
+    documents, notes = None, []
+    try:
+        documents = model.encode([document.text for document in standard_library("test")])
+    except ValueError as error:
+        notes.append(f"random ids: {error}")
+    try:
+        calibration = model.calibration
+    except ValueError:
+        calibration = None
+        notes.append("no calibration")
+    return Subject(
+        name="shipped" if name == "shipped" else model.folder.name,
+        decoder=model.decoder,
+        params=model.params,
+        documents=documents,
+        calibration=calibration,
+        note="; ".join(notes),
+        source=source,
+    )
+
+
+def _shape(
+    name: str, dtype: str, *, cache_tokens: int, layers: int, source: tuple[str, ...]
+) -> Subject:
+    from utio_jax.benchmark.subjects import Subject
+    from utio_jax.models import Transformer
+    from utio_jax.models.presets import SHAPES, with_layers
+
+    config = SHAPES[name]
+    fitting = layers or fit_layers(
+        config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens
+    )
+    decoder = Transformer(with_layers(config, fitting))
+    return Subject(
+        name=name,
+        decoder=decoder,
+        params=random_params(decoder, dtype=dtype),
+        note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
+        source=(*source, "--layers", str(fitting)),
+    )
+
+
+def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
+    """Returns how many layers fit beside embeddings and cache, at most the model's own.
+
+    Args:
+      config: of the whole model.
+      dtype: of parameters and cache.
+      memory: free, in bytes.
+      cache_tokens: tokens of all rows of the largest cache.
+
+    Raises:
+      ValueError: not even two do, the least that can be split.
+    """
+    import jax
+    import numpy as np
+
+    from utio_jax.models import Transformer
+
+    size = np.dtype(dtype).itemsize if dtype != "bfloat16" else 2
+    one = dataclasses.replace(config, num_layers=1, exits=(1,))
+    shapes = jax.eval_shape(Transformer(one).init, jax.random.key(0))
+    count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
+    per_layer = size * count(shapes["layers"])
+    per_layer += 2 * size * config.num_kv_heads * config.head_dim * cache_tokens
+    rest = size * (count(shapes) - count(shapes["layers"]))
+    fitting = int((_MEMORY_SHARE * memory - rest) // per_layer)
+    if fitting < 2:
+        raise ValueError(
+            f"Wanted memory for at least two layers of {per_layer / 1e9:.2g} GB each, cache "
+            f"included, and {rest / 1e9:.2g} GB beside them. Got {memory / 1e9:.2g} GB free, of "
+            f"which {_MEMORY_SHARE:.0%} may be used. Name a smaller model, or fewer --parts."
+        )
+    return min(fitting, config.num_layers)
+
+
+def free_memory() -> float:
+    """Returns the first device's free bytes: its own, or on a CPU the host's."""
+    import jax
+
+    known = jax.local_devices()[0].memory_stats()
+    if known and "bytes_limit" in known:
+        return float(known["bytes_limit"] - known.get("bytes_in_use", 0))
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def random_params(decoder: Any, *, dtype: str) -> Any:
+    """Returns random parameters of a `Transformer`, one at a time: no more memory than they take.
+
+    Its own `init` would make all of them in float32 first, and output projections of zero.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def make(path: Any, leaf: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name.endswith("scale"):
+            return jnp.ones(leaf.shape, dtype)
+        if name.endswith("bias"):
+            return jnp.zeros(leaf.shape, dtype)
+        nonlocal key
+        key, mine = jax.random.split(key)
+        scale = 0.02 if name.endswith("embedding") else leaf.shape[-2] ** -0.5
+        # Jitted, the float32 draws never exist as an array.
+        draw = jax.jit(lambda key: (scale * jax.random.normal(key, leaf.shape)).astype(dtype))
+        return draw(mine)
+
+    key = jax.random.key(0)
+    return jax.tree_util.tree_map_with_path(make, jax.eval_shape(decoder.init, key))

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+from utio_jax.cli.options import (
+    OfWindows,
+    calibration_of,
+    is_first,
+    progress_lines,
+    read_documents,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare(OfWindows):
+    """Holds every calibrated policy against truncation, chance and hindsight on unseen text.
+
+    Attributes:
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
+      text: text files; by default the test split of this Python's standard library.
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+      budgets: target flops_ratios; all that were calibrated by default.
+      batches: of 16 windows, drawn over all documents; 0 takes the whole text.
+      draws: of the documents, for intervals.
+      seed: of the windows and the draws.
+      out: folder for the pictures.
+    """
+
+    calibration: Path | None = None
+    text: tuple[Path, ...] = ()
+    token_ids: Path | None = None
+    budgets: tuple[float, ...] = ()
+    batches: int = 6
+    draws: int = 2000
+    seed: int = 0
+    out: Path = Path("out/compare")
+
+    def run(self) -> dict[str, Any]:
+        """Runs the command and returns its JSON."""
+        from rich.console import Console
+
+        from utio_jax.accounting.ledger import uniform_hull
+        from utio_jax.calibration.compare import compare
+        from utio_jax.core.documents import sample_batches
+        from utio_jax.devices.processes import check_same
+        from utio_jax.report.plots import plot_margins, plot_pareto
+        from utio_jax.report.terminal import comparison_table
+
+        started = time.perf_counter()
+        mesh = self.mesh()
+        model = self.load()
+        config = model.decoder.config
+        fitted = calibration_of(model, self.calibration)
+        documents, described = read_documents(model, self.text, self.token_ids, "test")
+        check_same(mesh, [model.sha256, documents], what="model and text")
+        batches, document_of_window = sample_batches(
+            documents,
+            rows=16,
+            width=config.context_length,
+            batches=self.batches or None,
+            vocab_size=config.vocab_size,
+            seed=self.seed,
+        )
+        rows = compare(
+            model.decoder,
+            model.params,
+            batches,
+            document_of_window,
+            fitted,
+            budgets=self.budgets or None,
+            draws=self.draws,
+            seed=self.seed,
+            mesh=mesh,
+            progress=progress_lines(started),
+        )
+        tokens = rows[0].ledger.tokens or 0
+        title = f"{tokens:,} tokens of {len(set(document_of_window))} documents"
+        pictures = [self.out / "pareto.png", self.out / "margins.png"]
+        if is_first():
+            Console(stderr=True, width=118).print(comparison_table(rows, title=title))
+            ledgers = [row.ledger for row in rows]
+            plot_pareto(ledgers, pictures[0], title=title, hull=uniform_hull(ledgers))
+            plot_margins(rows, pictures[1], title=title)
+        return {
+            "command": "compare",
+            "seconds_total": round(time.perf_counter() - started, 1),
+            "text": described,
+            "pictures": [str(picture) for picture in pictures],
+            "rows": [row.to_dict() for row in rows],
+        }

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax finetune`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from utio_jax.cli.options import OfModel, read_documents
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finetune(OfModel):
+    """Teaches the exits of a stock model to predict; transformers can load what is written.
+
+    Attributes:
+      text: text files.
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+      out: folder for checkpoints, log, and the finished model in `out/model`.
+      steps: optimizer steps.
+      tokens_per_step: positions predicted in one step.
+      context: tokens of a training window; at most the model's own.
+      rate: peak learning rate.
+      seed: of everything random.
+      dtype: of the written weights: float32, bfloat16 or float16.
+      resume: continue from the latest checkpoint.
+    """
+
+    text: tuple[Path, ...] = ()
+    token_ids: Path | None = None
+    out: Path = Path("out/finetune")
+    steps: int = 500
+    tokens_per_step: int = 4096
+    context: int = 512
+    rate: float = 3e-4
+    seed: int = 0
+    dtype: str = "float32"
+    resume: bool = False
+
+    def run(self) -> dict[str, Any]:
+        """Runs the command and returns its JSON."""
+        from utio_jax.models.training.finetune import FinetuneConfig, finetune
+
+        if self.token_ids is None and not self.text:
+            raise ValueError("Wanted --text FILES or --token-ids FILE, one of the two.")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"Wanted --dtype float32, bfloat16 or float16. Got --dtype {self.dtype}."
+            )
+        # A lens would no longer fit what comes out.
+        plain = dataclasses.replace(self, lens="none") if self.lens == "auto" else self
+        model = plain.load()
+        documents, _ = read_documents(model, self.text, self.token_ids, None)
+        config = FinetuneConfig(
+            steps=self.steps,
+            tokens_per_step=self.tokens_per_step,
+            context=self.context,
+            rate=self.rate,
+            seed=self.seed,
+        )
+        found = finetune(
+            model, documents, config, out=self.out, resume=self.resume, dtype=self.dtype
+        )
+        for depth, *losses in zip(
+            found["exits"], found["loss_before"], found["loss_after"], strict=True
+        ):
+            print(
+                f"exit {depth:3d}: {losses[0]:8.4f} -> {losses[1]:8.4f} nats per token",
+                file=sys.stderr,
+            )
+        return {"command": "finetune", **found}

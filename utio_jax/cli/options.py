@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several commands share: texts, policies by name, and a progress bar on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utio_jax.core.files import hash_file
+from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import Uniform
+from utio_jax.policies.store import Calibration, load_calibration
+from utio_jax.staircase.score import full_depth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfModel:
+    """Which model a command is about.
+
+    Attributes:
+      model: a model folder of this package or of Hugging Face, a name of the hub, or the shipped
+        model's.
+      exits: depths at which a stock model may be read, ending at its last layer; by default those
+        that its config names, or its lens.
+      lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
+        one, none is none.
+    """
+
+    model: str = "stdlib-16"
+    exits: tuple[int, ...] = ()
+    lens: str = "auto"
+
+    def load(self) -> Any:
+        """Returns the `utio_jax.models.Model`. Raises ValueError where it cannot be used."""
+        from utio_jax.models import load
+
+        lens = {"auto": True, "none": False}.get(self.lens, self.lens)
+        return load(self.model, exits=self.exits, lens=lens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfDevices:
+    """Which devices a command runs on: one, unless more are asked for.
+
+    Attributes:
+      data_parallel: split the rows of each pass over all devices of this machine.
+      distributed: be one of several processes, on one host or many, each with all of its devices.
+        Slurm, Kubernetes and TPU pods say which; elsewhere the next three do. Process 0 prints and
+        writes.
+      coordinator: HOST:PORT at which process 0 listens.
+      num_processes: of them all.
+      process_id: of this one, from 0.
+    """
+
+    data_parallel: bool = False
+    distributed: bool = False
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+
+    def mesh(self) -> Any:
+        """Joins the other processes; returns the `jax.sharding.Mesh` of all devices, or None.
+
+        Before anything else asks JAX for a device.
+
+        Raises:
+          ValueError: the processes do not find each other.
+        """
+        import jax
+
+        told = (self.coordinator, self.num_processes, self.process_id)
+        if not self.distributed and any(value is not None for value in told):
+            raise ValueError(
+                "Wanted --distributed with --coordinator, --num-processes and --process-id."
+            )
+        if self.distributed:
+            try:
+                # A process that dies is missed after so long, and the runtime ends the others.
+                jax.distributed.initialize(*told, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(
+                    "Wanted --distributed on a cluster that JAX knows (Slurm, Kubernetes, TPU pod, "
+                    "MPI), or --coordinator HOST:PORT, --num-processes and --process-id. Got: "
+                    f"{error}"
+                ) from error
+        if not self.distributed and not self.data_parallel:
+            return None
+        auto = (jax.sharding.AxisType.Auto,)
+        return jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+
+
+_HEARTBEAT_SECONDS = 30
+
+
+def is_first() -> bool:
+    """Returns whether this process prints and writes: it is alone, or number 0."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfWindows(OfModel, OfDevices):
+    """Which model reads a text, in windows of what length, and on which devices.
+
+    Attributes:
+      context: tokens of the windows that documents are cut into; at most the model's own.
+    """
+
+    context: int = 2048
+
+    def load(self) -> Any:
+        """Returns it, with that context. Raises ValueError where it cannot be used."""
+        model = super().load()
+        if self.context < 2:
+            raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
+        return model.with_context(self.context)
+
+
+def read_documents(
+    model: Any, files: tuple[Path, ...], token_ids: Path | None, split: Any
+) -> tuple[list[np.ndarray], dict[str, Any]]:
+    """Returns documents' token ids, and what identifies the text.
+
+    Args:
+      model: whose tokenizer reads text.
+      files: text files; none takes a split of the standard library, unless there are ids.
+      token_ids: a JSON file with a list of id lists instead.
+      split: of the standard library.
+    """
+    from utio_jax.models.training.corpus import describe, read_files, standard_library
+
+    if token_ids is not None:
+        if files:
+            raise ValueError("Wanted --text FILES or --token-ids FILE, one of the two.")
+        documents = read_token_ids(token_ids)
+        return documents, {"documents": len(documents), "sha256": hash_file(token_ids)}
+    texts = read_files(files) if files else standard_library(split)
+    return model.encode([document.text for document in texts]), describe(texts)
+
+
+def read_token_ids(file: Path) -> list[np.ndarray]:
+    """Reads a JSON list of lists of ids. Raises ValueError where it is something else."""
+    wanted = "Wanted a JSON list of lists of token ids, one list per document"
+    try:
+        stored = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{wanted}, in {file}. {error.strerror}.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{wanted}, in {file}. It is not JSON: {error}.") from error
+    good = (
+        isinstance(stored, list)
+        and stored
+        and all(
+            isinstance(ids, list)
+            and ids
+            and all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+            for ids in stored
+        )
+    )
+    if not good:
+        raise ValueError(f"{wanted}, none of them empty, in {file}. Got something else.")
+    return [np.asarray(ids, np.int64) for ids in stored]
+
+
+def calibration_of(model: Any, file: Path | None) -> Calibration:
+    """Returns a calibration file's policies, or the model folder's own.
+
+    Raises:
+      ValueError: there is none, or it belongs to another model.
+    """
+    if file is None:
+        return model.calibration
+    return load_calibration(file, model_sha256=model.sha256)
+
+
+def policy_named(
+    model: Any,
+    name: str,
+    *,
+    budget: float | None,
+    depth: int | None,
+    calibration: Path | None = None,
+) -> tuple[Policy, float | None, tuple[float, ...] | None]:
+    """Returns a policy; the budget and the shares of its depths if it was fitted, else None.
+
+    Args:
+      model: a `utio_jax.models.Model`.
+      name: full, uniform, random, or one of the model's calibration.
+      budget: for fitted policies; None means 0.6, or the only one that there is.
+      depth: for uniform; None means all layers.
+      calibration: a calibration file instead of the model's own.
+
+    Raises:
+      ValueError: an unknown name or budget, or the model has no calibration.
+    """
+    if name == "full":
+        return full_depth(model.decoder), None, None
+    if name == "uniform":
+        layers = model.decoder.config.num_layers
+        return Uniform(depth=layers if depth is None else depth), None, None
+    fitted = calibration_of(model, calibration)
+    if budget is None:
+        known = [*fitted.entries.get("learned" if name == "random" else name, ())]
+        budget = known[0] if len(known) == 1 else 0.6
+    return fitted.policy(name, budget), budget, fitted.entry(name, budget).fractions
+
+
+@contextmanager
+def progress_bar(total: int | None, what: str) -> Iterator[Any]:
+    """Shows a progress bar on stderr; the context's value advances it by one."""
+    from tqdm.auto import tqdm
+
+    quiet = not is_first()
+    with tqdm(
+        total=total, desc=what, file=sys.stderr, mininterval=1.0, leave=False, disable=quiet
+    ) as bar:
+        yield bar.update
+
+
+def progress_lines(started: float) -> Callable[[str], None]:
+    """Returns what prints each next thing on stderr, with the seconds since `started`."""
+
+    def say(what: str) -> None:
+        if is_first():
+            print(f"{time.perf_counter() - started:6.1f} s  {what}", file=sys.stderr)
+
+    return say

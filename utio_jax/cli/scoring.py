@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `utio-jax score` and `utio-jax evaluate` share: documents in, each token predicted once."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from utio_jax.cli.options import OfWindows, policy_named, progress_bar, read_token_ids
+
+if TYPE_CHECKING:
+    from utio_jax.accounting.ledger import Ledger
+    from utio_jax.evaluation.evaluate import TextScore
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """What was read, and at what cost.
+
+    Attributes:
+      names: of the documents.
+      documents: `[token]` ids each.
+      bytes: of text; 0 for token ids.
+      row: the ledger.
+    """
+
+    names: list[str]
+    documents: list[np.ndarray]
+    bytes: int
+    row: Ledger
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scoring(OfWindows):
+    """Options of scoring.
+
+    Attributes:
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+      policy: full, uniform, random, or one that the calibration holds.
+      budget: target flops_ratio, for the fitted policies. By default 0.6, or the only one.
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
+      depth: layers, for uniform.
+      batch: rows per pass.
+      kv: what others see of a token beyond its depth: propagate or drop.
+      min_tokens: passes of fewer tokens run at full depth.
+      profit: a profit.json that `utio-jax bench` measured here; passes that it predicts not to pay
+        run at full depth.
+      shards: folder in which each pass' results are kept; an interrupted run goes on from there,
+        with any number of processes.
+    """
+
+    token_ids: Path | None = None
+    policy: str = "full"
+    budget: float | None = None
+    calibration: Path | None = None
+    depth: int | None = None
+    batch: int = 16
+    kv: str = "propagate"
+    min_tokens: int = 0
+    profit: Path | None = None
+    shards: Path | None = None
+
+    def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
+        """Returns the scores of files, or of `token_ids`, and what was read."""
+        from utio_jax.accounting.profit import Profit
+        from utio_jax.devices.processes import Shards, check_same
+        from utio_jax.evaluation.evaluate import score_documents
+        from utio_jax.models.training.corpus import read_files
+        from utio_jax.staircase.reference import check_kv
+
+        check_kv(self.kv, ("propagate", "drop"))
+        if (self.token_ids is None) == (not files):
+            raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
+        mesh = self.mesh()
+        model, size = self.load(), 0
+        if self.token_ids is not None:
+            documents = read_token_ids(self.token_ids)
+            names = [f"{self.token_ids.name}[{index}]" for index in range(len(documents))]
+        else:
+            read = read_files(files)
+            documents, names = model.encode([d.text for d in read]), [d.path for d in read]
+            size = sum(len(d.text.encode()) for d in read)
+        policy, budget, fractions = policy_named(
+            model, self.policy, budget=self.budget, depth=self.depth, calibration=self.calibration
+        )
+        check_same(mesh, [model.sha256, names, documents], what="model and text")
+        shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
+        with progress_bar(None, "scoring") as step:
+            found = score_documents(
+                model.decoder,
+                model.params,
+                documents,
+                policy,
+                rows=self.batch,
+                kv=self.kv,  # type: ignore[arg-type]
+                mesh=mesh,
+                shards=shards,
+                fractions=fractions,
+                min_tokens=self.min_tokens,
+                profit=None if self.profit is None else Profit.load(self.profit),
+                progress=step,
+            )
+        layers = model.decoder.config.num_layers
+        row = found.quality.ledger(self.policy, budget=budget, num_layers=layers)
+        return found, Scored(names=names, documents=documents, bytes=size, row=row)

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `Decoder` protocol: what a model must offer so that its tokens can stop at different depths.
+
+A decoder is split where the staircase needs to cut it: K/V are projected for *all* tokens of a
+layer, queries only for the tokens that are still running. Everything else about the architecture
+(norms, activations, biases, positions) stays inside these seven methods. Implement them on a frozen
+dataclass that hashes by its configuration, so that `jax.jit` recognises the decoder as a static
+argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Params = Any
+"""A pytree of arrays; `Decoder.layers(params)` finds the stacked layers in it."""
+
+LayerParams = Any
+"""One layer's slice of `Decoder.layers(params)`, without the leading layer axis."""
+
+Places = Any
+"""What a decoder makes of positions, once per pass: a pytree; leaves lead with `[batch, token]`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """The sizes that routing, the cost model and the caches need to know of any decoder.
+
+    Attributes:
+      vocab_size: entries of the head's output.
+      num_layers: layers of the full model; depths count these.
+      embed_dim: width of the residual stream.
+      num_heads: query heads.
+      num_kv_heads: K/V heads; divides `num_heads`.
+      head_dim: width of one head.
+      context_length: longest sequence that the model was made for.
+      exits: depths at which the model was trained to predict, strictly increasing, ending at
+        `num_layers`. A stock model has one: `(num_layers,)`.
+      bos_id: token that opens a document, or None.
+      eos_ids: tokens that end one.
+      windows: keys that a token may attend to in each layer, its own included; 0 means all before
+        it. Empty where every layer attends to all (no sliding window).
+      attention_softcap: attention scores become `cap * tanh(score / cap)`; None leaves them alone.
+    """
+
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    exits: tuple[int, ...] = ()
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
+    attention_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.exits:
+            object.__setattr__(self, "exits", (self.num_layers,))
+        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "context_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{type(self).__name__} needs {name} of at least 1. "
+                    f"Got {name}={getattr(self, name)}."
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"{type(self).__name__} needs num_kv_heads that divides "
+                f"num_heads={self.num_heads}. Got num_kv_heads={self.num_kv_heads}."
+            )
+        object.__setattr__(self, "exits", check_depths(self.exits, num_layers=self.num_layers))
+        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+            raise ValueError(
+                f"{type(self).__name__} needs windows of at least 0 for its {self.num_layers} "
+                f"layers, or none. Got windows={self.windows}."
+            )
+        if self.attention_softcap is not None and self.attention_softcap <= 0:
+            raise ValueError(
+                f"{type(self).__name__} needs an attention_softcap above 0, or None. "
+                f"Got attention_softcap={self.attention_softcap}."
+            )
+
+    def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
+        """Returns how many keys a token may attend to in a layer; None where none is limited."""
+        if not any(self.windows):
+            return None
+        everything = jnp.iinfo(jnp.int32).max
+        return jnp.asarray([window or everything for window in self.windows], jnp.int32)[layer]
+
+
+def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ...]:
+    """Returns `depths` as a tuple of ints, once they are known to be a staircase.
+
+    Args:
+      depths: layers after which tokens may stop, e.g. `(4, 8, 16)`.
+      num_layers: when given, the last depth must equal it (the deepest bucket is the full model).
+
+    Raises:
+      ValueError: depths are empty, below 1, not strictly increasing, or end elsewhere.
+    """
+    wanted = "strictly increasing depths of at least 1"
+    if num_layers is not None:
+        wanted += f" that end at num_layers={num_layers}"
+    try:
+        found = tuple(int(depth) for depth in depths)
+        exact = all(int(depth) == depth for depth in depths)
+    except (TypeError, ValueError, OverflowError):
+        found, exact = (), False
+    increasing = all(a < b for a, b in itertools.pairwise(found))
+    ends = num_layers is None or (found and found[-1] == num_layers)
+    if not (found and exact and increasing and ends and found[0] >= 1):
+        last = num_layers if num_layers is not None else 16
+        example = tuple(sorted({max(1, last // 4), max(1, last // 2), last}))
+        raise ValueError(f"Wanted {wanted}. Got depths={depths!r}. For example: depths={example}.")
+    return found
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """A decoder-only model in the seven pieces that adaptive depth needs.
+
+    All methods are pure. `*lead` stands for any leading axes, usually `batch token` or one block of
+    `slot`s; a method must treat them alike.
+    """
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The model's sizes."""
+        ...
+
+    def layers(self, params: Params) -> LayerParams:
+        """Returns the stacked layers: a pytree whose leaves lead with the layer axis."""
+        ...
+
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+        """Returns what `queries` and `keys_values` need of positions, e.g. RoPE's rotations.
+
+        Computed once per pass; the result travels with the tokens when they are permuted. Return
+        `positions` itself where nothing is to be prepared.
+        """
+        ...
+
+    def embed(
+        self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
+    ) -> jax.Array:
+        """Returns the first layer's input, `[*lead, dim]`."""
+        ...
+
+    def queries(
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+    ) -> jax.Array:
+        """Returns one layer's queries, `[*lead, head, head_dim]`, scaled for the softmax."""
+        ...
+
+    def keys_values(
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns one layer's keys and values, each `[*lead, kv_head, head_dim]`, keys rotated."""
+        ...
+
+    def finish_layer(
+        self,
+        layer: LayerParams,
+        x: Float[Array, "*lead dim"],
+        attended: Float[Array, "*lead head head_dim"],
+    ) -> jax.Array:
+        """Returns the layer's output `[*lead, dim]`: output projection, MLP and both residuals."""
+        ...
+
+    def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
+        """Returns logits `[*lead, vocab]` of states from any depth: final norm, then head."""
+        ...
+
+
+@runtime_checkable
+class ReadsExits(Decoder, Protocol):
+    """A decoder whose head does not read the states of its exits as they are, but a map of them.
+
+    `utio_jax.core.lens.Lensed` makes one of any decoder. Where a model was trained at its exits,
+    there is nothing to map, and a plain `Decoder` is enough.
+    """
+
+    def translate(
+        self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
+    ) -> jax.Array:
+        """Returns what `unembed` shall read of states at an early exit, `[*lead, dim]`."""
+        ...
+
+
+def reads_exits(decoder: Decoder, depth: int) -> bool:
+    """Returns whether states at `depth` are mapped before the head reads them."""
+    return depth < decoder.config.num_layers and isinstance(decoder, ReadsExits)
+
+
+def read_exit(
+    decoder: Decoder, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
+) -> jax.Array:
+    """Returns what the head reads of states at `depth`, which if traced is an early exit."""
+    last = isinstance(depth, int) and depth >= decoder.config.num_layers
+    if last or not isinstance(decoder, ReadsExits):
+        return x
+    return decoder.translate(params, x, depth)

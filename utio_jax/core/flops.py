@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOPs, counted from the decoder's own matrix products, not from a formula per architecture."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.core.decoder import Decoder, Params, read_exit
+
+
+def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
+    """Returns the FLOPs of all matrix products in `function(*args)`: two per multiply-add.
+
+    Traces abstractly and runs nothing; arguments may be arrays or `jax.ShapeDtypeStruct`s. Loops
+    with static trip counts are multiplied out.
+
+    Raises:
+      ValueError: a product inside a loop with a traced trip count, which has no fixed cost.
+
+    >>> count_matmul_flops(lambda a, b: a @ b, jnp.zeros((2, 3)), jnp.zeros((3, 5)))
+    60.0
+    """
+    return _flops_of_jaxpr(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def _flops_of_jaxpr(jaxpr: Any) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "dot_general":
+            (contract, _), _ = equation.params["dimension_numbers"]
+            lhs = equation.invars[0].aval.shape
+            total += (
+                2.0
+                * math.prod(equation.outvars[0].aval.shape)
+                * math.prod(lhs[i] for i in contract)
+            )
+            continue
+        inner = sum(_flops_of_jaxpr(sub) for sub in _sub_jaxprs(equation))
+        if inner and name == "while":
+            raise ValueError(
+                "Wanted a function whose cost is static. Got a matrix product in a loop with a "
+                "traced trip count. Count one iteration instead."
+            )
+        total += inner * (equation.params["length"] if name == "scan" else 1)
+    return total
+
+
+def _sub_jaxprs(equation: Any) -> list[Any]:
+    found = []
+    for value in equation.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                found.append(inner)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenCost:
+    """What one token costs, in FLOPs of matrix products.
+
+    Attributes:
+      query: queries, output projection and MLP of one layer.
+      keys_values: keys and values of one layer; also what a frozen token pays there.
+      attention_per_key: scores and mixing with one key, all heads, one layer.
+      head: final norm and vocabulary head, once.
+      exit_map: what maps a state for the head, at depths below `full_depth`.
+      full_depth: the model's layers; of use only where there is an `exit_map`.
+    """
+
+    query: float
+    keys_values: float
+    attention_per_key: float
+    head: float
+    exit_map: float = 0.0
+    full_depth: int = 0
+
+    def read(self, depth: int | np.ndarray) -> np.ndarray | float:
+        """Returns the FLOPs of one prediction from states at a depth: exit map and head."""
+        return self.head + self.exit_map * (np.asarray(depth) < self.full_depth)
+
+    def layer(self, width: int) -> float:
+        """Returns one layer's FLOPs for one token that attends over `width` key slots."""
+        return self.query + self.keys_values + self.attention_per_key * width
+
+
+def token_cost(decoder: Decoder, params: Params) -> TokenCost:
+    """Returns the cost of one token, counted from the decoder's methods at abstract shapes."""
+    shapes = jax.tree.map(lambda leaf: (tuple(leaf.shape), jnp.dtype(leaf.dtype).name), params)
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
+    return _token_cost(decoder, treedef, tuple(leaves))
+
+
+@lru_cache(maxsize=64)
+def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> TokenCost:
+    params = jax.tree.unflatten(
+        treedef, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in leaves]
+    )
+    config = decoder.config
+    layer = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), decoder.layers(params)
+    )
+    positions = jax.ShapeDtypeStruct((1,), jnp.int32)
+    places = jax.eval_shape(decoder.encode_positions, positions)
+    x = jax.eval_shape(decoder.embed, params, positions, positions)
+    attended = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), x.dtype)
+    return TokenCost(
+        query=count_matmul_flops(decoder.queries, layer, x, places)
+        + count_matmul_flops(decoder.finish_layer, layer, x, attended),
+        keys_values=count_matmul_flops(decoder.keys_values, layer, x, places),
+        attention_per_key=4.0 * config.num_heads * config.head_dim,
+        head=count_matmul_flops(decoder.unembed, params, x),
+        exit_map=sum(
+            count_matmul_flops(partial(read_exit, decoder, depth=depth), params, x)
+            for depth in config.exits[:1]
+        ),
+        full_depth=config.num_layers,
+    )
+
+
+def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:
+    """Returns the FLOPs of a pass from what it executed.
+
+    Args:
+      cost: of one token.
+      work: a `Work` of the executor, summed over segments or not.
+      gates: FLOPs of all decisions beyond the heads in `work`.
+    """
+    total = lambda entries: float(np.sum(np.asarray(entries, np.float64)))  # noqa: E731
+    return (
+        cost.query * total(work.queries)
+        + cost.keys_values * total(work.keys_values)
+        + cost.attention_per_key * total(work.key_slots)
+        + cost.head * total(work.heads)
+        + cost.exit_map * total(work.exit_maps)
+        + gates
+    )
+
+
+def ideal_flops(
+    cost: TokenCost,
+    depths: np.ndarray,
+    *,
+    key_widths: Sequence[int],
+    deepest: int,
+    keep_frozen: bool,
+    sparse_layers: np.ndarray | int = 0,
+    history: int = 0,
+) -> float:
+    """Returns the FLOPs of the decided layers, frozen K/V and one head per token: nothing padded.
+
+    Args:
+      cost: of one token.
+      depths: decided depths `[batch, token]`; 0 for padding.
+      key_widths: numbers of keys that the program can attend over, ascending; a token pays for the
+        smallest that covers its position.
+      deepest: the deepest that any token runs, up to which frozen tokens pay for K/V.
+      keep_frozen: whether they do (`kv="propagate"`).
+      sparse_layers: in how many of its layers each token attends to its history alone.
+      history: keys that it sees there at most.
+    """
+    widths = np.asarray(key_widths, np.float64)
+    keys = widths[np.searchsorted(widths, np.arange(depths.shape[1]), side="right")]
+    real = depths > 0
+    per_layer = cost.query + cost.attention_per_key * keys
+    frozen = deepest * float(real.sum()) if keep_frozen else float(depths.sum())
+    # A history is gathered, not padded up to a width.
+    spared = np.maximum(keys - np.minimum(np.arange(depths.shape[1]) + 1, history), 0.0)
+    return float(
+        (depths * per_layer).sum()
+        - cost.attention_per_key * (sparse_layers * spared).sum()
+        + frozen * cost.keys_values
+        + real.sum() * cost.head
+    )
+
+
+def expected_flops(
+    cost: TokenCost,
+    *,
+    batch: int,
+    width: int,
+    min_bucket: int,
+    depths: Sequence[int],
+    fractions: Sequence[float],
+    gates: Sequence[float] = (),
+    reads: Sequence[bool] = (),
+) -> float:
+    """Returns the FLOPs to expect of a staircase pass, padding included, before it has run.
+
+    Args:
+      cost: of one token.
+      batch: rows.
+      width: tokens per row; on average a query sees half of them.
+      min_bucket: the unit of padding; half of it is wasted per segment (projections) and per row
+        and segment (attention), and no segment is cheaper than its live tokens rounded up.
+      depths: the policy's depths.
+      fractions: share of tokens that stop at each depth.
+      gates: FLOPs per live token of each decision.
+      reads: whether each decision looks at logits, which costs a head for tokens that go on; one
+        head, wherever a token stops, is counted anyway.
+    """
+    tokens = batch * width
+    total, alive, done = tokens * depths[-1] * cost.keys_values, 1.0, 0
+    for index, (depth, share) in enumerate(zip(depths, fractions, strict=True)):
+        live = tokens * alive
+        slots = live + min_bucket / 2 if live else 0.0
+        rows = live + batch * min_bucket / 2 if live else 0.0
+        if alive == 1.0:  # Every token is live: only the last block is padded.
+            slots, rows = (-(-n // min_bucket) * min_bucket for n in (tokens, width))
+            rows *= batch
+        total += (depth - done) * (slots * cost.query + rows * cost.attention_per_key * width / 2)
+        total += slots * (gates[index] if index < len(gates) else 0.0)
+        alive, done = max(0.0, alive - share), depth
+        looks = alive if index < len(reads) and reads[index] else 0.0
+        total += tokens * (share + looks) * float(cost.read(depth))
+    return total
+
+
+def depth_flops(
+    cost: TokenCost, depths: Sequence[int], *, width: int, key_widths: Sequence[int]
+) -> np.ndarray:
+    """Returns a token's mean FLOPs at each depth: layers, K/V up to the last depth, and the head.
+
+    Args:
+      cost: of one token.
+      depths: where tokens may stop; frozen tokens pay for K/V up to the last of these.
+      width: tokens per row.
+      key_widths: numbers of keys that the program can attend over, ascending.
+    """
+    widths = np.asarray(key_widths, np.float64)
+    keys = widths[np.searchsorted(widths, np.arange(width), side="right")].mean()
+    layers = np.asarray(depths) * (cost.query + cost.attention_per_key * keys)
+    return layers + depths[-1] * cost.keys_values + cost.read(np.asarray(depths))

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tuned lens: an affine map per exit, through which a frozen model's head can read it.
+
+A stock model's head reads only the last layer's states. Belrose et al. 2023 (arXiv 2303.08112)
+learn for every layer a map `x -> x + x A + b` so that the head's reading of it comes close to the
+model's own prediction; the model stays as it is. `Lensed` makes a decoder of model and maps, which
+all of this package takes; `utio_jax.calibration.lens` finds the maps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, Places
+from utio_jax.core.files import load_tensors, read_owned, save_tensors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lens:
+    """One affine map per early exit.
+
+    Attributes:
+      matrix: `A` of each.
+      bias: `b` of each.
+      exits: their depths.
+    """
+
+    matrix: Float[Array, "exit dim dim"]
+    bias: Float[Array, "exit dim"]
+    exits: tuple[int, ...]
+
+    def at(self, exits: tuple[int, ...]) -> Lens:
+        """Returns the maps of some of the exits.
+
+        Raises:
+          ValueError: there is none for one of them.
+        """
+        missing = [depth for depth in exits if depth not in self.exits]
+        if missing:
+            raise ValueError(
+                f"Wanted a lens for the exits {exits}. Got one for {self.exits}, not for {missing}."
+                " Fit one for these: utio-jax calibrate --fit-lens."
+            )
+        chosen = jnp.asarray([self.exits.index(depth) for depth in exits])
+        return Lens(matrix=self.matrix[chosen], bias=self.bias[chosen], exits=exits)
+
+
+def read_through(
+    maps: Mapping[str, jax.Array],
+    exits: tuple[int, ...],
+    x: Float[Array, "*lead dim"],
+    depth: int | Int[Array, ""],
+) -> jax.Array:
+    """Returns what the head shall read of states at an exit.
+
+    Args:
+      maps: `matrix` `[exit, dim, dim]` and `bias` `[exit, dim]`.
+      exits: their depths.
+      x: states.
+      depth: where they are; if traced, it must be among the exits.
+
+    Raises:
+      ValueError: there is no map for a static `depth`.
+    """
+    if isinstance(depth, int) and depth not in exits:
+        raise ValueError(
+            f"Wanted states at an exit that the lens was fitted for, {exits}. Got depth={depth}. "
+            "Fit one for it, or stop elsewhere."
+        )
+    index = jnp.sum(jnp.asarray(exits) < depth)
+    matrix, bias = (
+        jax.lax.dynamic_index_in_dim(maps[name], index, keepdims=False).astype(x.dtype)
+        for name in ("matrix", "bias")
+    )
+    moved = x @ matrix
+    return x + moved + jnp.broadcast_to(bias, moved.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lensed:
+    """A decoder whose early exits are read through a lens.
+
+    Its parameters are `{"model": ..., "lens": {"matrix": ..., "bias": ...}}`, a map for each exit
+    of the config but the last, see `lensed`. At full depth it is the model.
+
+    Attributes:
+      decoder: the model.
+    """
+
+    decoder: Decoder
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self.decoder.config
+
+    def layers(self, params: Params) -> LayerParams:
+        return self.decoder.layers(params["model"])
+
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+        return self.decoder.encode_positions(positions)
+
+    def embed(
+        self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
+    ) -> jax.Array:
+        return self.decoder.embed(params["model"], token_ids, positions)
+
+    def queries(
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+    ) -> jax.Array:
+        return self.decoder.queries(layer, x, places)
+
+    def keys_values(
+        self, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+    ) -> tuple[jax.Array, jax.Array]:
+        return self.decoder.keys_values(layer, x, places)
+
+    def finish_layer(
+        self,
+        layer: LayerParams,
+        x: Float[Array, "*lead dim"],
+        attended: Float[Array, "*lead head head_dim"],
+    ) -> jax.Array:
+        return self.decoder.finish_layer(layer, x, attended)
+
+    def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
+        return self.decoder.unembed(params["model"], x)
+
+    def translate(
+        self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
+    ) -> jax.Array:
+        return read_through(params["lens"], self.config.exits[:-1], x, depth)
+
+
+def lensed(decoder: Decoder, params: Params, lens: Lens) -> tuple[Lensed, Params]:
+    """Returns the decoder and parameters of a model that is read through a lens.
+
+    Raises:
+      ValueError: the lens is of another width, or lacks one of the model's exits.
+    """
+    config = decoder.config
+    width = lens.matrix.shape[-1]
+    if width != config.embed_dim:
+        raise ValueError(
+            f"Wanted a lens for a model of width {config.embed_dim}. Got one of width {width}. "
+            "Fit one for this model: utio-jax calibrate --fit-lens."
+        )
+    maps = lens.at(config.exits[:-1])
+    return Lensed(decoder), {"model": params, "lens": {"matrix": maps.matrix, "bias": maps.bias}}
+
+
+def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:
+    """Writes a JSON file with the exits and `info`, and the maps beside it.
+
+    Args:
+      path: a JSON file, or a folder that gets a `lens.json`.
+      lens: the maps.
+      info: what it was fitted to; must name the `model_sha256`.
+    """
+    out = lens_file(path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_tensors(out.with_suffix(".safetensors"), {"matrix": lens.matrix, "bias": lens.bias})
+    out.write_text(json.dumps({"exits": list(lens.exits), **info}, indent=1) + "\n")
+
+
+def lens_file(path: str | Path) -> Path:
+    """Returns the JSON file that a path means: itself, or `lens.json` in a folder."""
+    found = Path(path)
+    return found if found.suffix == ".json" else found / "lens.json"
+
+
+def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
+    """Reads what `save_lens` wrote to this file or folder.
+
+    Raises:
+      ValueError: a file is missing or broken, or the lens belongs to another model.
+    """
+    file = lens_file(path)
+    stored = read_owned(
+        file,
+        what="a lens",
+        command="utio-jax calibrate --fit-lens",
+        model_sha256=model_sha256,
+        owner=lambda stored: stored["model_sha256"],
+    )
+    try:
+        exits = tuple(int(depth) for depth in stored["exits"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"Wanted a lens at {file}. It cannot be read: {error!r}.") from error
+    tensors = load_tensors(file.with_suffix(".safetensors"))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    dim = shapes.get("bias", (0,))[-1]
+    wanted = {"matrix": (len(exits), dim, dim), "bias": (len(exits), dim)}
+    if shapes != wanted:
+        raise ValueError(
+            f"Wanted the maps of exits {exits}, {wanted}, beside {file}. Got {shapes}. Fit again: "
+            "utio-jax calibrate --fit-lens."
+        )
+    return Lens(
+        matrix=jnp.asarray(tensors["matrix"]), bias=jnp.asarray(tensors["bias"]), exits=exits
+    )

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generate` and `stream`: ragged prompts in, tokens and what they cost out, in any mode.
+
+    result = generate(decoder, params, [[0, 17, 4], [0, 8]], mode=Lossless(exit=4),
+    max_new_tokens=64) result.token_ids[0], result.decided[0], result.finish_reasons[0]
+
+The loop over tokens runs on the device. Shapes depend on the batch and on two rounded lengths
+(`Lengths`) only, so another prompt of the same rounded length compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from utio_jax.attention.cache import bytes_per_slot, key_widths
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.state import REASONS, DecodeState
+from utio_jax.devices.rows import check_mesh
+from utio_jax.staircase.base import Work
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """What `generate` returns. All arrays live on the host; row `i` of each belongs to prompt `i`.
+
+    Attributes:
+      token_ids: new tokens of each prompt, `[new]`, the one that ended it included.
+      finish_reasons: `"eos"`, `"stop"` or `"length"`.
+      decided: layers behind the distribution that each new token was taken from, `[new]`; the first
+        is prefill's. Under `Lossless`: the exit that guessed it, or all layers.
+      executed: layers that really ran for it, `[new]`; more than decided where other rows went
+        deeper.
+      log_probabilities: of each new token in nats, `[new]`, under the distribution that it was
+        taken from, before any sampling method.
+      steps: rounds of the loop per row.
+      drafts: drafts that were verified, per row.
+      accepted: those that were right.
+      token_layers: token slots that ran a layer after prefill, padding and rejected drafts
+        included.
+      frozen_layers: K/V-only projections of frozen states.
+      attended: key slots attended over after prefill, summed over queries and layers.
+      heads: token slots that went through the vocabulary head after prefill.
+      exit_maps: states of an exit that were mapped for it.
+      kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
+      kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end,
+        its views and their heat included.
+      throttled: layers in which the token before each new one saw a compact view of the history
+        only, `[new]`; the first is prefill's. All 0 without a throttle.
+      view_bytes_read: those of `kv_bytes_read` that came from views, per row.
+      refresh_bytes_read: bytes read to find heavy hitters and to copy them, per row; not in
+        `kv_bytes_read`.
+      bytes_per_slot: that keys and values of one token take in one layer.
+      key_widths: numbers of key slots that attention could read, ascending.
+      prompt_depths: decided layers of each prompt token, `[prompt]`.
+      prompt_width: tokens that the prompts were padded to.
+      prompt_work: what reading the prompts executed, `[row, segment]`: that of a group in each of
+        its rows; None where the dense program read them.
+      mode: the mode's name.
+      group: rows that step together, on one device; the last ones may be empty.
+    """
+
+    token_ids: tuple[np.ndarray, ...]
+    finish_reasons: tuple[str, ...]
+    decided: tuple[np.ndarray, ...]
+    executed: tuple[np.ndarray, ...]
+    log_probabilities: tuple[np.ndarray, ...]
+    steps: np.ndarray
+    drafts: np.ndarray
+    accepted: np.ndarray
+    token_layers: np.ndarray
+    frozen_layers: np.ndarray
+    attended: np.ndarray
+    heads: np.ndarray
+    exit_maps: np.ndarray
+    kv_bytes_read: np.ndarray
+    kv_bytes_held: np.ndarray
+    throttled: tuple[np.ndarray, ...]
+    view_bytes_read: np.ndarray
+    refresh_bytes_read: np.ndarray
+    prompt_depths: tuple[np.ndarray, ...]
+    prompt_width: int
+    prompt_work: Work | None
+    bytes_per_slot: int
+    key_widths: tuple[int, ...]
+    mode: str
+    group: int
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts per verified draft over all rows; None where nothing was drafted."""
+        drafts = int(self.drafts.sum())
+        return float(self.accepted.sum() / drafts) if drafts else None
+
+    def only(self, rows: slice) -> Generated:
+        """Returns the same of some rows."""
+        per_row = {
+            field.name: getattr(self, field.name)[rows]
+            for field in dataclasses.fields(self)
+            if field.name
+            not in ("key_widths", "mode", "group", "bytes_per_slot", "prompt_width", "prompt_work")
+        }
+        per_row["prompt_work"] = jax.tree.map(lambda leaf: leaf[rows], self.prompt_work)
+        return dataclasses.replace(self, **per_row)
+
+    def first(self, counts: Sequence[int], *, finish_reasons: Sequence[str]) -> Generated:
+        """Returns the same with each row cut to its first tokens; the others' cost stays charged.
+
+        Args:
+          counts: tokens to keep, per row.
+          finish_reasons: why each row ends there.
+        """
+        cut = {
+            name: tuple(row[:count] for row, count in zip(getattr(self, name), counts, strict=True))
+            for name in ("token_ids", "decided", "executed", "log_probabilities", "throttled")
+        }
+        return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What `stream` yields: the tokens since the last chunk.
+
+    Attributes:
+      token_ids: new tokens of each prompt, `[new]`; empty for rows that have ended.
+      decided: layers behind each of them, see `Generated`.
+      running: which rows go on.
+    """
+
+    token_ids: tuple[np.ndarray, ...]
+    decided: tuple[np.ndarray, ...]
+    running: np.ndarray
+
+
+def generate(
+    decoder: Decoder,
+    params: Params,
+    prompts: Prompts,
+    *,
+    mode: Mode = Plain(),
+    sampling: Sampling = Greedy(),
+    max_new_tokens: int = 128,
+    eos_ids: Sequence[int] | None = None,
+    stop_sequences: Sequence[Sequence[int]] = (),
+    seeds: int | Sequence[int] = 0,
+    lengths: Lengths = Lengths(),
+    prefill: Prefill | None = None,
+    stop_when: Callable[[int, np.ndarray], bool] | None = None,
+    chunk: int = 16,
+    mesh: Mesh | None = None,
+) -> Generated:
+    """Returns new tokens for each prompt.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      prompts: token ids, any lengths from 1.
+      mode: `Plain()`, `Adaptive(policy=..., kv=..., throttle=...)` or `Lossless(...)`.
+      sampling: `Greedy()`, or a method of `utio_jax.decoding.sampling` to draw by.
+      max_new_tokens: new tokens per prompt at most.
+      eos_ids: tokens that end a row; None takes the model's own, `()` none.
+      stop_sequences: token sequences that end a row when its new tokens end with one.
+      seeds: one per prompt, or one number for all, to which the prompt's index is added. A row's
+        draws depend on its seed and prompt alone.
+      lengths: how lengths are rounded.
+      prefill: how deep and how densely prompts are read. None: every token in full, by whichever
+        of the two programs is faster.
+      stop_when: ends a row when it returns True: called on the host with the row's number and its
+        new tokens so far, after every `chunk` of them. The row keeps what it has by then.
+      chunk: new tokens per row between two such calls. None are made without `stop_when`.
+      mesh: splits the rows over its axis "data"; those of one device step together, and wait for no
+        others.
+
+    Raises:
+      ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
+        context, or a mode or prefill that do not fit the model or each other.
+    """
+    *_, state = run_chunks(
+        decoder,
+        params,
+        prompts,
+        mode=mode,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        stop_sequences=stop_sequences,
+        seeds=seeds,
+        lengths=lengths,
+        prefill=prefill,
+        chunk=max_new_tokens if stop_when is None else chunk,
+        stop_when=stop_when,
+        mesh=mesh,
+    )
+    return _collect(state, mode, lengths, rows=len(prompts), devices=check_mesh(mesh))
+
+
+def stream(
+    decoder: Decoder,
+    params: Params,
+    prompts: Prompts,
+    *,
+    chunk: int = 16,
+    mode: Mode = Plain(),
+    sampling: Sampling = Greedy(),
+    max_new_tokens: int = 128,
+    eos_ids: Sequence[int] | None = None,
+    stop_sequences: Sequence[Sequence[int]] = (),
+    seeds: int | Sequence[int] = 0,
+    lengths: Lengths = Lengths(),
+    prefill: Prefill | None = None,
+    mesh: Mesh | None = None,
+) -> Iterator[Chunk]:
+    """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
+
+    Leaving the loop early (or Ctrl-C) abandons the state; nothing else refers to it. Arguments and
+    errors are those of `generate`.
+    """
+    seen: np.ndarray | None = None
+    for state in run_chunks(
+        decoder,
+        params,
+        prompts,
+        mode=mode,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        eos_ids=eos_ids,
+        stop_sequences=stop_sequences,
+        seeds=seeds,
+        lengths=lengths,
+        prefill=prefill,
+        chunk=chunk,
+        mesh=mesh,
+    ):
+        rows = slice(len(prompts))
+        known, decided, ends = (
+            np.asarray(leaf)[rows] for leaf in (state.token_ids, state.tally.decided, state.lengths)
+        )
+        starts = np.asarray(state.prompt_lengths)[rows] if seen is None else seen
+        yield Chunk(
+            token_ids=_cut(known, starts, ends),
+            decided=_cut(decided, starts, ends),
+            running=np.asarray(state.reason)[rows] == 0,
+        )
+        seen = ends.copy()
+
+
+def _collect(
+    state: DecodeState, mode: Mode, lengths: Lengths, *, rows: int, devices: int
+) -> Generated:
+    known, starts, ends, reasons = (
+        np.asarray(leaf)[:rows]
+        for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
+    )
+    tally = {
+        field.name: np.asarray(getattr(state.tally, field.name))[:rows]
+        for field in dataclasses.fields(state.tally)
+        if field.name != "views"
+    }
+    views, view, per_slot = state.tally.views, state.cache.view, bytes_per_slot(state.cache)
+    # A token's layers are noted at its own position, new tokens' counts one later.
+    layers = np.zeros_like(known) if views is None else np.roll(np.asarray(views.layers), 1, axis=1)
+    view_slots, refresh_bytes = (
+        (np.zeros(len(ends)),) * 2
+        if views is None
+        else (np.asarray(views.key_slots, np.float64), np.asarray(views.refresh_bytes, np.float64))
+    )
+    model_layers = state.cache.keys.shape[0]
+    held = (ends.astype(np.int64) - 1) * per_slot * model_layers
+    held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // len(ends)
+    prompt_depths, prompt_work = tuple(np.full(end, model_layers, np.int32) for end in starts), None
+    if state.prompt is not None:
+        prompt_depths = _cut(np.asarray(state.prompt.depths)[:rows], np.zeros_like(starts), starts)
+        prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
+    return Generated(
+        token_ids=_cut(known, starts, ends),
+        finish_reasons=tuple(REASONS[reason] for reason in reasons),
+        decided=_cut(tally["decided"], starts, ends),
+        executed=_cut(tally["executed"], starts, ends),
+        log_probabilities=_cut(tally["log_probability"], starts, ends),
+        steps=tally["steps"],
+        drafts=tally["drafts"],
+        accepted=tally["accepted"],
+        token_layers=tally["token_layers"],
+        frozen_layers=tally["frozen_layers"],
+        attended=tally["attended"],
+        heads=tally["heads"],
+        exit_maps=tally["exit_maps"],
+        kv_bytes_read=tally["key_slots"].astype(np.float64) * per_slot,
+        kv_bytes_held=held,
+        throttled=_cut(layers, starts, ends),
+        view_bytes_read=view_slots * per_slot,
+        refresh_bytes_read=refresh_bytes,
+        prompt_depths=prompt_depths,
+        prompt_width=round_up(int(starts.max()), lengths.prompt_step),
+        prompt_work=prompt_work,
+        bytes_per_slot=per_slot,
+        key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
+        mode=mode.name,
+        group=state.lengths.shape[0] // devices,
+    )
+
+
+def _cut(rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, ...]:
+    # Copies: on CPU the rows are views of device buffers, which the next step reuses.
+    return tuple(row[a:b].copy() for row, a, b in zip(rows, starts, ends, strict=True))

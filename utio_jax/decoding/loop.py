@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The token loop on the device, and the shapes that it compiles for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, UInt32
+
+from utio_jax.attention.cache import fill, init_cache, key_widths
+from utio_jax.core.decoder import Decoder, DecoderConfig, Params
+from utio_jax.decoding.base import Mode, Setting, emit_drawn
+from utio_jax.decoding.prefill import Prefill, fastest_prefill
+from utio_jax.decoding.sampling import Sampling
+from utio_jax.decoding.segments import prefill as read_prompts
+from utio_jax.decoding.state import DecodeState, StopRules, empty_tally, end_rows, stop_rules
+from utio_jax.devices.rows import PerDevice, Rows, check_mesh, over_rows, place
+
+Prompts = Sequence[Sequence[int] | np.ndarray]
+"""Token ids, a list or an array for each row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """How lengths are rounded, so that few of them ever compile.
+
+    Attributes:
+      prompt_step: prompts are padded to a multiple of this, in tokens.
+      key_step: caches hold a multiple of this, and attention reads at most four different
+        multiples.
+    """
+
+    prompt_step: int = 64
+    key_step: int = 128
+
+    def __post_init__(self) -> None:
+        if self.prompt_step < 1 or self.key_step < 1:
+            raise ValueError(
+                "Wanted a prompt_step and a key_step of at least 1 token. "
+                f"Got prompt_step={self.prompt_step}, key_step={self.key_step}."
+            )
+
+
+def check_prompts(
+    prompts: Prompts, *, config: DecoderConfig, max_new_tokens: int
+) -> list[np.ndarray]:
+    """Returns the prompts as int32 arrays.
+
+    Raises:
+      ValueError: see `generate`.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(
+            f"Wanted max_new_tokens of at least 1. Got max_new_tokens={max_new_tokens}."
+        )
+    if not len(prompts):
+        raise ValueError("Wanted at least one prompt. Got none.")
+    checked = []
+    for index, prompt in enumerate(prompts):
+        ids = np.asarray(prompt)
+        if not ids.size:
+            remedy = (
+                ""
+                if config.bos_id is None
+                else f" Open it with the model's bos_id={config.bos_id}."
+            )
+            raise ValueError(
+                f"Wanted prompts of at least one token. Prompt {index} is empty.{remedy}"
+            )
+        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(
+                f"Wanted each prompt as a list of integer token ids. Got prompt {index} of shape "
+                f"{ids.shape}, dtype {ids.dtype}."
+            )
+        if ids.min() < 0 or ids.max() >= config.vocab_size:
+            raise ValueError(
+                f"Wanted token ids from 0 to {config.vocab_size - 1}, the model's vocabulary. Got "
+                f"{ids.min()} to {ids.max()} in prompt {index}. Is this another model's tokenizer?"
+            )
+        if ids.size + max_new_tokens > config.context_length:
+            raise ValueError(
+                "Wanted prompt and new tokens within the model's context of "
+                f"{config.context_length}. Got prompt {index} of {ids.size} tokens and "
+                f"max_new_tokens={max_new_tokens}. Cut one of them."
+            )
+        checked.append(ids.astype(np.int32))
+    return checked
+
+
+def run_chunks(
+    decoder: Decoder,
+    params: Params,
+    prompts: Prompts,
+    *,
+    mode: Mode,
+    sampling: Sampling,
+    max_new_tokens: int,
+    eos_ids: Sequence[int] | None,
+    stop_sequences: Sequence[Sequence[int]],
+    seeds: int | Sequence[int],
+    lengths: Lengths,
+    chunk: int,
+    prefill: Prefill | None = None,
+    stop_when: Callable[[int, np.ndarray], bool] | None = None,
+    mesh: Mesh | None = None,
+) -> Iterator[DecodeState]:
+    """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
+
+    On a mesh, further rows may follow those of the prompts: empty ones, which end at once.
+
+    After each chunk `stop_when`, see `generate`, may end rows on the host.
+    """
+    config = decoder.config
+    rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
+    if chunk < 1:
+        raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
+    mode.check(decoder)
+    if prefill is not None:
+        prefill.check(decoder, kv=mode.kv)
+    if mesh is not None and mesh.is_multi_process:
+        raise ValueError(
+            "Wanted a mesh of this process' devices, since its host reads tokens. Got "
+            "one over several processes. Give each its own prompts, and the mesh that "
+            "utio_jax.devices.processes.local_mesh returns."
+        )
+    row_seeds = np.arange(len(rows)) + seeds if np.ndim(seeds) == 0 else np.asarray(seeds)
+    if row_seeds.shape != (len(rows),):
+        raise ValueError(
+            f"Wanted one seed, or one per prompt ({len(rows)}). Got shape {row_seeds.shape}."
+        )
+    stops = stop_rules(config.eos_ids if eos_ids is None else eos_ids, stop_sequences)
+
+    ends = np.asarray([row.size for row in rows], np.int32)
+    width = round_up(int(ends.max()), lengths.prompt_step)
+    slots = round_up(width + max_new_tokens + mode.block, lengths.key_step)
+    padded = np.zeros((len(rows), width), np.int32)
+    for row, ids in zip(padded, rows, strict=True):
+        row[: ids.size] = ids
+    if prefill is None:
+        prefill = fastest_prefill(-(-len(rows) // check_mesh(mesh)), width)
+    mode, sampling, prefill = _canonical((mode, sampling, prefill))
+    params, mode, sampling, stops, prefill = place((params, mode, sampling, stops, prefill), mesh)
+    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds.astype(np.uint32)
+    arrays = place(Rows(arrays), mesh).tree
+    fixed = decoder, params, mode, sampling, stops
+    state = begin(*fixed, *arrays, slots=slots, prefill=prefill, mesh=mesh)
+    widths = key_widths(slots, key_step=lengths.key_step)
+    until = 1
+    while True:
+        until = min(until + chunk, max_new_tokens)
+        state = advance(
+            decoder,
+            params,
+            mode,
+            sampling,
+            stops,
+            state,
+            np.int32(until),
+            widths=widths,
+            mesh=mesh,
+        )
+        if stop_when is not None:
+            state = end_rows(state, stop_when)
+        yield state
+        if until == max_new_tokens or np.all(np.asarray(state.reason)):
+            return
+
+
+@partial(jax.jit, static_argnames=("decoder", "slots", "mesh"))
+def begin(
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    sampling: Sampling,
+    stops: StopRules,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    limits: Int[Array, " batch"],
+    seeds: UInt32[Array, " batch"],
+    *,
+    slots: int,
+    prefill: Prefill | None = None,
+    mesh: Mesh | None = None,
+) -> DecodeState:
+    """Returns the state after prefill and the first new token of each row.
+
+    On a mesh, every device's mode has a memory of its own.
+    """
+    if mesh is not None:
+
+        def on_device(params: Params, settings: Any, rows: Rows) -> DecodeState:
+            *settings, prefill = settings
+            state = begin(decoder, params, *settings, *rows.tree, slots=slots, prefill=prefill)
+            return dataclasses.replace(state, memory=PerDevice.of(state.memory))
+
+        rows = Rows((token_ids, lengths, limits, seeds))
+        return over_rows(mesh, on_device, params, (mode, sampling, stops, prefill), rows)
+    batch, width = token_ids.shape
+    dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
+    cache = init_cache(
+        decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
+    )
+    depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
+    if prefill is None:
+        logits, cache = read_prompts(decoder, params, token_ids, lengths, cache)
+    else:
+        logits, cache, prompt = prefill.read(decoder, params, token_ids, lengths, cache, kv=mode.kv)
+        depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
+    state = DecodeState(
+        token_ids=jnp.pad(token_ids, ((0, 0), (0, slots - width))),
+        lengths=lengths,
+        prompt_lengths=lengths,
+        limits=limits,
+        reason=jnp.zeros_like(lengths),
+        seeds=seeds,
+        cache=fill(cache, lengths),
+        tally=empty_tally(batch, slots),
+        memory=None,
+        prompt=prompt,
+    )
+    setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=width)
+    state = mode.start(setting, state)
+    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
+
+
+@partial(jax.jit, static_argnames=("decoder", "widths", "mesh"), donate_argnames="state")
+def advance(
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    sampling: Sampling,
+    stops: StopRules,
+    state: DecodeState,
+    until: Int[Array, ""],
+    *,
+    widths: tuple[int, ...],
+    mesh: Mesh | None = None,
+) -> DecodeState:
+    """Returns the state once every running row has `until` new tokens.
+
+    One loop per width of attention, one after the other: rows only ever grow. On a mesh, every
+    device's loops end with its own rows.
+    """
+    if mesh is not None:
+
+        def on_device(
+            params: Params, settings: Any, state: DecodeState, until: jax.Array
+        ) -> DecodeState:
+            state = dataclasses.replace(state, memory=state.memory.mine())
+            state = advance(decoder, params, *settings, state, until, widths=widths)
+            return dataclasses.replace(state, memory=PerDevice.of(state.memory))
+
+        return over_rows(mesh, on_device, params, (mode, sampling, stops), state, until)
+    for width in widths:
+
+        def goes_on(state: DecodeState) -> jax.Array:
+            fresh = state.lengths - state.prompt_lengths
+            reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
+            return jnp.any(state.active & (fresh < until)) & (reach <= width)  # noqa: B023
+
+        setting = Setting(
+            decoder=decoder, params=params, sampling=sampling, stops=stops, width=width
+        )
+        state = jax.lax.while_loop(goes_on, partial(mode.step, setting), state)
+    return state
+
+
+def round_up(length: int, step: int) -> int:
+    """Returns the smallest multiple of `step` that is at least `length`."""
+    return -(-length // step) * step
+
+
+def _canonical(tree: Any) -> Any:
+    """Returns the pytree with numbers as arrays: weak types would compile a second program."""
+
+    def as_array(leaf: Any) -> Any:
+        return jax.device_put(np.float32(leaf)) if isinstance(leaf, (int, float)) else leaf
+
+    return jax.tree.map(as_array, tree)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How prompts are read: every token at full depth and over all of its past, or less than that.
+
+    easy = SparseAttention(signal=gate, thresholds=thresholds, history=History(recent=98, sinks=4))
+    how = Prefill(policy=never_stops((4, 16)), attention=easy)
+    new = generate(decoder, params, prompts, mode=mode, prefill=how)
+
+A staircase that keeps its keys and values. Even at full depth it reads long or ragged prompts
+faster on CPU than the dense program does, since it skips padding and the keys behind each block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.attention.cache import KVCache, fill
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.segments import block_at, project_frozen
+from utio_jax.decoding.state import PromptPass
+from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import Uniform
+from utio_jax.staircase.loop import check_policy, staircase
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import positions_of
+from utio_jax.staircase.sparse import SparseAttention
+
+# Measured on two cores: 0.67x at one prompt of 448 tokens, 0.84x at 32 of 64, 1.3x at 8 of 192
+# (ragged), 1.8x at 8 of 448 (3.2x ragged): the dense program's scores outgrow the cache.
+_CPU_SCORES = 2**18
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefill:
+    """Reads prompts in one staircase pass; by default every token at full depth, over all its past.
+
+    Attributes:
+      policy: how deep each prompt token runs; None: full depth. Under `kv="propagate"` new tokens
+        see K/V of a stopped one's last state at deeper layers, under `kv="drop"` nothing.
+      attention: which prompt tokens attend to their history alone; None: nobody. Its segments are
+        the policy's: `never_stops(depths)` has them and runs every layer.
+      executor: how live slots are run. Static.
+    """
+
+    policy: Policy | None = None
+    attention: SparseAttention | None = None
+    executor: MicroBatches = dataclasses.field(default=MicroBatches(), metadata={"static": True})
+
+    @property
+    def exact(self) -> bool:
+        """Whether what comes out is the full model's."""
+        return self.policy is None and self.attention is None
+
+    def depth_policy(self, decoder: Decoder) -> Policy:
+        """Returns the policy, or the one that runs every layer."""
+        return self.policy or Uniform(depth=decoder.config.num_layers, name="full")
+
+    def check(self, decoder: Decoder, *, kv: str) -> None:
+        """Raises ValueError where it does not fit the model, or a mode with that `kv`."""
+        policy = self.depth_policy(decoder)
+        depths = check_policy(policy, decoder)
+        if self.attention is not None:
+            self.attention.index_of(0, depths)
+        if not self.exact and kv == "full":
+            raise ValueError(
+                'Wanted prompts at full depth and with dense attention for a mode with kv="full", '
+                "which promises the full model's keys and values. Got a Prefill with a policy or "
+                'an attention. Leave it out, or decode with Adaptive(kv="propagate").'
+            )
+
+    def read(
+        self,
+        decoder: Decoder,
+        params: Params,
+        token_ids: Int[Array, "batch token"],
+        lengths: Int[Array, " batch"],
+        cache: KVCache,
+        *,
+        kv: str,
+    ) -> tuple[Float[Array, "batch vocab"], KVCache, PromptPass]:
+        """Returns the logits after each prompt, the filled cache, and what the pass did.
+
+        Args:
+          decoder: the model.
+          params: its parameters.
+          token_ids: right-padded prompts, no wider than the cache.
+          lengths: tokens of each, at least 1.
+          cache: an empty cache; donate it.
+          kv: what new tokens see of a stopped one at deeper layers.
+        """
+        policy, last_layer = self.depth_policy(decoder), decoder.config.num_layers
+        with jax.named_scope("prefill"):
+            found = staircase(
+                decoder,
+                params,
+                token_ids,
+                lengths,
+                policy,
+                kv="drop" if kv == "drop" else "propagate",
+                executor=self.executor,
+                attention=self.attention,
+                cache=cache,
+            )
+            assert found.cache is not None
+            cache, work = found.cache, found.work
+            if kv != "drop" and policy.depths != (last_layer,):
+                # The pass ends where its deepest token does; new tokens may go on from there.
+                deepest = jnp.max(found.depths)
+                block = block_at(decoder, *positions_of(token_ids, lengths))
+                cache = project_frozen(
+                    decoder, params, cache, found.x, block, start=deepest, stop=last_layer
+                )
+                rest = (last_layer - deepest) * token_ids.size
+                keys_values = jnp.asarray(work.keys_values).at[-1].add(rest)
+                work = dataclasses.replace(work, keys_values=keys_values)
+        last = jax.vmap(lambda row, length: row[length - 1])(found.x, lengths)
+        logits = decoder.unembed(params, last).astype(jnp.float32)
+        spread = lambda leaf: jnp.broadcast_to(leaf, (lengths.shape[0], *leaf.shape))  # noqa: E731
+        done = PromptPass(depths=found.depths, work=jax.tree.map(spread, work))
+        return logits, fill(cache, lengths), done
+
+
+def fastest_prefill(batch: int, width: int) -> Prefill | None:
+    """Returns which of the two full-depth programs reads prompts faster here; None: the dense one.
+
+    Args:
+      batch: rows.
+      width: of the padded prompts, in tokens.
+    """
+    # Elsewhere the dense program: loops over blocks suit no accelerator that anyone has measured.
+    return Prefill() if jax.default_backend() == "cpu" and batch * width**2 >= _CPU_SCORES else None

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a token loop, what a step adds to it, and where a row ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from utio_jax.attention.cache import KVCache
+from utio_jax.staircase.base import Work
+
+REASONS = ("running", "eos", "stop", "length")
+"""Why a row ended, indexed by `DecodeState.reason`."""
+_RUNNING, _EOS, _STOP, _LENGTH = range(4)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopRules:
+    """What ends a row besides its length.
+
+    Attributes:
+      eos_ids: each of these ends it at once; padded with -1.
+      sequences: token sequences that end it, padded on the left with -1.
+    """
+
+    eos_ids: Int[Array, " eos"]
+    sequences: Int[Array, "sequence longest"]
+
+
+def stop_rules(eos_ids: Sequence[int], sequences: Sequence[Sequence[int]] = ()) -> StopRules:
+    """Returns the rules as arrays.
+
+    Raises:
+      ValueError: a sequence is empty.
+    """
+    longest = max((len(sequence) for sequence in sequences), default=0)
+    padded = np.full((len(sequences), longest), -1, np.int32)
+    for row, sequence in zip(padded, sequences, strict=True):
+        if not len(sequence):
+            raise ValueError("Wanted stop sequences of at least one token. Got an empty one.")
+        row[longest - len(sequence) :] = sequence
+    # Room for four, or eight ...: another number of them should not compile another program.
+    ends = np.full((max(4, -(-len(eos_ids) // 4) * 4),), -1, np.int32)
+    ends[: len(eos_ids)] = eos_ids
+    return StopRules(eos_ids=jax.device_put(ends), sequences=jax.device_put(padded))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViewTally:
+    """What throttled tokens read, and what keeping views of the cache cost.
+
+    Attributes:
+      layers: in which each token saw no more than its row's view, by its own position.
+      key_slots: those of `Tally.key_slots` that were read from views.
+      refresh_bytes: read to find and copy heavy hitters: keys, values and heat.
+    """
+
+    layers: Int[Array, "batch slot"]
+    key_slots: Float[Array, " batch"]
+    refresh_bytes: Float[Array, " batch"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tally:
+    """What decoding did and cost. The first token of every row is prefill's and costs nothing here.
+
+    Attributes:
+      decided: layers behind the distribution that each token was taken from, by the token's
+        position: the depth of the token *before* it. Under `Lossless`: the exit that guessed it, or
+          all layers.
+      executed: layers that really ran for it, those for the sake of other rows included.
+      log_probability: of each token in nats, under the model's distribution before any sampling
+        method.
+      steps: rounds of the loop that the row took part in.
+      drafts: drawn drafts that were verified.
+      accepted: those that were right.
+      token_layers: token slots that ran a layer, padding and rejected drafts included.
+      frozen_layers: K/V-only projections of frozen states.
+      key_slots: key slots read, summed over layers; times `bytes_per_slot` these are bytes. A
+        float: it outgrows int32.
+      attended: key slots attended over, summed over queries and layers: what attention computes. At
+        least `key_slots`, which the queries of one pass share.
+      heads: token slots that went through the vocabulary head.
+      exit_maps: states of an exit that were mapped for it, see `utio_jax.core.decoder.ReadsExits`.
+      views: of throttled tokens; None where there are none.
+    """
+
+    decided: Int[Array, "batch slot"]
+    executed: Int[Array, "batch slot"]
+    log_probability: Float[Array, "batch slot"]
+    steps: Int[Array, " batch"]
+    drafts: Int[Array, " batch"]
+    accepted: Int[Array, " batch"]
+    token_layers: Int[Array, " batch"]
+    frozen_layers: Int[Array, " batch"]
+    key_slots: Float[Array, " batch"]
+    attended: Float[Array, " batch"]
+    heads: Int[Array, " batch"]
+    exit_maps: Int[Array, " batch"]
+    views: ViewTally | None = None
+
+    def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
+        """Returns the tally with the amounts, scalar or per row, added for the active rows."""
+        grown = {}
+        for name, amount in amounts.items():
+            old = getattr(self, name)
+            grown[name] = old + jnp.where(active, amount, 0).astype(old.dtype)
+        return dataclasses.replace(self, **grown)
+
+
+def empty_tally(batch: int, slots: int) -> Tally:
+    """Returns a tally of nothing."""
+    names = {field.name for field in dataclasses.fields(Tally)} - {"views"}
+    counts: dict[str, Any] = {name: jnp.zeros((batch,), jnp.int32) for name in names}
+    counts["key_slots"] = counts["attended"] = jnp.zeros((batch,), jnp.float32)
+    counts["decided"] = counts["executed"] = jnp.zeros((batch, slots), jnp.int32)
+    counts["log_probability"] = jnp.zeros((batch, slots), jnp.float32)
+    return Tally(**counts)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptPass:
+    """How prompts were read by a `Prefill`.
+
+    Attributes:
+      depths: decided layers of each prompt token; 0 for padding.
+      work: what the pass executed, `[batch, segment]`: that of all rows, noted in each.
+    """
+
+    depths: Int[Array, "batch token"]
+    work: Work
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Everything that a token loop carries. Donated: the caller keeps only what comes back.
+
+    Between steps the K/V of all tokens of a row but its last are in the cache; the last one has
+    been emitted, but has run no layer yet.
+
+    Attributes:
+      token_ids: prompt and emitted tokens by position; what lies beyond `lengths` means nothing.
+      lengths: tokens of each row, prompt included.
+      prompt_lengths: those of the prompt.
+      limits: lengths at which rows end.
+      reason: index into `REASONS`.
+      seeds: one per row.
+      cache: keys and values.
+      tally: what it cost so far.
+      memory: what the mode remembers, any pytree.
+      prompt: how prompts were read, where not by the dense program.
+    """
+
+    token_ids: Int[Array, "batch slot"] = dataclasses.field(metadata={"row_axis": 0})
+    lengths: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    prompt_lengths: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    limits: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    reason: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    seeds: UInt32[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+    cache: KVCache
+    tally: Tally = dataclasses.field(metadata={"row_axis": 0})
+    memory: Any
+    prompt: PromptPass | None = dataclasses.field(default=None, metadata={"row_axis": 0})
+
+    @property
+    def active(self) -> Bool[Array, " batch"]:
+        """Rows that have not ended."""
+        return self.reason == _RUNNING
+
+    @property
+    def positions(self) -> Int[Array, " batch"]:
+        """Position of each row's last token, the next to run."""
+        return self.lengths - 1
+
+    @property
+    def last_ids(self) -> Int[Array, " batch"]:
+        """Each row's last token."""
+        return jax.vmap(lambda row, position: row[position])(self.token_ids, self.positions)
+
+
+def emit(
+    state: DecodeState,
+    stops: StopRules,
+    token_ids: Int[Array, "batch new"],
+    counts: Int[Array, " batch"],
+    *,
+    logits: Float[Array, "batch new vocab"],
+    decided: Int[Array, "batch new"],
+    executed: Int[Array, "batch new"],
+) -> DecodeState:
+    """Returns the state with new tokens in the active rows, cut where a row ends.
+
+    The token that ends a row is kept.
+
+    Args:
+      state: before.
+      stops: what ends a row.
+      token_ids: new tokens of each row, in order.
+      counts: how many of them are real.
+      logits: of the distributions that they were taken from.
+      decided: see `Tally`, per new token.
+      executed: likewise.
+    """
+    batch, new = token_ids.shape
+    row = jnp.arange(batch, dtype=jnp.int32)[:, None]
+    offsets = jnp.arange(new, dtype=jnp.int32)[None, :]
+    positions = state.lengths[:, None] + offsets
+    fresh = (offsets < counts[:, None]) & state.active[:, None]
+    slots = jnp.where(fresh, positions, state.token_ids.shape[1])
+    known = state.token_ids.at[row, slots].set(token_ids, mode="drop")
+
+    is_eos = jnp.any(token_ids[:, :, None] == stops.eos_ids[None, None, :], axis=-1)
+    is_stop = _ends_sequence(known, positions, state.prompt_lengths, stops.sequences)
+    is_last = positions + 1 >= state.limits[:, None]
+    ends = (is_eos | is_stop | is_last) & fresh
+    ended = jnp.any(ends, axis=1)
+    first = jnp.argmax(ends, axis=1).astype(jnp.int32)
+    counts = jnp.where(ended, first + 1, jnp.where(state.active, counts, 0))
+    reasons = jnp.where(is_eos, _EOS, jnp.where(is_stop, _STOP, _LENGTH))
+    reason = jnp.take_along_axis(reasons, first[:, None], axis=1)[:, 0]
+
+    kept = jnp.where(offsets < counts[:, None], slots, state.token_ids.shape[1])
+    logits = logits.astype(jnp.float32)
+    chosen = jnp.take_along_axis(logits, token_ids[:, :, None], axis=-1)[:, :, 0]
+    likelihood = chosen - jax.nn.logsumexp(logits, axis=-1)
+    tally = dataclasses.replace(
+        state.tally,
+        log_probability=state.tally.log_probability.at[row, kept].set(likelihood, mode="drop"),
+        decided=state.tally.decided.at[row, kept].set(decided, mode="drop"),
+        executed=state.tally.executed.at[row, kept].set(executed, mode="drop"),
+    )
+    return dataclasses.replace(
+        state,
+        token_ids=known,
+        lengths=state.lengths + counts,
+        reason=jnp.where(ended, reason, state.reason),
+        tally=tally,
+    )
+
+
+def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -> DecodeState:
+    """Returns the state with the rows ended for which the caller says so, on the host.
+
+    Args:
+      state: between two steps.
+      stop_when: called with the number of each active row, and its new tokens.
+    """
+    known, starts, ends, reason = (
+        np.asarray(leaf)
+        for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
+    )
+    ended = [
+        int(reason[row]) == _RUNNING and stop_when(row, known[row, starts[row] : ends[row]].copy())
+        for row in range(len(reason))
+    ]
+    if not any(ended):
+        return state
+    reason = np.where(ended, np.int32(_STOP), reason)
+    # Where it was, or the next step would compile again.
+    home = state.reason.sharding if state.reason.committed else None
+    return dataclasses.replace(state, reason=jax.device_put(reason, home))
+
+
+def _ends_sequence(
+    known: Int[Array, "batch slot"],
+    positions: Int[Array, "batch new"],
+    prompt_lengths: Int[Array, " batch"],
+    sequences: Int[Array, "sequence longest"],
+) -> Bool[Array, "batch new"]:
+    """Returns whether a stop sequence, wholly of new tokens, ends at each position."""
+    count, longest = sequences.shape
+    if not count:
+        return jnp.zeros(positions.shape, jnp.bool_)
+    back = jnp.arange(longest, dtype=jnp.int32)[None, None, :] - (longest - 1)
+    places = positions[:, :, None] + back
+    row = jnp.arange(known.shape[0], dtype=jnp.int32)[:, None, None]
+    window = jnp.where(
+        places >= prompt_lengths[:, None, None],
+        known.at[row, jnp.maximum(places, 0)].get(mode="clip"),
+        -2,
+    )
+    wanted = sequences[None, None, :, :]
+    same = (window[:, :, None, :] == wanted) | (wanted == -1)
+    return jnp.any(jnp.all(same, axis=-1), axis=-1)

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbered work shared out over the processes of a mesh: each does its part, all get all results.
+
+    for found in share(mesh, len(batches), read, what="batches", same=lambda: digest(ids)):
+        ...                          # in order, on every process
+
+`jax.distributed` is the engine. A pass runs on the devices of one process and waits for nobody;
+results are exchanged once, counted, and the same everywhere, so what follows from them is the same
+everywhere too. With one process this is a loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import itertools
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from utio_jax.devices.rows import DATA, check_mesh
+
+Arrays = Mapping[str, np.ndarray]
+"""A result: arrays by name, none of them of objects."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shards:
+    """Results kept in files, from which an interrupted run goes on, with any number of processes.
+
+    Attributes:
+      folder: made where it is missing. Several hosts need to share it, or they keep their own.
+      identity: of all that results depend on and `share` cannot see, such as the weights' hash.
+    """
+
+    folder: Path
+    identity: str
+
+
+def local_mesh(mesh: Mesh | None) -> Mesh | None:
+    """Returns the part of a mesh that is this process's own.
+
+    Raises:
+      ValueError: the mesh misses processes, or devices that share a row belong to several.
+    """
+    if mesh is None or jax.process_count() == 1:
+        return mesh
+    check_mesh(mesh)
+    axis = mesh.axis_names.index(DATA)
+    rows = np.moveaxis(mesh.devices, axis, 0)
+    owners = [{device.process_index for device in np.ravel(row)} for row in rows]
+    if len(set().union(*owners)) == 1 and owners[0] == {jax.process_index()}:
+        return mesh
+    if any(len(each) > 1 for each in owners):
+        raise ValueError(
+            f"Wanted each row of the mesh's axis {DATA!r} within one process. Got rows over "
+            f"processes {[sorted(each) for each in owners]}. Let the other axes span fewer devices."
+        )
+    if set().union(*owners) != set(range(jax.process_count())):
+        raise ValueError(
+            f"Wanted a mesh over the devices of all {jax.process_count()} processes, or of this "
+            f"one alone. Got one over processes {sorted(set().union(*owners))}."
+        )
+    mine = rows[[each == {jax.process_index()} for each in owners]]
+    return Mesh(np.moveaxis(mine, 0, axis), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def share(
+    mesh: Mesh | None,
+    count: int,
+    run: Callable[[int], Arrays],
+    *,
+    what: str,
+    same: Callable[[], str],
+    shards: Shards | None = None,
+) -> Iterator[Arrays]:
+    """Yields `run(0)` to `run(count - 1)`, each computed by one of the mesh's processes.
+
+    Args:
+      mesh: over which processes; None, or one of this process alone, means this process.
+      count: of items.
+      run: computes one item on the devices of this process.
+      what: names the items, in messages and files.
+      same: returns a digest of everything that processes must agree on, and kept results with it.
+      shards: where results are kept and looked for.
+
+    Raises:
+      ValueError: the processes disagree on `same`, or kept results are of something else.
+      RuntimeError: results are missing or double. No part of them is yielded before.
+    """
+    alone = mesh is None or local_mesh(mesh) is mesh
+    index, processes = (0, 1) if alone else (jax.process_index(), jax.process_count())
+    if alone and shards is None:
+        yield from map(run, range(count))
+        return
+    identity = digest(what, count, same(), "" if shards is None else shards.identity)
+
+    def find(number: int) -> Arrays:
+        if shards is None:
+            return run(number)
+        file = shards.folder / f"{what}-{number:05d}-of-{count:05d}.npz"
+        if not file.exists():
+            _save(file, {**run(number), "identity": np.asarray(identity)})
+        return _load(file, identity)
+
+    if alone:
+        yield from map(find, range(count))
+        return
+    check_same(mesh, identity, what=what)
+    # Items come longest first: dealt out in turns, every process has as much to do.
+    mine = {number: find(number) for number in range(index, count, processes)}
+    found: dict[int, Arrays] = {}
+    for theirs in map(_decode, exchange(_encode(mine))):
+        if double := sorted(found.keys() & theirs.keys()):
+            raise RuntimeError(f"Wanted each of {count} {what} once. Got {double[:8]} twice.")
+        found |= theirs
+    if found.keys() != set(range(count)):
+        missing = sorted(set(range(count)) - found.keys())
+        raise RuntimeError(f"Wanted results of {count} {what}. {missing[:8]} are missing.")
+    for number in range(count):
+        yield found[number]
+
+
+def exchange(data: bytes) -> list[bytes]:
+    """Returns what every process called this with, in the order of the processes."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    _wait_for_everyone()
+    sizes = np.asarray(process_allgather(np.asarray([len(data)], np.int32))).reshape(-1)
+    padded = np.zeros(max(sizes.max(), 1), np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    everyone = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
+    return [bytes(row[:size]) for row, size in zip(everyone, sizes, strict=True)]
+
+
+_meetings = itertools.count()
+_PATIENCE_MS = 7 * 24 * 3600 * 1000
+
+
+def _wait_for_everyone() -> None:
+    """Returns once all processes have come here.
+
+    Collectives on CPU (gloo) give up after 30 s, and shares of work never end at the same moment.
+    JAX has no other barrier that waits for longer, nor one for which no program is compiled. Where
+    a process has died, the runtime ends the others.
+    """
+    from jax._src.distributed import global_state
+
+    client: Any = global_state.client
+    client.wait_at_barrier(f"utio_jax_{next(_meetings)}", _PATIENCE_MS)
+
+
+def check_same(mesh: Mesh | None, tree: Any, *, what: str) -> None:
+    """Raises ValueError, on every process, where a mesh's processes have different pytrees."""
+    if mesh is None or local_mesh(mesh) is mesh:
+        return
+    everyone = exchange(digest(tree).encode())
+    if others := [index for index, theirs in enumerate(everyone) if theirs != everyone[0]]:
+        raise ValueError(
+            f"Wanted the same {what} on all {len(everyone)} processes. Got others than process "
+            f"0's on processes {others}. Do all see the same files?"
+        )
+
+
+def digest(*parts: Any) -> str:
+    """Returns a hash of pytrees: the leaves' values, and the trees' structures."""
+    found = hashlib.sha256()
+    for part in parts:
+        leaves, treedef = jax.tree.flatten(part)
+        found.update(str(treedef).encode())
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+                leaf = jax.random.key_data(leaf)
+            array = np.asarray(leaf)  # Text, too.
+            if array.dtype == object:
+                raise TypeError(f"Wanted leaves of numbers or text. Got {type(leaf).__name__}.")
+            found.update(f"{array.dtype} {array.shape}".encode())
+            found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()
+
+
+def _encode(results: Mapping[int, Arrays]) -> bytes:
+    buffer = io.BytesIO()
+    named: Any = {
+        f"{number}/{name}": y for number, each in results.items() for name, y in each.items()
+    }
+    np.savez(buffer, allow_pickle=False, **named)
+    return buffer.getvalue()
+
+
+def _decode(data: bytes) -> dict[int, Arrays]:
+    results: dict[int, dict[str, np.ndarray]] = {}
+    with np.load(io.BytesIO(data), allow_pickle=False) as stored:
+        for key in stored.files:
+            number, _, name = key.partition("/")
+            results.setdefault(int(number), {})[name] = stored[key]
+    return dict(results)
+
+
+def _save(file: Path, result: Arrays) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
+    with unfinished.open("wb") as opened:
+        np.savez(opened, allow_pickle=False, **result)
+    unfinished.replace(file)  # At once: a file is whole, or not there.
+
+
+def _load(file: Path, identity: str) -> Arrays:
+    remedy = "Name another folder, or remove this one."
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
+            found = {name: stored[name] for name in stored.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"Wanted a kept result in {file}. It is broken: {error}. {remedy}"
+        ) from None
+    if str(found.pop("identity", "")) != identity:
+        raise ValueError(f"Wanted results of this model, text and policy in {file}. {remedy}")
+    return found

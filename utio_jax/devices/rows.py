@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows over devices: each device runs the plain function on its own rows, and waits for nobody.
+
+    mesh = jax.make_mesh((8,), ("data",))
+    params = place(params, mesh)                     # once: a copy on each device
+    rows = place(Rows((token_ids, lengths)), mesh)   # split, filled up with empty rows
+    found = run_score(decoder, params, *rows.tree, policy=policy, mesh=mesh)
+
+Functions that take a `mesh` use its axis "data", of Auto or Explicit type, by `jax.shard_map`:
+bucketing happens inside, so nothing is sorted across devices and nothing is communicated. Further
+axes are left to the compiler, which follows the parameters' shardings ("model": see
+`utio_jax.models.tensor_parallel`). No context mesh is set or asked for.
+
+`jax.pmap` needs nothing of this: it takes `score` and its like as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+DATA = "data"
+"""The mesh axis that rows are split over."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Arrays that lead with rows, `[batch, ...]`: any pytree of them.
+
+    Fields of other dataclasses say the same of themselves by the metadata `{"row_axis": axis}`;
+    what says nothing is the same on every device.
+    """
+
+    tree: Any = dataclasses.field(metadata={"row_axis": 0})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StackedRows:
+    """Arrays `[stack, batch, ...]`: any pytree of them."""
+
+    tree: Any = dataclasses.field(metadata={"row_axis": 1})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerDevice:
+    """A pytree of which every device has its own: leaves lead with a device axis.
+
+    Attributes:
+      leaves: `[device, ...]`, on a device `[1, ...]`.
+      treedef: what they are leaves of. Static.
+    """
+
+    leaves: list[Any] = dataclasses.field(metadata={"row_axis": 0})
+    treedef: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, tree: Any) -> PerDevice:
+        """Returns what one device adds to it, on that device."""
+        leaves, treedef = jax.tree.flatten(tree)
+        return cls(leaves=[jnp.asarray(leaf)[None] for leaf in leaves], treedef=treedef)
+
+    def mine(self) -> Any:
+        """Returns a device's own pytree, on that device."""
+        return jax.tree.unflatten(self.treedef, [leaf[0] for leaf in self.leaves])
+
+
+def check_mesh(mesh: Mesh | None) -> int:
+    """Returns how many parts rows are split into; 1 without a mesh.
+
+    Raises:
+      ValueError: the mesh has no axis "data", or another one that is Explicit.
+    """
+    if mesh is None:
+        return 1
+    if DATA not in mesh.axis_names:
+        raise ValueError(
+            f"Wanted a mesh with an axis {DATA!r}, over which rows are split. Got axes "
+            f"{mesh.axis_names}. For example: jax.make_mesh((jax.device_count(),), ({DATA!r},))."
+        )
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = [name for name, type_ in types.items() if type_ == AxisType.Explicit]
+    if others := [name for name in explicit if name != DATA and mesh.shape[name] > 1]:
+        raise ValueError(
+            f"Wanted axes other than {DATA!r} to be Auto: the compiler follows the parameters' "
+            f"shardings along them. Got Explicit axes {others}. Make the mesh with "
+            f"axis_types=({', '.join('AxisType.Auto' for _ in mesh.axis_names)})."
+        )
+    return mesh.shape[DATA]
+
+
+def place(tree: Any, mesh: Mesh | None) -> Any:
+    """Returns the pytree on a mesh's devices: rows split, everything else copied to each.
+
+    Rows are filled up with zeros to a multiple of the devices: with their length of 0, empty rows.
+    Leaves that lie on the mesh already stay as they are, whatever their sharding.
+
+    Args:
+      tree: its rows are marked, see `Rows`.
+      mesh: with an axis "data". None leaves everything as it is.
+    """
+    if mesh is None:
+        return tree
+    parts, devices = check_mesh(mesh), set(mesh.devices.flat)
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def put(leaf: Any, axis: int | None) -> Any:
+        if axis is not None and (missing := -leaf.shape[axis] % parts):
+            widths = [(0, missing if at == axis else 0) for at in range(leaf.ndim)]
+            leaf = np.pad(np.asarray(leaf), widths)
+        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == devices:
+            return leaf
+        return jax.device_put(leaf, NamedSharding(mesh, _spec(axis)))
+
+    placed = [put(leaf, axis) for leaf, axis in zip(leaves, row_axes(tree), strict=True)]
+    return jax.tree.unflatten(treedef, placed)
+
+
+def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
+    """Returns `function(*args)`, of which every device computes its own rows.
+
+    Args:
+      mesh: with an axis "data".
+      function: pure; treats rows alike and apart from each other. Every leaf that it returns is
+        marked as rows, or `PerDevice`.
+      *args: pytrees whose rows are marked; the rest every device sees whole.
+
+    Raises:
+      ValueError: rows that the devices cannot share evenly.
+    """
+    parts = check_mesh(mesh)
+    leaves, treedef = jax.tree.flatten(args)
+    axes = row_axes(args)
+    counts = {leaf.shape[axis] for leaf, axis in zip(leaves, axes, strict=True) if axis is not None}
+    if any(count % parts for count in counts):
+        raise ValueError(
+            f"Wanted rows that {parts} devices share evenly. Got {sorted(counts)} rows. Fill them "
+            "up with empty ones: utio_jax.devices.rows.place."
+        )
+    made: dict[str, Any] = {}
+
+    def on_one_device(*leaves: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        found = function(*jax.tree.unflatten(treedef, leaves))
+        out, made["treedef"] = jax.tree.flatten(found)
+        made["axes"] = row_axes(found)
+        by_axis = list(zip(out, made["axes"], strict=True))
+        return [y for y, axis in by_axis if axis == 0], [y for y, axis in by_axis if axis == 1]
+
+    # Replication is not tracked (`check_vma`): a loop that starts from constants and adds what is a
+    # device's own would have to be annotated all through the library.
+    mapped = jax.shard_map(
+        on_one_device,
+        mesh=mesh,
+        in_specs=tuple(_spec(axis) for axis in axes),
+        out_specs=(_spec(0), _spec(1)),
+        axis_names={DATA},
+        check_vma=False,
+    )
+    found = [iter(group) for group in mapped(*leaves)]
+    return jax.tree.unflatten(made["treedef"], [next(found[axis]) for axis in made["axes"]])
+
+
+def row_axes(tree: Any) -> list[int | None]:
+    """Returns, for each leaf, which axis its rows lie along; None for what is no rows."""
+
+    def axis_of(path: tuple[Any, ...]) -> int | None:
+        node, axis = tree, None
+        for key in path:
+            if isinstance(key, jax.tree_util.GetAttrKey):
+                if dataclasses.is_dataclass(node):
+                    metadata = {each.name: each.metadata for each in dataclasses.fields(node)}
+                    axis = metadata[key.name].get("row_axis", axis)
+                node = getattr(node, key.name)
+            elif isinstance(key, jax.tree_util.SequenceKey):
+                node = node[key.idx]
+            elif isinstance(key, jax.tree_util.DictKey):
+                node = node[key.key]
+            else:  # A node that does not say how it is made up.
+                break
+        return axis
+
+    return [axis_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _spec(axis: int | None) -> PartitionSpec:
+    return PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, DATA)

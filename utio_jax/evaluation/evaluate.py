@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quality and cost of policies on text: teacher-forced, against full depth, every token counted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from utio_jax.accounting.guardrails import check_worthwhile
+from utio_jax.accounting.profit import Profit
+from utio_jax.accounting.quality import Quality, pack, unpack
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
+from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
+from utio_jax.devices.processes import Arrays, Shards, digest, local_mesh, share
+from utio_jax.devices.rows import Rows, check_mesh, place
+from utio_jax.policies.base import Policy
+from utio_jax.staircase.base import Executor, Work
+from utio_jax.staircase.loop import check_policy
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import FrozenKV
+from utio_jax.staircase.score import Comparison, Scores, compare_states, full_depth, score
+from utio_jax.staircase.sparse import SparseAttention, attention_flops
+
+# Timing runs the same program, and must not compile it again.
+run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor", "mesh"))
+_compare = jax.jit(compare_states, static_argnums=0, static_argnames="mesh")
+
+
+def evaluate(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    policies: Mapping[str, Policy | Sequence[Policy]],
+    *,
+    kv: FrozenKV = "propagate",
+    executor: Executor = MicroBatches(),
+    attention: Mapping[str, SparseAttention | Sequence[SparseAttention | None]] | None = None,
+    mesh: Mesh | None = None,
+    shards: Shards | None = None,
+    observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
+    progress: Callable[[], None] | None = None,
+) -> dict[str, Quality]:
+    """Returns each policy's quality and cost on the same batches, against one full-depth pass.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: the text.
+      policies: by a name of the caller's choice; one, or one for each batch.
+      kv: what others see of frozen tokens.
+      executor: how live slots are run; the full pass uses it too.
+      attention: by the same names, who attends sparsely, or who does in each batch; nobody under
+        the others, nor in the full pass.
+      mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
+        rows that fill up a batch count as cost.
+      shards: where each batch's results are kept, for a run that goes on after an interruption.
+      observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
+      progress: called after every policy and batch.
+
+    Raises:
+      ValueError: no batches, a policy does not fit the model, or processes disagree on these.
+    """
+    if not batches:
+        raise ValueError("Wanted at least one batch of text. Got none.")
+    cost, layers, here = token_cost(decoder, params), decoder.config.num_layers, local_mesh(mesh)
+    totals = dict.fromkeys(policies, Quality())
+    params = place(params, here)
+    choices = [(policies[name], (attention or {}).get(name)) for name in policies]
+    fixed = lambda choice: choice if _varies(choice) else place(choice, here)  # noqa: E731
+    shared: list[tuple[Any, Any]] = [(fixed(policy), fixed(choice)) for policy, choice in choices]
+
+    def read(number: int) -> Arrays:
+        batch, results = batches[number], {}
+        rows = len(batch.lengths)
+        ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
+        run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=here)
+        full = run(policy=full_depth(decoder))
+        flops_full = pass_flops(cost, full.work)
+        for index, pair in enumerate(shared):
+            policy, choice = (place(x[number], here) if _varies(x) else x for x in pair)
+            # Full depth in question is the pass that was just made.
+            same = policy.depths == (layers,) and choice is None
+            found = full if same else run(policy=policy, attention=choice)
+            comparison = _compare(decoder, params, ids, lengths, found.x, full.x, mesh=here)
+            comparison, depths = _first(rows, (comparison, found.depths))
+            work = found.work
+            gates = gate_flops(decoder, params, policy, work)
+            if choice is not None:
+                size = {"batch": ids.shape[0] // check_mesh(here), "width": ids.shape[1]}
+                segments = len(policy.depths)
+                gates += attention_flops(choice, decoder, params, work, segments=segments, **size)
+            # Gates, heads beyond one per token, and what maps an exit's states for the head.
+            extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
+            values, counts = np.unique(depths[depths > 0], return_counts=True)
+            quality = Quality(
+                tokens=int(batch.lengths.sum()),
+                predicted=int(np.maximum(batch.lengths - 1, 0).sum()),
+                nll=float(comparison.nll.sum(dtype=np.float64)),
+                nll_full=float(comparison.nll_full.sum(dtype=np.float64)),
+                kl=float(comparison.kl.sum(dtype=np.float64)),
+                agree=int(comparison.agree.sum()),
+                histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
+                query_layers=float(np.sum(work.queries)),
+                flops=pass_flops(cost, work, gates=gates),
+                flops_full=flops_full,
+                flops_ideal=ideal_flops(
+                    cost,
+                    depths,
+                    key_widths=executor.key_widths(ids.shape[1]),
+                    deepest=int(depths.max(initial=0)),
+                    keep_frozen=kv == "propagate",
+                    sparse_layers=_sparse_layers(found, policy, rows),
+                    history=0 if choice is None else choice.history.size,
+                ),
+                flops_gates=gates
+                + cost.head * extra_heads
+                + cost.exit_map * float(np.sum(work.exit_maps)),
+            )
+            results |= pack(index, quality, comparison, depths)
+            if progress is not None:
+                progress()
+        return results
+
+    def same() -> str:
+        static = repr((decoder.config, kv, executor))
+        return digest([vars(batch) for batch in batches], choices, static)
+
+    found = share(mesh, len(batches), read, what="batches", same=same, shards=shards)
+    for batch, results in zip(batches, found, strict=True):
+        for index, name in enumerate(policies):
+            quality, comparison, depths = unpack(index, results)
+            totals[name] += quality
+            if observe is not None:
+                observe(name, batch, comparison, depths)
+    return totals
+
+
+def _varies(choice: Any) -> bool:
+    """Returns whether there is one choice for each batch."""
+    return isinstance(choice, Sequence)
+
+
+def _sparse_layers(found: Scores, policy: Policy, rows: int) -> np.ndarray | int:
+    """Returns in how many layers each token attended to its history alone."""
+    if found.sparse is None:
+        return 0
+    layers = np.diff(policy.depths, prepend=0)
+    return np.tensordot(layers, np.asarray(found.sparse.sparse), axes=1)[:rows]
+
+
+def _first(rows: int, tree: Any) -> Any:
+    """Returns the arrays on the host, without the rows that fill up a mesh."""
+    return jax.tree.map(lambda each: np.asarray(each)[:rows], tree)
+
+
+def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
+    """Returns the FLOPs of a pass's decisions, without the heads that they looked at."""
+    per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
+    decisions = np.atleast_2d(work.decisions).sum(axis=0)  # Of all devices.
+    return float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DocumentScore:
+    """One document's result, in token order.
+
+    Attributes:
+      log_likelihood: `[token - 1]`, of every token but the first, in nats.
+      depths: `[token - 1]`, layers that the token before it ran to predict it.
+    """
+
+    log_likelihood: np.ndarray
+    depths: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextScore:
+    """What `score_documents` returns.
+
+    Attributes:
+      documents: one result per document.
+      quality: the sums over all of them, compared with full depth.
+      fallbacks: why batches ran at full depth instead, and how many did.
+    """
+
+    documents: tuple[DocumentScore, ...]
+    quality: Quality
+    fallbacks: Mapping[str, int]
+
+
+def score_documents(
+    decoder: Decoder,
+    params: Params,
+    documents: Sequence[np.ndarray],
+    policy: Policy,
+    *,
+    rows: int = 16,
+    kv: FrozenKV = "propagate",
+    executor: Executor = MicroBatches(),
+    attention: SparseAttention | None = None,
+    mesh: Mesh | None = None,
+    shards: Shards | None = None,
+    fractions: Sequence[float] | None = None,
+    min_tokens: int = 0,
+    profit: Profit | None = None,
+    progress: Callable[[], None] | None = None,
+) -> TextScore:
+    """Scores documents of any length in batches of a few static shapes, with the guardrails on.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      documents: token ids `[token]` each, at least two; longer than the context: in windows.
+      policy: who runs how deep.
+      rows: per pass, over all devices of a process.
+      kv: what others see of frozen tokens.
+      executor: how live slots are run.
+      attention: who attends sparsely, in batches that do not fall back; None: nobody.
+      mesh: splits rows over its axis "data", and batches over its processes.
+      shards: where each batch's results are kept, for a run that goes on after an interruption.
+      fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
+      min_tokens: smallest pass that is routed.
+      profit: measured times; passes that are predicted not to pay run at full depth.
+      progress: called after every batch.
+
+    Raises:
+      ValueError: a document has fewer than two tokens, ids are outside the vocabulary, or rows < 1.
+    """
+    if rows < 1:
+        raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
+    short = [index for index, ids in enumerate(documents) if len(ids) < 2]
+    if short or not len(documents):
+        raise ValueError(
+            "Wanted documents of at least two tokens, so that something is predicted. Got "
+            + (f"fewer in documents {short[:8]}." if short else "no documents.")
+        )
+    check_policy(policy, decoder)
+    parts = check_mesh(local_mesh(mesh))
+    context = decoder.config.context_length
+    cut = [windows_of([ids], width=context) for ids in documents]
+    windows = [window for of_one in cut for window in of_one]
+    likelihood: list[np.ndarray] = [np.zeros(0)] * len(windows)
+    depths: list[np.ndarray] = [np.zeros(0, np.int32)] * len(windows)
+
+    def observe(_: str, batch: Batch, comparison: Comparison, decided: np.ndarray) -> None:
+        for row, window in enumerate(batch.window):
+            if window >= 0:
+                predicted = int(batch.lengths[row]) - 1
+                likelihood[window] = -np.asarray(comparison.nll)[row, :predicted]
+                depths[window] = decided[row, :predicted]
+
+    batches = list(
+        batches_of(
+            windows, rows=rows, widths=row_widths(context), vocab_size=decoder.config.vocab_size
+        )
+    )
+    reasons = [
+        check_worthwhile(
+            decoder,
+            params,
+            policy,
+            batch=-(-rows // parts),
+            width=batch.token_ids.shape[1],
+            executor=executor,
+            fractions=fractions,
+            min_tokens=min_tokens,
+            profit=profit,
+        )
+        for batch in batches
+    ]
+    full = full_depth(decoder)
+    found = evaluate(
+        decoder,
+        params,
+        batches,
+        {"": [policy if reason is None else full for reason in reasons]},
+        kv=kv,
+        executor=executor,
+        attention={"": [attention if reason is None else None for reason in reasons]},
+        mesh=mesh,
+        shards=shards,
+        observe=observe,
+        progress=progress,
+    )
+    ends = np.cumsum([len(of_one) for of_one in cut])
+    spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
+    return TextScore(
+        documents=tuple(
+            DocumentScore(
+                log_likelihood=np.concatenate(likelihood[span]), depths=np.concatenate(depths[span])
+            )
+            for span in spans
+        ),
+        quality=found[""],
+        fallbacks=Counter(reason for reason in reasons if reason is not None),
+    )

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model for EleutherAI's lm-evaluation-harness: in full, at a depth per token, or lossless.
+
+    from lm_eval.evaluator import simple_evaluate
+
+    model = UtioLM(load(), mode=Adaptive(policy=load().calibration.policy("learned", 0.6)))
+    simple_evaluate(model=model, tasks=["my_task.yaml"])["results"], model.report()
+
+`report` says what was executed, what it cost, and whose the numbers are: under `Adaptive` they are
+the routed model's, and log-likelihoods under `Lossless` are full depth's.
+
+Needs the extra `lm-eval`; nothing else in this package imports this module but its command.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows
+from tqdm.auto import tqdm
+
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.core.documents import Batch, batches_of, row_widths
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.sampling import Chain, Greedy, MinP, Sampling, Temperature, TopK, TopP
+from utio_jax.decoding.text import generate_until, read_text
+from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.harness_ledger import RequestLedger
+from utio_jax.staircase.base import Executor
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import check_kv
+from utio_jax.staircase.score import Comparison, full_depth
+
+_METHODS = {"temperature": Temperature, "top_k": TopK, "top_p": TopP, "min_p": MinP}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """How one prompt is to be continued."""
+
+    prompt: np.ndarray
+    stops: tuple[str, ...]
+    max_new_tokens: int
+    sampling: Sampling
+
+    @property
+    def group(self) -> Any:
+        """Equal for requests that may share a batch."""
+        return self.stops, self.max_new_tokens, str(self.sampling)
+
+
+class UtioLM(TemplateLM):
+    """A `utio_jax.models.Model` under the harness, in batches of few shapes.
+
+    Results do not depend on who shares a batch: routing is never given up for a shape at which it
+    does not pay, as `score_documents` would; what that costs is in the ledger.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        mode: Mode = Plain(),
+        rows: int = 16,
+        budget: float | None = None,
+        executor: Executor = MicroBatches(),
+    ) -> None:
+        """Makes it.
+
+        Args:
+          model: has `decoder`, `params`, `tokenizer` and `encode(texts)`.
+          mode: `Plain()`, `Adaptive(policy=..., kv=...)`, whose policy scores as well, or
+            `Lossless(...)`, which scores at full depth.
+          rows: of a batch.
+          budget: that the policy was calibrated for.
+          executor: how scoring runs live slots.
+
+        Raises:
+          ValueError: rows < 1, the mode does not fit the model (policies that are not causal never
+            do), or the model has no tokenizer, or one that cannot be used.
+        """
+        super().__init__()
+        if rows < 1:
+            raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
+        mode.check(model.decoder)
+        self.model, self.mode, self.rows, self.executor = model, mode, rows, executor
+        self.tokenizer = model.tokenizer
+        self.opening = _opening(model)
+        self._record = RequestLedger(model.decoder, model.params, mode, budget=budget)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a request at most, the predicted ones included: the model's context."""
+        return self.model.decoder.config.context_length
+
+    @property
+    def eot_token_id(self) -> int | None:  # type: ignore[override]
+        """The model's end of text; None where it has none."""
+        return next(iter(self.model.decoder.config.eos_ids), None)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What the first token of a text is predicted from: what opens texts, or ends them.
+
+        Raises:
+          ValueError: the model has neither.
+        """
+        found = next(iter(self.opening), self.eot_token_id)
+        if found is None:
+            raise ValueError(
+                "Wanted a token that a text's first token is predicted from. The model's tokenizer "
+                "opens texts with none, and its config names no eos_token_id. Give every request a "
+                "context, or name one."
+            )
+        return int(found)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Returns token ids, opened as the model's texts are, unless the string already is."""
+        ids = self.tokenizer.encode(string, add_special_tokens=False).ids
+        known = len(self.opening)
+        if add_special_tokens is False or ids[:known] == self.opening:
+            return ids
+        return [*self.opening, *ids]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        items = []
+        for texts, context, continuation in requests:
+            if not continuation:
+                raise ValueError(
+                    f"Wanted continuations of at least one token. {texts[1]!r} adds none to "
+                    f"{texts[0][-40:]!r}."
+                )
+            if len(continuation) >= self.max_length:
+                raise ValueError(
+                    f"Wanted continuations that fit the model's context of {self.max_length} "
+                    f"tokens behind one token at least. {texts[1][:40]!r} has "
+                    f"{len(continuation)}. Shorten it, or use a model with more context."
+                )
+            truncated = len(context) + len(continuation) > self.max_length
+            self._record.count("loglikelihood", truncated=truncated)
+            whole = [*context, *continuation][-self.max_length :]
+            items.append((np.asarray(whole, np.int32), len(continuation)))
+        return self._score(items, "loglikelihood", disable_tqdm)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Returns each text's log-likelihood; longer texts in windows, each token once."""
+        items, ends = [], []
+        for request in requests:
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                self.tok_encode(text, add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length - 1,
+                context_len=1,
+            )
+            for known, new in windows:
+                items.append((np.asarray([*known, new[-1]], np.int32), len(new)))
+            self._record.count("loglikelihood_rolling")
+            ends.append(len(items))
+        scores = [score for score, _ in self._score(items, "loglikelihood_rolling", disable_tqdm)]
+        return [sum(scores[a:b]) for a, b in itertools.pairwise([0, *ends])]
+
+    def _score(
+        self, items: list[tuple[np.ndarray, int]], what: str, disable_tqdm: bool
+    ) -> list[tuple[float, bool]]:
+        """Returns the log-likelihood of each item's last tokens, and whether all are greedy."""
+        decoder, params = self.model.decoder, self.model.params
+        policy, kv = full_depth(decoder), "propagate"
+        if isinstance(self.mode, Adaptive):
+            policy, kv = self.mode.policy, check_kv(self.mode.kv, ("propagate", "drop"))
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(items)
+
+        def observe(_: str, batch: Batch, comparison: Comparison, __: np.ndarray) -> None:
+            for row, item in enumerate(batch.window):
+                if item >= 0:
+                    last = int(batch.lengths[row]) - 1  # It predicts nothing.
+                    mine = slice(last - items[item][1], last)
+                    nll = np.asarray(comparison.nll)[row, mine].sum(dtype=np.float64)
+                    found[item] = -float(nll), bool(np.all(comparison.greedy[row, mine]))
+
+        batches = list(
+            batches_of(
+                [ids for ids, _ in items],
+                rows=self.rows,
+                widths=row_widths(self.max_length),
+                vocab_size=decoder.config.vocab_size,
+            )
+        )
+        with tqdm(total=len(batches), desc=what, disable=disable_tqdm) as bar:
+            step: Any = bar.update
+            if batches:
+                quality = evaluate(
+                    decoder,
+                    params,
+                    batches,
+                    {"": policy},
+                    kv=kv,  # type: ignore[arg-type]
+                    executor=self.executor,
+                    observe=observe,
+                    progress=step,
+                )[""]
+                self._record.add_scored(quality)
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Returns the new text of each prompt, cut before its stop strings."""
+        asked = [self._request(*request.args) for request in requests]
+        texts = [""] * len(asked)
+        # Longest first, as prompts of about one length share a batch and its shape.
+        order = sorted(range(len(asked)), key=lambda i: (asked[i].group, -asked[i].prompt.size))
+        with tqdm(total=len(asked), desc="generate_until", disable=disable_tqdm) as bar:
+            for _, group in itertools.groupby(order, key=lambda index: asked[index].group):
+                members = list(group)
+                for start in range(0, len(members), self.rows):
+                    chosen = members[start : start + self.rows]
+                    for index, text in zip(chosen, self._write(asked, chosen), strict=True):
+                        texts[index] = text
+                    bar.update(len(chosen))
+        return texts
+
+    def _request(self, context: str, options: dict[str, Any]) -> _Request:
+        """Reads what the harness asks of one prompt."""
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(options))
+        stops, size = tuple(wanted.pop("until")), wanted.pop("max_gen_toks")
+        if size >= self.max_length:
+            raise ValueError(
+                f"Wanted max_gen_toks below the model's context of {self.max_length} tokens, so "
+                f"that a prompt fits. Got {size}; the harness' default is 256. Set max_gen_toks in "
+                "the task's generation_kwargs."
+            )
+        draws = wanted.pop("do_sample")
+        methods = {name: wanted.pop(name) for name in _METHODS if name in wanted}
+        if wanted:
+            raise ValueError(
+                f"Wanted generation_kwargs among until, max_gen_toks, do_sample, "
+                f"{', '.join(_METHODS)}. Got {', '.join(map(str, wanted))}."
+            )
+        sampling: Sampling = Greedy()
+        if draws:
+            used = {"temperature": 1.0, **methods}
+            sampling = Chain(tuple(_METHODS[name](value) for name, value in used.items()))
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        room = self.max_length - size
+        self._record.count("generate_until", truncated=len(prompt) > room)
+        return _Request(
+            prompt=np.asarray(prompt[-room:], np.int32),
+            stops=stops,
+            max_new_tokens=size,
+            sampling=sampling,
+        )
+
+    def _write(self, asked: list[_Request], chosen: list[int]) -> tuple[str, ...]:
+        """Returns new text for one batch of requests of one group."""
+        decoder, params = self.model.decoder, self.model.params
+        first, prompts = asked[chosen[0]], [asked[index].prompt for index in chosen]
+        # Text is decoded without special pieces: one that is a stop string has to be an id.
+        special = self.tokenizer.get_added_tokens_decoder().items()
+        ends = [index for index, piece in special if piece.special and piece.content in first.stops]
+        longest = max(prompt.size for prompt in prompts)
+        widths = row_widths(self.max_length)
+        generated = generate_until(
+            self.tokenizer,
+            decoder,
+            params,
+            prompts,
+            stop_strings=first.stops,
+            mode=self.mode,
+            sampling=first.sampling,
+            max_new_tokens=first.max_new_tokens,
+            eos_ids=sorted({*decoder.config.eos_ids, *ends}),
+            seeds=chosen,
+            lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
+        )
+        self._record.add_written(prompts, generated, first.sampling)
+        return read_text(self.tokenizer, prompts, generated, stop_strings=first.stops).texts
+
+    def ledger(self) -> Ledger:
+        """Returns the record of all that was executed so far, see `RequestLedger.ledger`."""
+        return self._record.ledger()
+
+    def report(self) -> dict[str, Any]:
+        """Returns the ledger, and of each kind of request: how many, how run, whose numbers."""
+        return self._record.report()
+
+
+def _opening(model: Any) -> list[int]:
+    """Returns the ids that the model's texts are opened with.
+
+    Raises:
+      ValueError: its tokenizer puts something behind a text as well.
+    """
+    opened = model.encode(["a"])[0].tolist()
+    bare = model.tokenizer.encode("a", add_special_tokens=False).ids
+    if opened[len(opened) - len(bare) :] != bare:
+        raise ValueError(
+            "Wanted a tokenizer that closes no text: continuations would come after its end. Got "
+            f"'a' as {opened}, of which {bare} is the text. Change its post_processor."
+        )
+    return opened[: len(opened) - len(bare)]

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders: `config.json`, safetensors, `tokenizer.json`, perhaps a calibration.
+
+Of this package's own layout, or Hugging Face's (`utio_jax.models.huggingface`); the config tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tokenizers import Tokenizer
+
+from utio_jax.core.decoder import Params
+from utio_jax.core.files import check_shapes, flatten, hash_file, load_tensors, nest, save_tensors
+from utio_jax.core.lens import Lensed, lens_file, lensed, load_lens
+from utio_jax.models import huggingface
+from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
+from utio_jax.models.rope import RopeScaling
+from utio_jax.models.tensor_parallel import Sharding, place_of
+from utio_jax.models.tokenizer import encode_documents, load_tokenizer
+from utio_jax.models.transformer import Transformer, TransformerConfig
+from utio_jax.policies.store import Calibration, load_calibration
+
+SHIPPED = "stdlib-16"
+"""The model that comes with the package."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder with its parameters and the folder that they came from.
+
+    Attributes:
+      decoder: the model; `Lensed` if its exits are read through a lens.
+      params: its parameters.
+      folder: where config, weights and tokenizer are.
+      lens: the lens' file, if there is one.
+    """
+
+    decoder: Transformer | Lensed
+    params: Params
+    folder: Path
+    lens: Path | None = None
+
+    @cached_property
+    def sha256(self) -> str:
+        """Identifies the weights, those of the lens included."""
+        files = [*weight_files(self.folder)]
+        if self.lens is not None:
+            files.append(self.lens.with_suffix(".safetensors"))
+        each = [hash_file(file) for file in files]
+        return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
+
+    def with_context(self, context_length: int) -> Model:
+        """Returns the model for windows of at most so many tokens."""
+        through = isinstance(self.decoder, Lensed)
+        inner: Any = self.decoder
+        plain: Transformer = inner.decoder if through else inner
+        short = Transformer(
+            dataclasses.replace(
+                plain.config, context_length=min(context_length, plain.config.context_length)
+            )
+        )
+        return dataclasses.replace(self, decoder=Lensed(short) if through else short)
+
+    def with_lens(self, path: str | Path) -> Model:
+        """Returns the model with its exits read through a lens.
+
+        Raises:
+          ValueError: there is no such lens, it is another model's, or has no map for an exit.
+        """
+        found = load_lens(path, model_sha256=self.sha256)
+        decoder, exits = self.decoder, self.decoder.config.exits
+        # The lens says where a stock model can be read.
+        if len(exits) == 1 and isinstance(decoder, Transformer):
+            exits = (*found.exits, *exits)
+            decoder = Transformer(dataclasses.replace(decoder.config, exits=exits))
+        decoder, params = lensed(decoder, self.params, found)
+        return Model(decoder=decoder, params=params, folder=self.folder, lens=lens_file(path))
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The folder's tokenizer. Raises ValueError where there is none.
+
+        In text for a Hugging Face model, what spells a special piece is that piece, as there.
+        """
+        config = read_json(self.folder / "config.json", "a config")
+        file = self.folder / "tokenizer.json"
+        return load_tokenizer(file, special_in_text=is_huggingface(config))
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """The folder's calibration. Raises ValueError if there is none, or another model's."""
+        return load_calibration(self.folder, model_sha256=self.sha256)
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns each text's ids `[token]`, opened as the model's documents are."""
+        return encode_documents(self.tokenizer, texts, bos_id=self.decoder.config.bos_id)
+
+
+def _shipped_folder() -> Path:
+    """Returns the shipped model's folder: in the installed package, or in a source checkout."""
+    name = SHIPPED.replace("-", "_")
+    installed, source = Path(__file__).parent / name, Path(__file__).parents[2] / "models" / name
+    return installed if installed.is_dir() else source
+
+
+def load(
+    path_or_name: str | Path = SHIPPED,
+    *,
+    exits: tuple[int, ...] = (),
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    sharding: Sharding | None = None,
+    lens: str | Path | bool = True,
+) -> Model:
+    """Loads a model folder, a model of the Hugging Face hub, or the shipped model by its name.
+
+    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, Gemma 2 or 3.
+    Tensors go one at a time to their place: memory peaks little above the parameters' own.
+
+    Args:
+      path_or_name: a folder, `SHIPPED`, or a hub name such as `"organisation/model"`, which is
+        taken from the hub's cache or downloaded there.
+      exits: depths at which the model may be read, ending at its last layer. By default those that
+        its config names; for a stock model those of its lens, or the last layer alone.
+      dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
+      sharding: where parameters go: one sharding, or a function of a parameter's dotted path and
+        shape, or a mesh: split over its axis "model", see `utio_jax.models.tensor_parallel`. None
+        means the default device.
+      lens: a file that `utio-jax calibrate --fit-lens` wrote, or its folder; True takes the model
+        folder's own where there is one, False none.
+
+    Raises:
+      ValueError: the folder, its config or its weights are missing or broken, or do not fit each
+        other: every missing, unexpected and mis-shaped tensor is named, and every option of the
+        config that is not supported.
+    """
+    if str(path_or_name) == SHIPPED:
+        folder = _shipped_folder()
+    else:
+        folder = Path(path_or_name)
+        if not folder.is_dir():
+            folder = from_hub(str(path_or_name))
+    if is_huggingface(read_json(folder / "config.json", "a config")):
+        decoder, params = huggingface.load_folder(
+            folder, exits=exits, dtype=dtype, sharding=sharding
+        )
+        return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
+    config = load_config(folder / "config.json")
+    decoder = Transformer(dataclasses.replace(config, exits=exits) if exits else config)
+    wanted = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
+    file = folder / "model.safetensors"
+    found = load_tensors(file)
+    check_shapes(found, wanted, source=str(file))
+    place = place_of(sharding, decoder.config)
+    params = nest(
+        {
+            name: jax.device_put(found[name].astype(dtype), place(name, leaf.shape))
+            for name, leaf in wanted.items()
+        }
+    )
+    return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
+
+
+def _through_lens(model: Model, lens: str | Path | bool) -> Model:
+    if isinstance(lens, bool):
+        own = lens and lens_file(model.folder).is_file()
+        return model.with_lens(model.folder) if own else model
+    return model.with_lens(lens)
+
+
+def from_hub(name: str) -> Path:
+    """Returns the folder of a hub model in the local cache, downloaded where it is not there yet.
+
+    Raises:
+      ValueError: it is no name of a model, or it is neither cached nor to be had.
+    """
+    wanted = f"Wanted a model folder, {SHIPPED!r}, or the hub's name of a model."
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise ValueError(f"{wanted} There is nothing at {name}.")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"{wanted} There is no folder {name}, and hub models need huggingface-hub: "
+            "pip install 'utio-jax[cli]'."
+        ) from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(
+            f"{wanted} There is no folder {name}; as a hub model it is neither cached nor to be "
+            f"had: {error}"
+        ) from error
+
+
+def load_config(file: str | Path) -> TransformerConfig:
+    """Reads a `config.json` that `save` wrote.
+
+    Raises:
+      ValueError: the file is missing or not JSON, or names unknown, missing or impossible settings.
+    """
+    path = Path(file)
+    try:
+        settings: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in read_json(path, "a config").items()
+        }
+        if settings.get("rope_scaling") is not None:
+            settings["rope_scaling"] = RopeScaling(**settings["rope_scaling"])
+        return TransformerConfig(**settings)
+    except TypeError as error:
+        raise ValueError(
+            f"Wanted the fields of TransformerConfig in {path}. Got: {error}."
+        ) from error
+
+
+def save(
+    folder: str | Path,
+    decoder: Transformer,
+    params: Params,
+    *,
+    like: str | Path | None = None,
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> None:
+    """Writes `config.json` and `model.safetensors`.
+
+    Args:
+      folder: made where it is missing.
+      decoder: the model.
+      params: its parameters.
+      like: a folder that the model was loaded from: the new one has its tokenizer, and its layout,
+        which transformers loads if it is Hugging Face's.
+      dtype: of the weights.
+
+    Raises:
+      ValueError: the decoder is read through a lens, which has a file of its own.
+    """
+    if isinstance(decoder, Lensed):
+        raise ValueError(
+            "Wanted a model without a lens. Got a Lensed decoder. Load it with lens=False; "
+            "utio_jax.core.lens.save_lens writes the lens."
+        )
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    if like is not None:
+        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (Path(like) / file).is_file() and out.resolve() != Path(like).resolve():
+                shutil.copyfile(Path(like) / file, out / file)
+        config = read_json(Path(like) / "config.json", "a config")
+        if is_huggingface(config):
+            huggingface.save_folder(out, decoder, params, config=config, dtype=dtype)
+            return
+    (out / "config.json").write_text(
+        json.dumps(dataclasses.asdict(decoder.config), indent=1) + "\n"
+    )
+    save_tensors(
+        out / "model.safetensors", jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
+    )

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face folders: `config.json` and safetensors in, stacked parameters out, and back.
+
+Tensors go one at a time to their place, so that a checkpoint needs little more memory than its
+parameters. `utio_jax.models.families` says what goes where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from utio_jax.core.decoder import Params
+from utio_jax.core.files import (
+    broken_file,
+    check_shapes,
+    flatten,
+    nest,
+    refuse_pickle,
+    save_tensors,
+)
+from utio_jax.models.families import FAMILIES, Rule, read_config
+from utio_jax.models.tensor_parallel import Sharding, place_of
+from utio_jax.models.transformer import Transformer
+
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+# What old checkpoints hold beside their parameters.
+_NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+def read_json(file: Path, what: str) -> dict[str, Any]:
+    """Reads a JSON object. Raises ValueError where the file is missing or something else."""
+    if not file.is_file():
+        raise ValueError(f"Wanted {what} at {file}. There is none.")
+    try:
+        found = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"Wanted {what} at {file}. It is not JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"Wanted {what} at {file}. Got a JSON {type(found).__name__}.")
+    return found
+
+
+def is_huggingface(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is one of transformers'."""
+    return "model_type" in config or "architectures" in config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the folder's weight files: one, or the shards that its index names.
+
+    Raises:
+      ValueError: there are none, some are missing, only pickles are there, or the index points
+        outside the folder.
+    """
+    if (folder / _WEIGHTS).is_file():
+        return [folder / _WEIGHTS]
+    if not (folder / _INDEX).is_file():
+        for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
+            refuse_pickle(pickle)
+        raise ValueError(f"Wanted {_WEIGHTS} or {_INDEX} in {folder}. There is neither.")
+    where = read_json(folder / _INDEX, "an index of shards").get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise ValueError(f"Wanted a weight_map from tensors to files in {folder / _INDEX}.")
+    names = sorted(set(where.values()))
+    outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
+    if outside or not names:
+        raise ValueError(
+            f"Wanted names of files beside {folder / _INDEX} in its weight_map. Got {outside}."
+        )
+    for name in names:
+        refuse_pickle(folder / name)
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ValueError(f"Wanted the shards {', '.join(absent)} in {folder}. They are missing.")
+    return [folder / name for name in names]
+
+
+def load_folder(
+    folder: Path,
+    *,
+    exits: tuple[int, ...] = (),
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    sharding: Sharding | None = None,
+) -> tuple[Transformer, Params]:
+    """Returns the decoder and the parameters of a Hugging Face folder.
+
+    Raises:
+      ValueError: see `utio_jax.models.load`.
+    """
+    config = read_json(folder / "config.json", "a config")
+    if (folder / "generation_config.json").is_file():  # What ends a text is said there, if at all.
+        ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
+        config = config if ends is None else {**config, "eos_token_id": ends}
+    settings = read_config(config, source=str(folder / "config.json"), exits=exits)
+    home = _where_tensors_are(weight_files(folder), prefix=_prefix(config["model_type"]))
+    if settings.tie_embeddings and _head_differs(home, FAMILIES[config["model_type"]].rules[0]):
+        settings = dataclasses.replace(settings, tie_embeddings=False)
+    decoder = Transformer(settings)
+    shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
+    rules = list(_used(FAMILIES[config["model_type"]].rules, shapes))
+    layers = decoder.config.num_layers
+    wanted = {
+        name: jax.ShapeDtypeStruct(_stored_shape(rule, shapes), jnp.float32)
+        for rule in rules
+        for name in _names(rule, layers)
+    }
+    found = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (*_, shape) in home.items()}
+    check_shapes(found, wanted, source=str(folder))
+
+    place_by = place_of(sharding, settings)
+
+    def place(path: str) -> Any:
+        return place_by(path, shapes[path].shape)
+
+    params: dict[str, jax.Array] = {}
+    # Whole tensors first: the largest, embeddings, pass through while there is little else.
+    for rule in sorted(rules, key=lambda rule: "{layer}" in rule.source):
+        if "{layer}" in rule.source:
+            for path in rule.targets:
+                params[path] = jnp.zeros(shapes[path].shape, dtype, device=place(path))
+        for index, name in enumerate(_names(rule, layers)):
+            file, stored, _ = home[name]
+            for path, piece in zip(rule.targets, _pieces(rule, _read(file, stored)), strict=True):
+                if "{layer}" in rule.source:
+                    stack = params[path]
+                    piece = jax.device_put(piece.astype(dtype), _of_slice(stack.sharding))
+                    # Else the host reads ahead, and what it has read piles up.
+                    params[path] = jax.block_until_ready(_put(stack, piece, index))
+                else:
+                    params[path] = jax.device_put(piece.astype(dtype), place(path))
+    return decoder, nest({path: params[path] for path in shapes})
+
+
+def save_folder(
+    folder: Path,
+    decoder: Transformer,
+    params: Params,
+    *,
+    config: Mapping[str, Any],
+    dtype: jax.typing.DTypeLike,
+) -> None:
+    """Writes a folder that `load_folder` and transformers read.
+
+    Args:
+      folder: exists.
+      decoder: the model; its exits are written into the config.
+      params: its parameters.
+      config: the `config.json` that it came with.
+      dtype: of the weights.
+    """
+    dtype = jnp.dtype(dtype)
+    arrays = flatten(params)
+    tensors: dict[str, np.ndarray] = {}
+    for rule in _used(FAMILIES[config["model_type"]].rules, arrays):
+        for index, name in enumerate(_names(rule, decoder.config.num_layers)):
+            leaves = [arrays[path] for path in rule.targets]
+            if "{layer}" in rule.source:
+                leaves = [leaf[index] for leaf in leaves]
+            joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
+            tensors[name] = (joined.T if rule.transpose else joined).astype(dtype)
+    save_tensors(folder / _WEIGHTS, tensors, metadata={"format": "pt"})
+    stored = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
+    stored.pop("torch_dtype", None)
+    (folder / "config.json").write_text(json.dumps(stored, indent=1) + "\n")
+
+
+def _prefix(kind: str) -> str:
+    """Returns the module that a base model's own checkpoint leaves out of its names."""
+    return FAMILIES[kind].rules[0].source.split(".")[0] + "."
+
+
+def _where_tensors_are(
+    files: list[Path], *, prefix: str
+) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+    """Returns each tensor's file, name there and shape, by the name that rules know."""
+    home = {}
+    for file in files:
+        try:
+            with safe_open(str(file), framework="numpy") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    if not name.endswith(_NOT_PARAMETERS):
+                        home[name] = file, name, tuple(opened.get_slice(name).get_shape())
+        except (SafetensorError, OSError) as error:
+            raise broken_file(file, error) from error
+    if any(name.startswith(prefix) for name in home):
+        return home
+    return {prefix + name: entry for name, entry in home.items()}
+
+
+def _head_differs(home: dict[str, tuple[Path, str, tuple[int, ...]]], embedding: Rule) -> bool:
+    """Whether a head is stored that is not the embedding, whatever the config says of the two.
+
+    One that is the embedding again is taken from `home`, or put where the embedding is missing.
+    """
+    head = home.pop("lm_head.weight", None)
+    if head is None:
+        return False
+    if embedding.source not in home:
+        home[embedding.source] = head
+        return False
+    if np.array_equal(_read(*home[embedding.source][:2]), _read(*head[:2])):
+        return False
+    home["lm_head.weight"] = head
+    return True
+
+
+def _used(rules: tuple[Rule, ...], shapes: Mapping[str, Any]) -> Iterator[Rule]:
+    """Yields the rules of which the model has the parameters."""
+    for rule in rules:
+        if all(path in shapes for path in rule.targets):
+            yield rule
+
+
+def _names(rule: Rule, layers: int) -> list[str]:
+    if "{layer}" not in rule.source:
+        return [rule.source]
+    return [rule.source.format(layer=index) for index in range(layers)]
+
+
+def _stored_shape(rule: Rule, shapes: Mapping[str, Any]) -> tuple[int, ...]:
+    each = [shapes[path].shape[1 if "{layer}" in rule.source else 0 :] for path in rule.targets]
+    shape = (*each[0][:-1], sum(one[-1] for one in each))
+    return shape[::-1] if rule.transpose else shape
+
+
+def _read(file: Path, name: str) -> np.ndarray:
+    # Opened anew for each tensor: what is mapped into memory would stay there.
+    with safe_open(str(file), framework="numpy") as opened:
+        return opened.get_tensor(name)
+
+
+def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:
+    """Returns the parameters in a tensor."""
+    return np.split(tensor.T if rule.transpose else tensor, len(rule.targets), axis=-1)
+
+
+def _of_slice(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Returns the sharding of one layer of a stack."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
+        return jax.sharding.NamedSharding(sharding.mesh, spec)
+    return sharding
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, piece: jax.Array, index: jax.typing.ArrayLike) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, piece, index, axis=0)

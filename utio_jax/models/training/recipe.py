@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the standard library's source to a finished model folder: what `utio-jax train` does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.core.decoder import Params
+from utio_jax.models.checkpoint import save
+from utio_jax.models.presets import PLAIN_12, PLAIN_16, STDLIB_16, TINY
+from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
+from utio_jax.models.training.corpus import Document, describe, standard_library
+from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.models.training.train import TrainConfig, bits_per_byte, train, training_stream
+from utio_jax.models.transformer import Transformer, TransformerConfig
+
+_PRESETS = {
+    "stdlib-16": STDLIB_16,
+    "plain-16": PLAIN_16,
+    "plain-12": PLAIN_12,
+    "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
+}
+
+
+def run_recipe(
+    out: str | Path,
+    *,
+    preset: str = "stdlib-16",
+    steps: int = 2200,
+    seed: int = 0,
+    resume: bool = False,
+) -> dict[str, Any]:
+    """Trains a preset on the running Python's standard library; returns what the model card says.
+
+    Writes checkpoints, `log.tsv`, `tokenizer.json` and the token stream to `out`, and the finished
+    model (bfloat16 weights, config, tokenizer, `README.md`) to `out/model`.
+
+    Raises:
+      ValueError: unknown preset, or `out` holds another run and `resume` is False.
+    """
+    if preset not in _PRESETS:
+        raise ValueError(f"Wanted a preset of {sorted(_PRESETS)}. Got {preset!r}.")
+    config, folder, started = _PRESETS[preset], Path(out), time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    decoder = Transformer(config)
+    documents = standard_library("train")
+    encode, stream = _tokenise(folder, documents, config)
+    long = min(512, config.context_length)
+    recipe = TrainConfig(
+        steps=steps,
+        seed=seed,
+        long_context=long,
+        context=min(256, long),
+        exit_weights=TrainConfig.exit_weights
+        if len(config.exits) == 6
+        else (0.5,) * (len(config.exits) - 1),
+        # Layer dropout serves early exits; a model without any is trained plainly.
+        max_layer_dropout=TrainConfig.max_layer_dropout if len(config.exits) > 1 else 0.0,
+    )
+    held_out = standard_library("calibrate")
+    params = train(
+        decoder,
+        stream,
+        recipe,
+        out=folder,
+        resume=resume,
+        validate=lambda params: exit_losses(
+            decoder, params, encode([d.text for d in held_out[:12]]), width=config.context_length
+        )[0],
+    )
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
+    bits = bits_of_test_split(decoder, rounded, encode)
+    summary = {
+        "out": str(folder / "model"),
+        "steps": steps,
+        "tokens": steps * recipe.tokens_per_step,
+        "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(params))),
+        "seconds_total": round(time.perf_counter() - started, 1),
+        "train_text": describe(documents),
+        "bits_per_byte": bits,
+    }
+    save(folder / "model", decoder, params)
+    (folder / "model" / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    (folder / "model" / "README.md").write_text(model_card(summary, config))
+    return summary
+
+
+def _tokenise(folder: Path, documents: tuple[Document, ...], config: TransformerConfig) -> Any:
+    """Returns the encoder and the token stream, made once and kept beside the checkpoints."""
+    file, cached = folder / "tokenizer.json", folder / "stream.npy"
+    if not file.exists():
+        train_tokenizer((d.text for d in documents), vocab_size=config.vocab_size).save(str(file))
+    encode = partial(encode_documents, load_tokenizer(file), bos_id=config.bos_id)
+    if not cached.exists():
+        np.save(cached, training_stream(documents, encode))
+    return encode, np.load(cached)
+
+
+def bits_of_test_split(decoder: Transformer, params: Params, encode: Any) -> dict[str, float]:
+    """Returns bits per byte over all test documents, by exit depth."""
+    documents = standard_library("test")
+    nats, tokens = exit_losses(
+        decoder, params, encode([d.text for d in documents]), width=decoder.config.context_length
+    )
+    num_bytes = sum(d.num_bytes for d in documents)
+    return {
+        str(depth): round(bits_per_byte(value, tokens, num_bytes), 4)
+        for depth, value in zip(decoder.config.exits, nats, strict=True)
+    }
+
+
+def model_card(summary: dict[str, Any], config: TransformerConfig) -> str:
+    """Returns the model card as Markdown."""
+    text = summary["train_text"]
+    rows = "\n".join(f"| {depth} | {bits} |" for depth, bits in summary["bits_per_byte"].items())
+    exits = ", ".join(map(str, config.exits))
+    return f"""# A small decoder for Python source, with exits at depths {exits}
+
+For demonstrations and experiments with adaptive depth; it is not useful for writing code.
+
+- **Architecture**: {config.num_layers} layers of width {config.embed_dim}, {config.num_heads} heads
+  of {config.head_dim} with {config.num_kv_heads} K/V head, {config.activation} MLP of
+  {config.mlp_dim}, RMSNorm, RoPE, tied head, {config.vocab_size} byte-level BPE pieces,
+  context {config.context_length}; {summary["parameters"]:,} parameters in bfloat16.
+- **Data**: the source of the Python {text["python"]} standard library, {text["documents"]} files
+  and {text["bytes"]:,} bytes (SHA-256 `{text["sha256"][:16]}`), under the PSF licence. A file's
+  split is the SHA-256 of its relative path mod 20: 0 test, 1-2 calibrate, rest train; files of test
+  packages, idlelib, lib2to3 and turtledemo only ever train.
+- **Recipe**: `utio-jax train --steps {summary["steps"]}`: {summary["tokens"]:,} tokens, anytime
+  loss at every exit, layer dropout, Muon.
+- **Hardware**: {platform.machine()} CPU; {json.dumps(summary["seconds_total"])} seconds since it
+  was last started or resumed.
+
+| exit (layers) | bits per byte, all test documents |
+|---|---|
+{rows}
+"""

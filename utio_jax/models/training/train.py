@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe of the shipped model: anytime loss, layer dropout, Muon; resumable at any step.
+
+    utio-jax train --out out/train            # 60 to 90 minutes on two CPU cores
+    utio-jax train --out out/train --resume   # after an interruption
+
+Every exit learns to predict with the same norm and head (anytime loss), and layers are dropped with
+a probability that grows exponentially with depth, both after LayerSkip (Elhoushi et al. 2024,
+section 4.1). LayerSkip rotates the supervised exits over *steps*; here they rotate over *tokens*:
+in every step each intermediate exit predicts its own random share of the positions, so any number
+of exits costs one head more than plain training does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from optax import contrib
+from tqdm.auto import tqdm
+
+from utio_jax.attention.products import visible_keys
+from utio_jax.core.decoder import Params
+from utio_jax.models.training.corpus import Document
+from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.reference import apply_layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The recipe's numbers.
+
+    Attributes:
+      steps: optimizer steps.
+      tokens_per_step: positions predicted in one step.
+      context: tokens a training window has at first.
+      long_context: tokens it has in the last `long_fraction` of the steps.
+      long_fraction: see `long_context`.
+      matrix_rate: peak learning rate of Muon, for the layers' matrices.
+      vector_rate: peak learning rate of Adam, for embedding and norms.
+      weight_decay: of the matrices, multiplied by the learning rate.
+      warmup: steps of linear warm-up.
+      decay_fraction: last part of the steps, in which the rates fall linearly to zero. Before it
+        they are constant, so a run can be shortened or extended from any earlier checkpoint.
+      exit_weights: loss weight of each intermediate exit; the last layer's is 1.
+      max_layer_dropout: dropout probability of the last layer; the first layer's is 0.
+      seed: of everything random.
+      save_every: steps between checkpoints.
+    """
+
+    steps: int = 2200
+    tokens_per_step: int = 6144
+    context: int = 256
+    long_context: int = 512
+    long_fraction: float = 0.12
+    matrix_rate: float = 0.02
+    vector_rate: float = 0.02
+    weight_decay: float = 0.05
+    warmup: int = 40
+    decay_fraction: float = 0.45
+    exit_weights: tuple[float, ...] = (0.3, 0.4, 0.7, 0.5, 0.5)
+    max_layer_dropout: float = 0.1
+    seed: int = 0
+    save_every: int = 100
+
+    def context_at(self, step: int) -> int:
+        """Returns the window length of a step."""
+        return self.long_context if step >= self.steps * (1 - self.long_fraction) else self.context
+
+    def rate_at(self, step: jax.Array | int) -> jax.Array:
+        """Returns the learning rates' common factor at a step, in [0, 1]."""
+        rise = (step + 1) / self.warmup
+        fall = (self.steps - step) / (self.steps * self.decay_fraction)
+        return jnp.clip(jnp.minimum(rise, fall), 0.0, 1.0)
+
+
+def exit_states(
+    decoder: Transformer,
+    params: Params,
+    token_ids: jax.Array,
+    key: jax.Array,
+    max_layer_dropout: float,
+) -> jax.Array:
+    """Returns the states after every layer, `[layer, batch, token, dim]`; rows drop layers."""
+    batch, token = token_ids.shape
+    num_layers = decoder.config.num_layers
+    positions = jnp.broadcast_to(jnp.arange(token), (batch, token))
+    places = decoder.encode_positions(positions)
+    growth = jnp.exp2(jnp.arange(num_layers) / (num_layers - 1)) - 1.0  # LayerSkip, equation 2.
+    kept = jax.random.uniform(key, (num_layers, batch)) >= max_layer_dropout * growth[:, None]
+
+    # Activations are recomputed in the backward pass: on CPU their memory traffic costs more than
+    # the arithmetic (4.1k tokens a second with remat, 2.8k without; 4 x 256 tokens).
+    @jax.checkpoint
+    def one(x: jax.Array, xs: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
+        layer, kept_rows, index = xs
+        visible = visible_keys(positions, positions, decoder.config.window_at(index))
+        new = apply_layer(decoder, layer, x, places, visible)
+        return jnp.where(kept_rows[:, None, None], new, x)
+
+    def body(x: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
+        x = one(x, xs)
+        return x, x
+
+    x = decoder.embed(params, token_ids, positions)
+    xs = decoder.layers(params), kept, jnp.arange(num_layers)
+    return jax.lax.scan(body, x, xs)[1]
+
+
+def anytime_loss(
+    params: Params, tokens: jax.Array, key: jax.Array, *, decoder: Transformer, config: TrainConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the weighted loss and each exit's own mean loss `[exit]`, in nats per token.
+
+    Args:
+      params: the model's parameters.
+      tokens: `[batch, token + 1]` ids; the last token of each row is only predicted.
+      key: for dropout and the split of positions over exits.
+      decoder: the model.
+      config: the recipe.
+    """
+    dropout_key, split_key = jax.random.split(key)
+    states = exit_states(decoder, params, tokens[:, :-1], dropout_key, config.max_layer_dropout)
+    labels = tokens[:, 1:].reshape(-1)
+    exits = decoder.config.exits
+    flat = states.reshape(states.shape[0], labels.size, -1)
+
+    def loss_at(depth: int, chosen: jax.Array | slice) -> jax.Array:
+        logits = decoder.unembed(params, flat[depth - 1][chosen]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels[chosen]).mean()
+
+    share = labels.size // max(1, len(exits) - 1)
+    order = jax.random.permutation(split_key, labels.size)
+    losses = [
+        loss_at(depth, order[index * share : (index + 1) * share])
+        for index, depth in enumerate(exits[:-1])
+    ]
+    losses.append(loss_at(exits[-1], slice(None)))
+    stacked = jnp.stack(losses)
+    return stacked @ jnp.asarray((*config.exit_weights, 1.0)), stacked
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Returns Muon (Jordan 2024) for the layers' matrices and Adam for all else."""
+
+    def matrices(params: Params) -> Any:
+        spec = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: spec if leaf.ndim == 3 and path[0].key == "layers" else None, params
+        )
+
+    return contrib.muon(
+        lambda step: config.matrix_rate * config.rate_at(jnp.asarray(step)),
+        weight_decay=config.weight_decay,
+        adam_b1=0.9,
+        adam_b2=0.99,
+        adam_learning_rate=lambda step: config.vector_rate * config.rate_at(jnp.asarray(step)),
+        muon_weight_dimension_numbers=matrices,
+    )
+
+
+def training_stream(
+    documents: Sequence[Document], encode: Callable[[Sequence[str]], list[np.ndarray]]
+) -> np.ndarray:
+    """Returns one stream of token ids `[token]` uint16 of all documents, each opened by BOS.
+
+    Modules outside test packages appear twice: calibrate and test documents look like them.
+    """
+    tests = {"test", "tests", "idle_test"}
+    modules = [d.text for d in documents if not tests & set(d.path.split("/"))]
+    others = [d.text for d in documents if tests & set(d.path.split("/"))]
+    encoded = encode(modules)
+    return np.concatenate(encoded + encode(others) + encoded).astype(np.uint16)
+
+
+def copy_of(params: Params) -> Params:
+    """Returns parameters in buffers of their own."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def batch_at(stream: np.ndarray, step: int, config: TrainConfig) -> np.ndarray:
+    """Returns step `step`'s windows, `[batch, context + 1]` int32, by seed and step alone.
+
+    Windows are drawn without replacement within an epoch, at an offset that changes by epoch.
+    """
+    context = config.context_at(step)
+    rows = config.tokens_per_step // context
+    windows = (len(stream) - context - 1) // context - 1
+    picked = []
+    for row in range(step * rows, (step + 1) * rows):
+        epoch, index = divmod(row, windows)
+        rng = np.random.default_rng((config.seed, context, epoch))
+        start = rng.integers(context)
+        picked.append(start + context * rng.permutation(windows)[index])
+    return np.stack([stream[start : start + context + 1] for start in picked]).astype(np.int32)
+
+
+def train(
+    decoder: Transformer,
+    stream: np.ndarray,
+    config: TrainConfig,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    start: Params | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    validate: Callable[[Params], Sequence[float]] | None = None,
+) -> Params:
+    """Returns trained parameters.
+
+    Args:
+      decoder: the model; its `config.exits` are what the anytime loss supervises.
+      stream: `[token]` ids, from `training_stream`.
+      config: the recipe.
+      out: folder of checkpoints and of `log.tsv` (step, rate factor, loss per exit in nats).
+      resume: continue from the latest checkpoint in `out`; without it that folder must have none.
+      start: parameters to begin with; fresh ones by default.
+      optimizer: Muon and Adam (`make_optimizer`) by default.
+      validate: called with the parameters at every checkpoint; returns loss per exit in nats.
+
+    Raises:
+      ValueError: exit weights do not match the exits, the stream is shorter than one window, ids
+        outside the vocabulary, or `out` holds checkpoints and `resume` is False.
+    """
+    exits = decoder.config.exits
+    if len(config.exit_weights) != len(exits) - 1:
+        raise ValueError(
+            f"Wanted one exit weight per intermediate exit of {exits}. Got {config.exit_weights}."
+        )
+    if len(stream) < 4 * config.long_context:
+        raise ValueError(
+            f"Wanted a stream of at least {4 * config.long_context} tokens. Got {len(stream)}."
+        )
+    low, high = int(stream.min()), int(stream.max())
+    if low < 0 or high >= decoder.config.vocab_size:
+        raise ValueError(
+            f"Wanted ids from 0 to below vocab_size={decoder.config.vocab_size}. "
+            f"Got {low} to {high}."
+        )
+    folder = Path(out).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    with ocp.CheckpointManager(folder / "checkpoints", options=options) as manager:
+        latest = manager.latest_step()
+        if latest is not None and not resume:
+            raise ValueError(
+                f"{folder} holds checkpoints up to step {latest}. Resume them with resume=True "
+                "(--resume), or name another folder."
+            )
+        optimizer = make_optimizer(config) if optimizer is None else optimizer
+        # A copy: the state is donated, and what was given stays the caller's.
+        params = decoder.init(jax.random.key(config.seed)) if start is None else copy_of(start)
+        state = {"params": params, "optimizer": optimizer.init(params)}
+        if latest is not None:
+            state = manager.restore(latest, args=ocp.args.StandardRestore(state))
+
+        @partial(jax.jit, donate_argnums=0)
+        def update(state: Any, tokens: jax.Array, step: jax.Array) -> tuple[Any, jax.Array]:
+            key = jax.random.fold_in(jax.random.key(config.seed), step)
+            grads, losses = jax.grad(
+                partial(anytime_loss, decoder=decoder, config=config), has_aux=True
+            )(state["params"], tokens, key)
+            updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
+            return {
+                "params": optax.apply_updates(state["params"], updates),
+                "optimizer": optimizer_state,
+            }, losses
+
+        names = [f"exit {depth}" for depth in exits]
+        first = 0 if latest is None else latest
+        with (
+            (folder / "log.tsv").open("a") as log,
+            tqdm(total=config.steps, initial=first, unit="step", mininterval=5) as bar,
+        ):
+            for step in range(first, config.steps):
+                state, losses = update(
+                    state, jnp.asarray(batch_at(stream, step, config)), jnp.int32(step)
+                )
+                losses = np.asarray(losses)
+                if not np.isfinite(losses).all():
+                    raise FloatingPointError(
+                        f"The loss is not finite at step {step}: {losses}. Lower the learning "
+                        "rates and resume."
+                    )
+                bar.update()
+                bar.set_postfix_str(
+                    " ".join(f"{n[5:]}:{v:.3f}" for n, v in zip(names, losses, strict=True))
+                )
+                log.write(
+                    "\t".join(
+                        [
+                            str(step),
+                            f"{float(config.rate_at(step)):.4f}",
+                            *(f"{v:.4f}" for v in losses),
+                        ]
+                    )
+                    + "\n"
+                )
+                done = step + 1
+                if done % config.save_every == 0 or done == config.steps:
+                    manager.save(done, args=ocp.args.StandardSave(state))
+                    log.flush()
+                    if validate is not None:
+                        held_out = validate(state["params"])
+                        log.write(
+                            f"# validate {done}\t" + "\t".join(f"{v:.4f}" for v in held_out) + "\n"
+                        )
+                        log.flush()
+        return state["params"]
+
+
+def bits_per_byte(nats: float, num_tokens: int, num_bytes: int) -> float:
+    """Returns bits per UTF-8 byte of text whose tokens cost `nats` each on average."""
+    return nats * num_tokens / math.log(2) / num_bytes

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Flax transformer: one pre-norm decoder whose options cover the common open model families.
+
+Linen defines the parameters and the arithmetic of *one* layer; the loop over layers is plain
+`jax.lax` in the core, over parameters stacked along a leading layer axis. Names and shapes follow
+Llama, so that its checkpoints map onto these one by one; `utio_jax.models.families` holds the maps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, Literal, get_args
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
+from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
+
+Activation = Literal["squared_relu", "gelu", "swiglu", "geglu"]
+"""Of the MLP; the last two are gated and have three matrices. GELU is the tanh approximation."""
+
+Norm = Literal["rms", "rms_plus_one", "layer"]
+"""RMSNorm; the same with scales stored as their difference to one (Gemma); LayerNorm with bias."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig(DecoderConfig):
+    """Sizes and options of `Transformer`. What is not named here is as in Llama.
+
+    Attributes:
+      mlp_dim: width of the MLP's hidden layer.
+      activation: of the MLP.
+      norm: of the residual stream before each block, and at the end.
+      norm_eps: added to the mean square or variance.
+      post_norms: whether each block's output is normalised too, before it is added (Gemma 2).
+      qk_norm: whether queries and keys are normalised per head, before rotation (Qwen 3).
+      qkv_bias: whether queries, keys and values have biases.
+      output_bias: whether the attention's output projection has one.
+      mlp_bias: whether the MLP's matrices have.
+      tie_embeddings: whether the head is the transposed embedding.
+      embedding_scale: what embeddings are multiplied by as they enter.
+      positions: `"rope"`, or `"learned"` embeddings that are added (GPT-2).
+      rope_theta: base of the rotary frequencies.
+      rope_scaling: how these are stretched.
+      local_rope_theta: the base in layers with a window, never stretched; None means as in others.
+      query_scale: what queries are multiplied by; None means `head_dim ** -0.5`.
+      logit_softcap: logits become `cap * tanh(logit / cap)`; None leaves them alone.
+    """
+
+    mlp_dim: int
+    activation: Activation = "squared_relu"
+    norm: Norm = "rms"
+    norm_eps: float = 1e-6
+    post_norms: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = True
+    embedding_scale: float = 1.0
+    positions: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    query_scale: float | None = None
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choices = {
+            "activation": get_args(Activation),
+            "norm": get_args(Norm),
+            "positions": ("rope", "learned"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"TransformerConfig needs {name} to be one of {', '.join(allowed)}. "
+                    f"Got {name}={getattr(self, name)!r}."
+                )
+        if self.positions == "rope" and self.head_dim % 2:
+            raise ValueError(
+                "RoPE rotates pairs, so TransformerConfig needs an even head_dim. "
+                f"Got head_dim={self.head_dim}."
+            )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in ("swiglu", "geglu")
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with a learned scale (Zhang and Sennrich 2019), computed in float32."""
+
+    eps: float
+    plus_one: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        start = nn.initializers.zeros if self.plus_one else nn.initializers.ones
+        scale = self.param("scale", start, (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.plus_one:
+            return (wide * jnp.broadcast_to(1 + scale.astype(jnp.float32), x.shape)).astype(x.dtype)
+        return wide.astype(x.dtype) * jnp.broadcast_to(scale.astype(x.dtype), x.shape)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm with scale and bias (arXiv 1607.06450), computed in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        wide = x.astype(jnp.float32)
+        wide -= jnp.mean(wide, axis=-1, keepdims=True)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        scale, bias = (jnp.broadcast_to(y.astype(jnp.float32), x.shape) for y in (scale, bias))
+        return (wide * scale + bias).astype(x.dtype)
+
+
+def norm_of(config: TransformerConfig, name: str | None = None, *, rms: bool = False) -> Any:
+    """Returns the configured norm; with `rms` an RMSNorm even where that is LayerNorm."""
+    if config.norm == "layer" and not rms:
+        return LayerNorm(config.norm_eps, name=name)
+    return RMSNorm(config.norm_eps, config.norm == "rms_plus_one", name=name)
+
+
+class Layer(nn.Module):
+    """One pre-norm layer, in the pieces of the `Decoder` protocol."""
+
+    config: TransformerConfig
+
+    def setup(self) -> None:
+        config = self.config
+        # Output projections start at zero: every layer starts as the identity, and so every exit
+        # starts as the same model.
+        into_residual = nn.initializers.zeros
+        dense = lambda features, bias, init=nn.initializers.lecun_normal(): nn.Dense(  # noqa: E731
+            features, use_bias=bias, kernel_init=init
+        )
+        self.attention_norm = norm_of(config)
+        self.q_proj = dense(config.num_heads * config.head_dim, config.qkv_bias)
+        self.k_proj = dense(config.num_kv_heads * config.head_dim, config.qkv_bias)
+        self.v_proj = dense(config.num_kv_heads * config.head_dim, config.qkv_bias)
+        self.o_proj = dense(config.embed_dim, config.output_bias, into_residual)
+        self.mlp_norm = norm_of(config)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = norm_of(config, rms=True), norm_of(config, rms=True)
+        if config.post_norms:
+            self.post_attention_norm, self.post_mlp_norm = norm_of(config), norm_of(config)
+        if config.gated:
+            self.gate_proj = dense(config.mlp_dim, config.mlp_bias)
+        self.up_proj = dense(config.mlp_dim, config.mlp_bias)
+        self.down_proj = dense(config.embed_dim, config.mlp_bias, into_residual)
+
+    def __call__(self, x: jax.Array, places: Places) -> jax.Array:
+        """Touches every parameter, for `init`; the attention here is of each token to itself."""
+        _, values = self.keys_values(x, places)
+        group = self.config.num_heads // self.config.num_kv_heads
+        return self.finish(x, self.queries(x, places) * 0 + jnp.repeat(values, group, axis=-2))
+
+    def queries(self, x: jax.Array, places: Places) -> jax.Array:
+        config = self.config
+        queries = self.q_proj(self.attention_norm(x))
+        queries = queries.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
+        if config.qk_norm:
+            queries = self.q_norm(queries)
+        if config.positions == "rope":
+            queries = rotate(queries, places)
+        scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+        return queries * scale
+
+    def keys_values(self, x: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        normed = self.attention_norm(x)
+        shape = (*x.shape[:-1], config.num_kv_heads, config.head_dim)
+        keys, values = self.k_proj(normed).reshape(shape), self.v_proj(normed).reshape(shape)
+        if config.qk_norm:
+            keys = self.k_norm(keys)
+        return (rotate(keys, places) if config.positions == "rope" else keys), values
+
+    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        after = self.config.post_norms
+        out = self.o_proj(attended.reshape(*x.shape[:-1], -1))
+        x = x + (self.post_attention_norm(out) if after else out)
+        out = self.down_proj(self._hidden(self.mlp_norm(x)))
+        return x + (self.post_mlp_norm(out) if after else out)
+
+    def _hidden(self, x: jax.Array) -> jax.Array:
+        match self.config.activation:
+            case "swiglu":
+                return nn.silu(self.gate_proj(x)) * self.up_proj(x)
+            case "geglu":
+                return nn.gelu(self.gate_proj(x), approximate=True) * self.up_proj(x)
+            case "gelu":
+                return nn.gelu(self.up_proj(x), approximate=True)
+        return jnp.square(nn.relu(self.up_proj(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """`TransformerConfig` made into a `Decoder`. Hashes by its configuration.
+
+    Parameters are a nested dict: `embedding/embedding` `[vocab, dim]`, `positions/embedding`
+    `[context, dim]` where these are learned, `layers/...` stacked along a leading layer axis,
+    `norm/scale` `[dim]` (and `bias`), and `head/kernel` `[dim, vocab]` where it is untied.
+    """
+
+    config: TransformerConfig
+
+    def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+        """Returns fresh parameters."""
+        config = self.config
+        embedding_key, layer_key, head_key = jax.random.split(key, 3)
+        x = jnp.zeros((1, config.embed_dim))
+        layer = Layer(config)
+        places = rotations(jnp.zeros((1,), jnp.int32), self._frequencies(local=False))
+        stack = jax.vmap(lambda one: layer.init(one, x, places)["params"])
+
+        def table(key: jax.Array, rows: int) -> dict[str, jax.Array]:
+            return {"embedding": 0.02 * jax.random.normal(key, (rows, config.embed_dim))}
+
+        params = {
+            "embedding": table(embedding_key, config.vocab_size),
+            "layers": stack(jax.random.split(layer_key, config.num_layers)),
+            "norm": norm_of(config).init(key, x)["params"],
+        }
+        if config.positions == "learned":
+            params["positions"] = table(jax.random.fold_in(key, 1), config.context_length)
+        if not config.tie_embeddings:
+            params["head"] = {
+                "kernel": nn.initializers.lecun_normal()(
+                    head_key, (config.embed_dim, config.vocab_size)
+                )
+            }
+        return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    def layers(self, params: Params) -> LayerParams:
+        if self.config.local_rope_theta is None:
+            return params["layers"]
+        # Which of the two rotations a layer takes. Not a parameter: it comes with the config.
+        local = jnp.asarray([window > 0 for window in self._windows()])
+        return {**params["layers"], "is_local": local}
+
+    def _windows(self) -> tuple[int, ...]:
+        return self.config.windows or (0,) * self.config.num_layers
+
+    def _frequencies(self, *, local: bool) -> Any:
+        config = self.config
+        if local and config.local_rope_theta is not None:
+            return frequencies(config.head_dim, config.local_rope_theta)
+        return frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+        if self.config.positions == "learned":
+            return positions
+        places = rotations(positions, self._frequencies(local=False))
+        if self.config.local_rope_theta is None:
+            return places
+        return places, rotations(positions, self._frequencies(local=True))
+
+    def _places(self, layer: LayerParams, places: Places) -> Places:
+        """Returns the rotations that a layer takes."""
+        if self.config.local_rope_theta is None:
+            return places
+        return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])
+
+    def _apply(self, layer: LayerParams, *args: Any, method: str) -> Any:
+        params = {name: leaf for name, leaf in layer.items() if name != "is_local"}
+        return Layer(self.config).apply({"params": params}, *args, method=method)
+
+    def embed(
+        self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
+    ) -> jax.Array:
+        x = params["embedding"]["embedding"][token_ids]
+        if self.config.embedding_scale != 1.0:
+            x *= jnp.asarray(self.config.embedding_scale, x.dtype)
+        if self.config.positions == "learned":
+            x += params["positions"]["embedding"][positions]
+        return x
+
+    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
+        return self._apply(layer, x, self._places(layer, places), method="queries")
+
+    def keys_values(
+        self, layer: LayerParams, x: jax.Array, places: Places
+    ) -> tuple[jax.Array, jax.Array]:
+        return self._apply(layer, x, self._places(layer, places), method="keys_values")
+
+    def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
+        return self._apply(layer, x, attended, method="finish")
+
+    def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
+        normed = norm_of(self.config).apply({"params": params["norm"]}, x)
+        if self.config.tie_embeddings:
+            logits = normed @ params["embedding"]["embedding"].T
+        else:
+            logits = normed @ params["head"]["kernel"]
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals with weights that calibration fits: small MLPs on states.
+
+`utio_jax.calibration.gates` fits them. What a gate's number means is what it was fitted to:
+sqrt(KL to full depth) for `learned`, the logit of "the prediction here differs from full depth's"
+for `classifier` and `hazard`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.flops import count_matmul_flops
+from utio_jax.policies.base import Boundary
+from utio_jax.policies.signals import SignalBase, exit_index, static
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateGate:
+    """A small MLP on the normalised state; gates of several exits lead with an exit axis.
+
+    The exit classifier of CALM (Schuster et al. 2022) and arXiv 2407.20272, with a
+    hidden layer.
+
+    Attributes:
+      hidden: `[dim, hidden]`.
+      hidden_bias: `[hidden]`.
+      output: `[hidden]`.
+      output_bias: `[]`.
+    """
+
+    hidden: Float[Array, "*exit dim hidden"]
+    hidden_bias: Float[Array, "*exit hidden"]
+    output: Float[Array, "*exit hidden"]
+    output_bias: Float[Array, "*exit"]
+
+    def __call__(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
+        """Returns one gate's value for each state."""
+        return self.read(normalise(x))
+
+    def read(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
+        """Returns the same for states that are normalised already."""
+        hidden = x @ self.hidden
+        hidden = jax.nn.relu(hidden + jnp.broadcast_to(self.hidden_bias, hidden.shape))
+        return hidden @ self.output + self.output_bias
+
+    def at(self, index: int) -> StateGate:
+        """Returns the gate of one exit."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+
+def normalise(x: Float[Array, "*lead dim"]) -> Float[Array, "*lead dim"]:
+    """Returns states of root-mean-square 1: no scale, which a gate's first matrix can learn."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learned(SignalBase):
+    """A gate's value at every boundary.
+
+    Named `learned`, gates regress sqrt(KL to full depth), in nats ** 0.5: a dense target without
+    labels. Named `classifier`, they hold the logit of "this exit's most probable token is not full
+    depth's": the classifier of CALM and arXiv 2407.20272, and
+    TIDE's router with its label repaired. TIDE compares checkpoints' states, the last with itself,
+    which teaches that there everybody may leave; the label here is the outcome at full depth.
+
+    Attributes:
+      gates: one per exit.
+      exits: their depths. Static.
+    """
+
+    gates: StateGate
+    exits: tuple[int, ...] = static()
+    name: str = static(default="learned")
+
+    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
+        gate = self.gates.at(exit_index(self.exits, boundary.depth, self.name))
+        return boundary.map_live(gate, boundary.x), None
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return gate_flops(self.gates, decoder)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hazard(SignalBase):
+    """The probability of having passed all boundaries so far, this one included.
+
+    PALBERT's Q-exit (Balagansky and Gavrilov 2022): with h_i the probability of
+    halting at exit i, a token stops once 1 - prod(1 - h_i) reaches q: a threshold of `1 - q` on
+    this score. The classifier gates give h, the probability that full depth would predict the same.
+
+    Attributes:
+      gates: one per exit: the logit of "differs from full depth", which is 1 - h.
+      exits: their depths. Static.
+    """
+
+    gates: StateGate
+    exits: tuple[int, ...] = static()
+    name: str = static(default="hazard")
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        gate = self.gates.at(exit_index(self.exits, boundary.depth, self.name))
+        passes = jax.nn.sigmoid(boundary.map_live(gate, boundary.x))
+        survival = passes if memory is None else memory * passes
+        return survival, survival
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return gate_flops(self.gates, decoder)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRouter(SignalBase):
+    """The mean state of a row's first tokens decides for all later ones; the first run to the end.
+
+    FiRST (Jain et al. 2024, arXiv 2410.12513) routes a whole sequence by its prompt, per layer;
+    this is its form as a depth. The first `prompt` tokens must be in the block: while decoding,
+    when they are not, everybody goes deeper.
+
+    Attributes:
+      gates: one per exit, on mean states.
+      exits: their depths. Static.
+      prompt: tokens. Static.
+    """
+
+    gates: StateGate
+    exits: tuple[int, ...] = static()
+    prompt: int = static(default=32)
+    name: str = static(default="prompt_router")
+
+    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
+        gate = self.gates.at(exit_index(self.exits, boundary.depth, self.name))
+        first = boundary.positions < self.prompt
+        mean, known = mean_of_first(boundary.x, first & boundary.live)
+        score = jnp.where(known, gate(mean), jnp.inf)
+        return jnp.where(first, jnp.inf, score[:, None]), None
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        # Asked once per row, in which at least `prompt` tokens are live wherever it matters.
+        return gate_flops(self.gates, decoder) / self.prompt
+
+
+def mean_of_first(
+    x: Float[Array, "batch token dim"], first: jax.Array
+) -> tuple[Float[Array, "batch dim"], jax.Array]:
+    """Returns each row's mean state over `first`, and whether the row has such tokens."""
+    count = jnp.sum(first, axis=1)
+    total = jnp.sum(jnp.where(first[:, :, None], x, 0).astype(jnp.float32), axis=1)
+    return total / jnp.maximum(count, 1)[:, None], count > 0
+
+
+def gate_flops(gates: StateGate, decoder: Decoder) -> float:
+    """Returns what one gate costs for one state."""
+    x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
+    return count_matmul_flops(lambda x: gates.at(0)(x), x)

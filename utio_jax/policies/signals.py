@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals without learned weights: how hard a token is, after `utio_jax.policies.base.Signal`.
+
+Each returns one score per token and boundary, the higher the harder. Known before the pass:
+`Position`, `TokenSurrogate`. From an exit's own prediction, at the price of a vocabulary head for
+tokens that go on: `SoftmaxGap`, `MaxProbability`, `Entropy`, `Patience`, `UtioSurrogate`. From
+states alone: `StateSimilarity`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.sampling import most_probable
+from utio_jax.policies.base import Boundary
+from utio_jax.policies.importance import embedding_outlier, predictive_entropy
+
+
+def static(**kwargs: Any) -> Any:
+    """Returns a dataclass field that is part of the program, not of its inputs."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SignalBase:
+    """What most signals share: causal, no memory, no cost, no look at logits."""
+
+    name: str = static()
+    causal: bool = static(default=True)
+
+    @property
+    def remembers(self) -> bool:
+        return False
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Any:
+        return None
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[Float[Array, "batch token"], Any]:
+        raise NotImplementedError
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return 0.0
+
+    def reads_logits(self, index: int) -> bool:
+        return False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Position(SignalBase):
+    """Minus the position: later tokens stop earlier, whatever they are.
+
+    SkipDecode (Del Corro et al. 2023), whose exit points fall linearly with the
+    position; here each exit begins where its threshold says. Known before the pass, free.
+    """
+
+    name: str = static(default="position")
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Float[Array, "batch token"]:
+        return -positions.astype(jnp.float32)
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return memory, memory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenSurrogate(SignalBase):
+    """UTIO's surrogate before the pass, from what really exists then: the token itself.
+
+    Entropy of the head applied to the bare embedding and the embedding's outlier are functions of
+    the token id alone, so they are a table (`surrogate_table`), read at no cost.
+
+    Attributes:
+      table: each token's surrogate, mostly in nats.
+    """
+
+    table: Float[Array, " vocab"]
+    name: str = static(default="utio_before")
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Float[Array, "batch token"]:
+        return self.table[token_ids]
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return memory, memory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UtioSurrogate(SignalBase):
+    """UTIO's surrogate, computed once at the depth floor from signals that really exist there.
+
+    Entropy (nats) of the exit's own prediction and the state's outlier against a calibrated mean;
+    heat has no causal estimate for a token that nobody has attended to, so its weight goes to the
+    other two. The number of thresholds that the score exceeds is the bucket.
+
+    Attributes:
+      mean_states: `[exit, dim]`, the mean state at each exit over the calibration text.
+      exits: their depths; the floor is one of them. Static.
+      weights: of entropy and outlier. Static.
+    """
+
+    mean_states: Float[Array, "exit dim"]
+    exits: tuple[int, ...] = static()
+    weights: tuple[float, float] = static(default=(2 / 3, 1 / 3))
+    name: str = static(default="utio_surrogate")
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        if memory is None:  # The floor.
+            mean = self.mean_states[exit_index(self.exits, boundary.depth, self.name)]
+
+            def surrogate(logits: jax.Array, x: jax.Array) -> jax.Array:
+                entropy, outlier = predictive_entropy(logits), embedding_outlier(x, batch_mean=mean)
+                return self.weights[0] * entropy + self.weights[1] * outlier
+
+            memory = boundary.map_logits(surrogate, boundary.x)
+        return memory, memory
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return 0.0 if index else 4.0 * decoder.config.embed_dim
+
+    def reads_logits(self, index: int) -> bool:
+        return index == 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Confidence(SignalBase):
+    """A function of the exit's own prediction, looked at anew at every boundary."""
+
+    def score(self, logits: Float[Array, "slot vocab"]) -> Float[Array, " slot"]:
+        raise NotImplementedError
+
+    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
+        return boundary.map_logits(self.score), None
+
+    def reads_logits(self, index: int) -> bool:
+        return True
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SoftmaxGap(_Confidence):
+    """One minus the gap between the two largest probabilities.
+
+    CALM's softmax response (Schuster et al. 2022).
+    """
+
+    name: str = static(default="softmax_gap")
+
+    def score(self, logits: Float[Array, "slot vocab"]) -> Float[Array, " slot"]:
+        # Two maxima: on CPU `top_k` sorts, on one core.
+        probability = jax.nn.softmax(logits)
+        best = most_probable(logits)[:, None]
+        index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        others = jnp.where(index == best, 0.0, probability)
+        return 1.0 - (jnp.max(probability, axis=-1) - jnp.max(others, axis=-1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaxProbability(_Confidence):
+    """One minus the largest probability, the confidence of EE-LLM (Chen et al. 2023)."""
+
+    name: str = static(default="max_probability")
+
+    def score(self, logits: Float[Array, "slot vocab"]) -> Float[Array, " slot"]:
+        return 1.0 - jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entropy(_Confidence):
+    """The prediction's entropy in nats, DeeBERT's criterion (Xin et al. 2020)."""
+
+    name: str = static(default="entropy")
+
+    def score(self, logits: Float[Array, "slot vocab"]) -> Float[Array, " slot"]:
+        return predictive_entropy(logits)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateSimilarity(SignalBase):
+    """One minus the cosine between the state here and at the boundary before.
+
+    CALM's hidden-state saturation (Schuster et al. 2022); at the first boundary the
+    state before is the embedding.
+    """
+
+    name: str = static(default="state_similarity")
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Int[Array, "batch token"]:
+        return token_ids
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        before = memory
+        if index == 0:
+            before = boundary.decoder.embed(boundary.params, memory, boundary.positions)
+
+        def distance(x: jax.Array, before: jax.Array) -> jax.Array:
+            x, before = x.astype(jnp.float32), before.astype(jnp.float32)
+            norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(before, axis=-1)
+            return 1.0 - jnp.sum(x * before, axis=-1) / norms
+
+        return boundary.map_live(distance, boundary.x, before), boundary.x
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return 6.0 * decoder.config.embed_dim
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Patience(SignalBase):
+    """Minus the number of consecutive boundaries so far that agree with this one's prediction.
+
+    PABEE (Zhou et al. 2020), which stops at a count of `patience`: a threshold of
+    `-patience` at every boundary.
+    """
+
+    name: str = static(default="patience")
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        best = boundary.map_logits(_best_token)
+        before, count = memory if index else (best, jnp.full(best.shape, -1, jnp.int32))
+        count = jnp.where(best == before, count + 1, 0)
+        return jnp.where(best >= 0, -count.astype(jnp.float32), jnp.nan), (best, count)
+
+    def reads_logits(self, index: int) -> bool:
+        return True
+
+
+def _best_token(logits: Float[Array, "slot vocab"]) -> Int[Array, " slot"]:
+    """Returns the most probable token; -1 where logits are not numbers, which agrees with none."""
+    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, most_probable(logits))
+
+
+def surrogate_table(
+    decoder: Decoder,
+    params: Params,
+    mean_embedding: Float[Array, " dim"],
+    *,
+    weights: tuple[float, float] = (2 / 3, 1 / 3),
+) -> Float[Array, " vocab"]:
+    """Returns each token's surrogate before the pass, for `TokenSurrogate`.
+
+    Args:
+      decoder: the model; one that adds positions to its embeddings is asked at position 0.
+      params: its parameters.
+      mean_embedding: the mean over the calibration text.
+      weights: of entropy and outlier.
+    """
+
+    def one(token_id: jax.Array) -> jax.Array:  # A token at a time: [vocab, vocab] can be large.
+        x = decoder.embed(params, token_id[None], jnp.zeros(1, jnp.int32))
+        entropy = predictive_entropy(decoder.unembed(params, x).astype(jnp.float32))
+        outlier = embedding_outlier(x, batch_mean=mean_embedding)
+        return (weights[0] * entropy + weights[1] * outlier)[0]
+
+    return jax.lax.map(one, jnp.arange(decoder.config.vocab_size), batch_size=128)
+
+
+def exit_index(exits: tuple[int, ...], depth: int, name: str) -> int:
+    """Returns the place of a boundary's depth among those that a signal has weights for.
+
+    Raises:
+      ValueError: it has none for this depth.
+    """
+    if depth not in exits:
+        raise ValueError(
+            f"Wanted boundaries at depths {exits}, for which the signal {name!r} has weights. "
+            f"Got depth={depth}."
+        )
+    return exits.index(depth)

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fitted policies as `policies.json` and `policies.safetensors`, tied to one model's weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from utio_jax.calibration.thresholds import Thresholds
+from utio_jax.core.files import load_tensors, nest, read_owned, save_tensors
+from utio_jax.policies import learned, signals, wrappers
+from utio_jax.policies.base import Policy, Signal
+from utio_jax.policies.depth import Random, Thresholded
+
+_TYPES: dict[str, Any] = {
+    name: found
+    for module in (signals, learned, wrappers)
+    for name, found in vars(module).items()
+    if dataclasses.is_dataclass(found) and found.__module__ == module.__name__
+}
+"""What a file may hold, by class name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Policies fitted to one model, by name and budget.
+
+    Attributes:
+      entries: `entries[policy][budget]`.
+      signals: by the same names; with weights for every exit, whichever a budget uses.
+      info: what was calibrated on what: model and text hashes, versions, correlations.
+    """
+
+    entries: Mapping[str, Mapping[float, Thresholds]]
+    signals: Mapping[str, Signal]
+    info: Mapping[str, Any]
+
+    def policy(self, name: str, budget: float, *, exits: tuple[int, ...] | None = None) -> Policy:
+        """Returns a fitted policy.
+
+        Args:
+          name: of the policy.
+          budget: that it was fitted for.
+          exits: all of the model's, to make them the policy's depths: those not in use cost no
+            FLOPs, and one program serves every budget. By default it has those in use alone, which
+            saves a little time. Signals that remember earlier boundaries keep theirs.
+
+        Raises:
+          ValueError: the name or the budget is not in this calibration.
+        """
+        entry = self.entry(name, budget)
+        if exits is not None and not (name in self.signals and self.signals[name].remembers):
+            entry = entry.over(exits)
+        if name == "random":  # The control: the learned policy's histogram, blindly dealt out.
+            return Random(
+                fractions=jnp.asarray(entry.fractions, jnp.float32),
+                key=jax.random.key(0),
+                depths=entry.depths,
+            )
+        return Thresholded(
+            signal=self.signals[name],
+            thresholds=jnp.asarray(entry.thresholds, jnp.float32),
+            depths=entry.depths,
+        )
+
+    def entry(self, name: str, budget: float) -> Thresholds:
+        """Returns what was fitted for a policy; `random` has the histogram of `learned`.
+
+        Raises:
+          ValueError: the name or the budget is not in this calibration.
+        """
+        known = {*self.entries, *(["random"] if "learned" in self.entries else [])}
+        if name not in known:
+            raise ValueError(
+                f"Wanted a policy of full, uniform, {', '.join(sorted(known))}. Got {name!r}."
+            )
+        fitted = self.entries["learned" if name == "random" else name]
+        if budget not in fitted:
+            raise ValueError(
+                f"Wanted a budget of {sorted(fitted)}, for which {name!r} was calibrated. "
+                f"Got {budget}. `utio-jax calibrate --budgets ...` fits others."
+            )
+        return fitted[budget]
+
+    def adding(
+        self,
+        name: str,
+        signal: Signal,
+        entries: Mapping[float, Thresholds],
+        *,
+        goal: Mapping[str, Any],
+        correlations: Mapping[str, float],
+    ) -> Calibration:
+        """Returns the calibration with one policy more, and the record of how it was fitted."""
+        info = dict(self.info)
+        info["goals"] = {**info["goals"], name: dict(goal)}
+        info["rank_correlation_kl"] = {**info["rank_correlation_kl"], name: dict(correlations)}
+        return Calibration(
+            entries={**self.entries, name: dict(entries)},
+            signals={**self.signals, name: signal},
+            info=info,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes a JSON file, and its weights beside it; in a folder, these are `policies.*`."""
+        out = calibration_file(path)
+        stored = {name: _take_apart(signal) for name, signal in self.signals.items()}
+        weights = {name: tensors for name, (_, tensors) in stored.items() if tensors}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if weights:
+            save_tensors(out.with_suffix(".safetensors"), weights)
+        else:  # Signals without any: an empty file of them cannot be read.
+            out.with_suffix(".safetensors").unlink(missing_ok=True)
+        entries = {
+            name: {str(budget): entry.to_json() for budget, entry in fitted.items()}
+            for name, fitted in self.entries.items()
+        }
+        described = {name: description for name, (description, _) in stored.items()}
+        text = json.dumps(
+            {"info": dict(self.info), "signals": described, "entries": entries}, indent=1
+        )
+        out.write_text(text + "\n")
+
+
+def calibration_file(path: str | Path) -> Path:
+    """Returns the JSON file that a path means: itself, or `policies.json` in a folder."""
+    found = Path(path)
+    return found if found.suffix == ".json" else found / "policies.json"
+
+
+def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
+    """Reads what `Calibration.save` wrote to this file or folder.
+
+    Raises:
+      ValueError: a file is missing or broken, or the calibration belongs to another model.
+    """
+    path = calibration_file(path)
+    stored = read_owned(
+        path,
+        what="a calibration",
+        command="utio-jax calibrate",
+        model_sha256=model_sha256,
+        owner=lambda stored: stored["info"]["model_sha256"],
+    )
+    try:
+        entries = {
+            name: {float(budget): Thresholds.from_json(entry) for budget, entry in fitted.items()}
+            for name, fitted in stored["entries"].items()
+        }
+        described = stored["signals"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"Wanted a calibration at {path}. It cannot be read: {error!r}."
+        ) from error
+    file = path.with_suffix(".safetensors")
+    tensors = nest(load_tensors(file)) if file.is_file() else {}
+    try:
+        found = {name: _put_together(described[name], tensors.get(name, {})) for name in entries}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"Wanted in {file} the weights of the signals that {path} describes. "
+            f"They do not fit each other: {error!r}. Calibrate again: utio-jax calibrate."
+        ) from error
+    return Calibration(entries=entries, signals=found, info=stored["info"])
+
+
+def _take_apart(part: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a signal's type and configuration for JSON, and its weights by name, both nested."""
+    description: dict[str, Any] = {"type": type(part).__name__}
+    tensors: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if field.metadata.get("static"):
+            description[field.name] = value
+        elif dataclasses.is_dataclass(value):
+            description[field.name], tensors[field.name] = _take_apart(value)
+        else:
+            tensors[field.name] = value
+    return description, tensors
+
+
+def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) -> Any:
+    """Returns the signal again: the inverse of `_take_apart`."""
+    fields: dict[str, Any] = {}
+    for name, value in description.items():
+        if isinstance(value, dict):
+            fields[name] = _put_together(value, tensors.get(name, {}))
+        elif name != "type":
+            fields[name] = tuple(value) if isinstance(value, list) else value
+    weights = {name: jnp.asarray(v) for name, v in tensors.items() if name not in fields}
+    return _TYPES[description["type"]](**fields, **weights)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of measurements, and text coloured by depth. Needs the extra `cli` (rich)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.calibration.compare import ComparisonRow
+
+# Shallow to deep, on any background.
+_SHADES = ("#2f9e8f", "#7fb83d", "#d8b02a", "#e07b2e", "#d1495b", "#a44ac2")
+
+
+def ledger_table(
+    rows: Sequence[Ledger], *, title: str, hull: Callable[[float], float | None]
+) -> Table:
+    """Returns a terminal table; `hull` is the control that every row is read against."""
+    table = Table(
+        title=title, caption="hull: loss increase of randomly mixed exits at the row's own FLOPs"
+    )
+    for name in (
+        "policy",
+        "budget",
+        "FLOPs",
+        "layers",
+        "loss +%",
+        "hull +%",
+        "agree",
+        "speed-up",
+        "ideal",
+        "effic.",
+    ):
+        table.add_column(name, justify="left" if name == "policy" else "right")
+
+    for row in rows:
+        at_hull = hull(row.flops_ratio) if row.flops_ratio is not None else None
+        better = (
+            row.policy not in ("uniform", "uniform_hull", "full")
+            and at_hull is not None
+            and row.nll_increase_pct is not None
+            and row.nll_increase_pct < at_hull
+        )
+        table.add_row(
+            row.policy,
+            _show(row.budget, "g"),
+            _show(row.flops_ratio, ".3f"),
+            _show(row.depth_decided_mean, ".2f"),
+            _show(row.nll_increase_pct, "+.2f"),
+            _show(at_hull, "+.2f"),
+            _show(row.agreement, ".3f"),
+            _show(row.speedup, ".2f"),
+            _show(row.speedup_ideal, ".2f"),
+            _show(row.efficiency, ".2f"),
+            style="bold green" if better else None,
+        )
+    return table
+
+
+def bench_table(results: Mapping[str, Any]) -> Table:
+    """Returns a terminal table of what `utio-jax bench` measured."""
+    table = Table(
+        title=f"{results['suite']} suite, {results['environment']['device']}",
+        padding=(0, 0),
+        caption="speed-up: median of the rounds' ratios over the fastest full-depth program, and "
+        "quartiles; none where the method fell back or did not run",
+    )
+    for name in ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "effic.", "loss +%"):
+        table.add_column(name, justify="left" if name == "what" else "right", overflow="fold")
+    for row in results["rows"]:
+        speedup, seconds, quality = row["speedup"], row["seconds"], row["quality"] or {}
+        if not row["ran"]:
+            table.add_row(row["key"], "did not run", style="dim")
+            continue
+        table.add_row(
+            row["key"],
+            _show(None if seconds is None else seconds["median"], ".3g"),
+            _show(row["flops_ratio"], ".3f"),
+            _show(None if speedup is None else speedup["median"], ".2f"),
+            "" if speedup is None else f"{speedup['low']:.2f}-{speedup['high']:.2f}",
+            _show(row["speedup_ideal"], ".2f"),
+            _show(row["efficiency"], ".2f"),
+            _show(quality.get("nll_increase_pct"), "+.2f"),
+        )
+    return table
+
+
+def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
+    """Returns a terminal table of `utio_jax.calibration.compare.compare`'s rows."""
+    table = Table(
+        title=title,
+        padding=(0, 0),
+        caption="below hull: loss that mixed exits would have more at the row's own FLOPs, and its "
+        "95 % interval over documents; bold where that excludes zero",
+    )
+    names = ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree")
+    for name in (*names, "corr. KL", "corr. depth", "of oracle"):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for row in rows:
+        ledger, margin = row.ledger, row.hull_margin_pct
+        table.add_row(
+            ledger.policy,
+            _show(ledger.budget, "g"),
+            _show(ledger.flops_ratio, ".3f"),
+            _show(ledger.gate_pct, ".2f"),
+            _show(ledger.nll_increase_pct, "+.2f"),
+            "" if margin is None else f"{margin[1]:+.2f} [{margin[0]:+.2f}, {margin[2]:+.2f}]",
+            _show(ledger.agreement, ".3f"),
+            _show(row.rank_correlation_kl, ".2f"),
+            _show(row.rank_correlation_depth, ".2f"),
+            _show(row.oracle_recovered, ".2f"),
+            style="bold green" if margin is not None and margin[0] > 0 else None,
+        )
+    return table
+
+
+def generation_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
+    """Returns a terminal table of rows as `Measured.to_dict` makes them, with mode and batch."""
+    table = Table(
+        title=title,
+        caption="layers: executed per new token; repeats: 4-grams that the text has had before",
+    )
+    columns = {
+        "mode": "",
+        "batch": "d",
+        "tokens_per_second": ".0f",
+        "speedup": ".2f",
+        "acceptance": ".2f",
+        "depth_executed_mean": ".2f",
+        "flops_ratio": ".3f",
+        "agreement": ".3f",
+        "repetition": ".2f",
+    }
+    names = {
+        "tokens_per_second": "tokens/s",
+        "speedup": "speed-up",
+        "depth_executed_mean": "layers",
+        "flops_ratio": "FLOPs",
+        "agreement": "agree",
+        "repetition": "repeats",
+    }
+    for name in columns:
+        table.add_column(names.get(name, name), justify="left" if name == "mode" else "right")
+    for row in rows:
+        table.add_row(*(_show(row[name], form) for name, form in columns.items()))
+    return table
+
+
+def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence[int]) -> Text:
+    """Returns text with each token's piece in the colour of its depth.
+
+    Args:
+      pieces: of the text, one per token.
+      depths: layers behind each.
+      levels: all depths that can occur, ascending.
+    """
+    text = Text()
+    for piece, depth in zip(pieces, depths, strict=True):
+        # An escape sequence in generated text could do anything to the terminal.
+        text.append(
+            piece.replace("\x1b", "\u241b"), style=_shade(list(levels).index(depth), len(levels))
+        )
+    return text
+
+
+def depth_legend(levels: Sequence[int]) -> Text:
+    """Returns one line that names each depth in its colour."""
+    text = Text("layers behind each token: ")
+    for index, depth in enumerate(levels):
+        text.append(f" {depth} ", style=_shade(index, len(levels)))
+    return text
+
+
+def _shade(index: int, levels: int) -> str:
+    return _SHADES[round(index * (len(_SHADES) - 1) / max(levels - 1, 1))]
+
+
+def _show(value: Any, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bucketing with static shapes: scores to depths, depths to blocks, blocks to results.
+
+    buckets = bucket_tokens(scores, depths=(2, 6), thresholds=(0.5,), min_bucket=64)
+    results = run_buckets(forward, items, buckets)       # forward(block, depth) -> block
+
+Counts are traced, so new scores never recompile; only depths and `min_bucket` are static.
+`run_buckets` serves *independent* items. Tokens that attend to each other run in
+`utio_jax.staircase.loop.staircase`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.policies.base import BucketPlan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """Where every token lies. Slots run deepest bucket first; within a bucket, in token order.
+
+    Attributes:
+      bucket_of_token: index into `plan.depths`.
+      token_of_slot: the token in each slot; a permutation per row.
+      slot_of_token: its inverse.
+      counts: tokens per bucket, shallowest bucket first.
+      plan: the static part.
+    """
+
+    bucket_of_token: Int[Array, "*lead token"]
+    token_of_slot: Int[Array, "*lead token"]
+    slot_of_token: Int[Array, "*lead token"]
+    counts: Int[Array, "*lead bucket"]
+    plan: BucketPlan = dataclasses.field(metadata={"static": True})
+
+    @property
+    def depth_of_token(self) -> Int[Array, "*lead token"]:
+        """Layers that each token runs."""
+        return jnp.asarray(self.plan.depths, jnp.int32)[self.bucket_of_token]
+
+
+def assign_buckets(
+    scores: Float[Array, "*lead token"], thresholds: Float[Array, " edge"] | Sequence[float]
+) -> Int[Array, "*lead token"]:
+    """Returns each token's bucket: how many thresholds its score exceeds; NaN goes deepest.
+
+    Scores and thresholds share a unit (nats, if the score is an entropy). Neither is a number of
+    layers; `BucketPlan.depths` turns a bucket into one.
+
+    >>> assign_buckets(jnp.array([0.1, 0.9, 0.5]), [0.5])
+    Array([0, 1, 0], dtype=int32)
+    """
+    edges = jnp.asarray(thresholds, jnp.float32)
+    over = scores.astype(jnp.float32)[..., None] > jnp.expand_dims(edges, range(scores.ndim))
+    return jnp.where(jnp.isnan(scores), edges.shape[0], jnp.sum(over, axis=-1)).astype(jnp.int32)
+
+
+def stable_partition(
+    key: Int[Array, "*lead token"], num_groups: int
+) -> tuple[Int[Array, "*lead token"], Int[Array, "*lead token"]]:
+    """Returns `(source, destination)` of a stable sort by a small integer key, by counting.
+
+    `source[new] = old` gathers into the new order; `destination[old] = new` is its inverse. A
+    cumsum per group instead of a comparison sort: 0.6 ms against 6 to 9 for argsort of [32, 2048]
+    on CPU.
+    """
+    width = key.shape[-1]
+    destination = jnp.zeros(key.shape, jnp.int32)
+    start = jnp.zeros((*key.shape[:-1], 1), jnp.int32)
+    for group in range(num_groups):
+        member = key == group
+        rank = jnp.cumsum(member, axis=-1, dtype=jnp.int32)
+        destination = jnp.where(member, start + rank - 1, destination)
+        start = start + (rank[..., -1:] if width else 0)
+    return invert(destination), destination
+
+
+def invert(permutation: Int[Array, "*lead token"]) -> Int[Array, "*lead token"]:
+    """Returns the inverse of each row's permutation."""
+    width = permutation.shape[-1]
+    flat = permutation.reshape(
+        math.prod(permutation.shape[:-1]), width
+    )  # -1 fails where width is 0.
+    rows = jnp.arange(flat.shape[0], dtype=jnp.int32)[:, None]
+    inverse = (
+        jnp.zeros_like(flat)
+        .at[rows, flat]
+        .set(
+            jnp.broadcast_to(jnp.arange(width, dtype=flat.dtype), flat.shape),
+            unique_indices=True,
+            mode="promise_in_bounds",
+        )
+    )
+    return inverse.reshape(permutation.shape)
+
+
+def bucket_tokens(
+    scores: Float[Array, "*lead token"],
+    *,
+    depths: Sequence[int],
+    thresholds: Float[Array, " edge"] | Sequence[float] | None = None,
+    fractions: Sequence[float] | None = None,
+    min_bucket: int = 64,
+    floor: int = 1,
+) -> Buckets:
+    """Sorts tokens into depth buckets by score.
+
+    Args:
+      scores: importance; a higher score goes deeper. NaN goes deepest.
+      depths: one depth per bucket, strictly increasing. Static.
+      thresholds: one fewer than depths, ascending, in the scores' unit; may be traced. A token's
+        bucket depends on its own score alone: causal, and independent of batch-mates.
+      fractions: instead of thresholds: each bucket's share of the row's tokens, shallowest first,
+        summing to 1. Ranks within the row (ties: the earlier token is the less important), so
+        it is *not* causal. Static.
+      min_bucket: block size of the runs to come. Static.
+      floor: no token runs fewer layers than this; it is lifted to the first depth that has as many.
+
+    Raises:
+      ValueError: depths are no staircase; thresholds or fractions are both or neither given, of the
+        wrong length, out of order, or do not sum to 1; min_bucket < 1; floor beyond the last depth;
+        scores are not floating-point `[..., token]`.
+    """
+    plan = BucketPlan(depths=tuple(depths), min_bucket=min_bucket)
+    if jnp.ndim(scores) < 1 or not jnp.issubdtype(jnp.result_type(scores), jnp.floating):
+        raise ValueError(
+            "Wanted floating-point scores of shape [..., token]. "
+            f"Got shape {jnp.shape(scores)} and dtype {jnp.result_type(scores)}."
+        )
+    if (thresholds is None) == (fractions is None):
+        raise ValueError(
+            "Wanted either thresholds or fractions. Got "
+            + ("neither." if thresholds is None else "both.")
+            + " Thresholds are causal; fractions rank within the row."
+        )
+    if floor > plan.depths[-1]:
+        raise ValueError(
+            f"Wanted a floor of at most the last depth {plan.depths[-1]}. Got floor={floor}."
+        )
+    if thresholds is not None:
+        bucket = assign_buckets(scores, check_thresholds(thresholds, plan.num_buckets - 1))
+    else:
+        bucket = _buckets_by_rank(scores, () if fractions is None else fractions, plan)
+    lowest = next(i for i, depth in enumerate(plan.depths) if depth >= floor)
+    bucket = jnp.maximum(bucket, lowest)
+    source, destination = stable_partition(plan.num_buckets - 1 - bucket, plan.num_buckets)
+    counts = jnp.sum(jax.nn.one_hot(bucket, plan.num_buckets, dtype=jnp.int32), axis=-2)
+    return Buckets(
+        bucket_of_token=bucket,
+        token_of_slot=source,
+        slot_of_token=destination,
+        counts=counts,
+        plan=plan,
+    )
+
+
+def check_thresholds(thresholds: Any, wanted: int) -> jax.Array:
+    """Returns thresholds as float32 `[edge]`, checked for length, and for order where concrete.
+
+    Raises:
+      ValueError: the length is not `wanted`, a value is NaN, or values descend.
+    """
+    edges = thresholds if isinstance(thresholds, Tracer) else np.asarray(thresholds, np.float32)
+    if edges.shape != (wanted,):
+        raise ValueError(
+            f"Wanted {wanted} thresholds, one fewer than there are depths. Got shape {edges.shape}."
+        )
+    if isinstance(edges, np.ndarray) and not (
+        np.all(edges[1:] >= edges[:-1]) and not np.isnan(edges).any()
+    ):
+        raise ValueError(
+            f"Wanted ascending thresholds without NaN. Got {edges.tolist()}. Sort them."
+        )
+    return jnp.asarray(edges, jnp.float32)
+
+
+def _buckets_by_rank(scores: jax.Array, fractions: Sequence[float], plan: BucketPlan) -> jax.Array:
+    shares = np.asarray(fractions, np.float64)
+    fits = shares.shape == (plan.num_buckets,)
+    if not (fits and (shares >= 0).all() and abs(shares.sum() - 1) <= 1e-6):
+        raise ValueError(
+            f"Wanted {plan.num_buckets} fractions of at least 0 that sum to 1, one per depth of "
+            f"{plan.depths}. Got {tuple(fractions)}, sum {float(np.sum(shares)):g}."
+        )
+    token = scores.shape[-1]
+    last_rank = np.round(np.cumsum(shares) * token).astype(np.int32)  # of each bucket, exclusive
+    order = jnp.argsort(scores, axis=-1)  # Stable; NaN comes last, after infinity.
+    bucket_of_rank = np.searchsorted(last_rank, np.arange(token), side="right").clip(
+        max=plan.num_buckets - 1
+    )
+    bucket = jnp.asarray(bucket_of_rank, jnp.int32)[invert(order.astype(jnp.int32))]
+    return jnp.where(jnp.isnan(scores), plan.num_buckets - 1, bucket)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketResults:
+    """What `run_buckets` returns.
+
+    Attributes:
+      outputs: the function's results, in the items' own order.
+      depth_of_token: depth at which each item really ran.
+      involuntary_stays: items that `merge_small` ran deeper than decided.
+      slots_used: slots that each bucket's blocks occupied, padding included.
+    """
+
+    outputs: Any
+    depth_of_token: Int[Array, "*lead token"]
+    involuntary_stays: Int[Array, ""]
+    slots_used: Int[Array, " bucket"]
+
+
+def run_buckets(
+    forward: Callable[[Any, int], Any], inputs: Any, buckets: Buckets, *, merge_small: bool = False
+) -> BucketResults:
+    """Runs every item at its own depth, in blocks of `min_bucket`, one compiled body per depth.
+
+    Args:
+      forward: `forward(block, depth)`; block leaves lead with `[slot]`, depth is a static int.
+        Items must be independent: what a block's other slots hold is not defined. All depths must
+        return the same shapes.
+      inputs: pytree; leaves lead with the axes of `buckets.bucket_of_token`.
+      buckets: from `bucket_tokens`. Items of all leading rows share blocks.
+      merge_small: UTIO's merging: a bucket of fewer than `min_bucket` items joins the next deeper
+        one, from the shallowest on. Saves padding, gives *deeper* results; counted as involuntary
+        stays.
+
+    Raises:
+      ValueError: leaves do not lead with the buckets' axes, or depths return different shapes.
+    """
+    plan = buckets.plan
+    lead = buckets.bucket_of_token.shape
+    for leaf in jax.tree.leaves(inputs):
+        if leaf.shape[: len(lead)] != lead:
+            raise ValueError(
+                f"Wanted inputs that lead with the buckets' axes {lead}. "
+                f"Got a leaf of shape {leaf.shape}."
+            )
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), inputs)
+    decided = buckets.bucket_of_token.reshape(-1)
+    num_items = decided.shape[0]
+    group = _merge_small(decided, plan) if merge_small else decided
+    depth_table = jnp.asarray(plan.depths, jnp.int32)
+    item_of_slot, _ = stable_partition(group, plan.num_buckets)
+    counts = jnp.sum(jax.nn.one_hot(group, plan.num_buckets, dtype=jnp.int32), axis=0)
+    ends = jnp.cumsum(counts)
+
+    block = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((plan.min_bucket, *leaf.shape[1:]), leaf.dtype), flat
+    )
+    shapes = [jax.eval_shape(lambda b, d=depth: forward(b, d), block) for depth in plan.depths]
+    if any(shape != shapes[0] for shape in shapes):
+        raise ValueError(
+            "Wanted a forward function that returns the same shapes at every depth. Got "
+            + "; ".join(f"depth {d}: {s}" for d, s in zip(plan.depths, shapes, strict=True))
+        )
+    outputs = jax.tree.map(
+        lambda leaf: jnp.zeros((num_items, *leaf.shape[1:]), leaf.dtype), shapes[0]
+    )
+    if num_items:
+        for bucket, depth in enumerate(plan.depths):
+            outputs = _run_bucket(
+                forward,
+                flat,
+                outputs,
+                item_of_slot,
+                ends[bucket] - counts[bucket],
+                ends[bucket],
+                depth,
+                plan,
+            )
+    blocks = -(-counts // plan.min_bucket)
+    return BucketResults(
+        outputs=jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), outputs),
+        depth_of_token=depth_table[group].reshape(lead),
+        involuntary_stays=jnp.sum(group != decided, dtype=jnp.int32),
+        slots_used=blocks * plan.min_bucket,
+    )
+
+
+def _run_bucket(
+    forward: Callable[[Any, int], Any],
+    inputs: Any,
+    outputs: Any,
+    item_of_slot: jax.Array,
+    start: jax.Array,
+    end: jax.Array,
+    depth: int,
+    plan: BucketPlan,
+) -> Any:
+    num_items = item_of_slot.shape[0]
+
+    def body(index: jax.Array, outputs: Any) -> Any:
+        slots = start + index * plan.min_bucket + jnp.arange(plan.min_bucket, dtype=jnp.int32)
+        items = item_of_slot[jnp.minimum(slots, num_items - 1)]
+        results = forward(jax.tree.map(lambda leaf: leaf[items], inputs), depth)
+        # Padding repeats a real item; its result goes nowhere.
+        where = jnp.where(slots < end, items, num_items)
+        return jax.tree.map(
+            lambda all_, new: all_.at[where].set(new, mode="drop"), outputs, results
+        )
+
+    blocks = -(-(end - start) // plan.min_bucket)
+    return jax.lax.fori_loop(0, blocks, body, outputs)
+
+
+def _merge_small(bucket: Int[Array, " item"], plan: BucketPlan) -> Int[Array, " item"]:
+    for index in range(plan.num_buckets - 1):
+        small: Bool[Array, ""] = jnp.sum(bucket == index) < plan.min_bucket
+        bucket = jnp.where((bucket == index) & small, index + 1, bucket)
+    return bucket

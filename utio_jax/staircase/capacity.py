@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The differentiable executor: a static prefix of slots, sized on the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.cache import KVCache
+from utio_jax.attention.products import attend, visible_keys
+from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.decoder import Decoder, Params, Places
+from utio_jax.policies.base import check_min_bucket
+from utio_jax.staircase.base import Work, flat, layer_at
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixSlots:
+    """The first `capacity` slots of every row, live tokens first and in token order."""
+
+    token_of_slot: Int[Array, "batch slot"]
+    live: Bool[Array, "batch token"]
+    capacity: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CapacityPrefix:
+    """The first `capacities[segment]` slots of all rows at once: static shapes, differentiable.
+
+    A segment whose live tokens do not fit runs at full width instead: more cost, same result.
+
+    Attributes:
+      capacities: slots per row and segment, multiples of `min_bucket`; `fit_capacities` finds them.
+      min_bucket: the unit of padding.
+    """
+
+    capacities: tuple[int, ...]
+    min_bucket: int = 64
+
+    def __post_init__(self) -> None:
+        check_min_bucket(self.min_bucket)
+        if any(capacity < 0 or capacity % self.min_bucket for capacity in self.capacities):
+            raise ValueError(
+                f"Wanted capacities that are multiples of min_bucket={self.min_bucket}, in slots. "
+                f"Got capacities={self.capacities}. `fit_capacities` rounds them up."
+            )
+
+    def pack(
+        self, segment: int, live: Bool[Array, "batch token"], sparse: SparseQueries | None = None
+    ) -> PrefixSlots:
+        if sparse is not None:
+            raise ValueError(
+                "Wanted dense attention, the only one that a static prefix has. Got a choice of "
+                "sparse attention. Use executor=MicroBatches()."
+            )
+        if segment >= len(self.capacities):
+            raise ValueError(
+                "Wanted a capacity for each of the policy's depths. "
+                f"Got {len(self.capacities)} capacities."
+            )
+        batch, width = live.shape
+        ahead = jnp.cumsum(live, axis=1, dtype=jnp.int32)
+        behind = ahead[:, -1:] + jnp.cumsum(~live, axis=1, dtype=jnp.int32)
+        slot_of_token = jnp.where(live, ahead, behind) - 1
+        rows = jnp.arange(batch)[:, None]
+        tokens = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), live.shape)
+        token_of_slot = (
+            jnp.zeros_like(tokens).at[rows, slot_of_token].set(tokens, unique_indices=True)
+        )
+        return PrefixSlots(
+            token_of_slot=token_of_slot, live=live, capacity=min(self.capacities[segment], width)
+        )
+
+    def key_widths(self, width: int) -> list[int]:
+        """Returns `[width]`: a static prefix attends over whole rows."""
+        return [width]
+
+    def _choose(
+        self, slots: PrefixSlots, run: Callable[[int], Callable[[], Any]], nothing: Any
+    ) -> Any:
+        """Returns `run(capacity)()`, or `run(width)()` where a row's live tokens do not fit.
+
+        `nothing` is the result of an empty prefix.
+        """
+        width = slots.live.shape[1]
+        if slots.capacity == width:
+            return run(width)()
+        fits = run(slots.capacity) if slots.capacity else lambda: nothing
+        return jax.lax.cond(self._overflows(slots), run(width), fits)
+
+    def _overflows(self, slots: PrefixSlots) -> Bool[Array, ""]:
+        return jnp.max(jnp.sum(slots.live, axis=1)) > slots.capacity
+
+    def run_layers(
+        self,
+        decoder: Decoder,
+        params: Params,
+        x: Float[Array, "batch token dim"],
+        places: Places,
+        keys_shown: Bool[Array, "batch token"],
+        slots: PrefixSlots,
+        layers: tuple[int, int],
+        only_live_keys: bool,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
+        if cache is not None:
+            raise ValueError(
+                "Wanted an executor that keeps keys and values, to fill a cache. Got a "
+                "CapacityPrefix, through whose choices a cache would be copied whole. Use "
+                "executor=MicroBatches()."
+            )
+        del only_live_keys  # K/V of hidden keys cost little here; `keys_shown` hides them.
+        batch, width, _ = x.shape
+        rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
+        gather = jax.vmap(lambda leaf, order: leaf[order])
+
+        def run(size: int) -> Callable[[], jax.Array]:
+            tokens = slots.token_of_slot[:, :size]
+            keep = gather(slots.live, tokens)[..., None]
+            config = decoder.config
+
+            def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
+                layer = layer_at(decoder, params, index)
+                keys, values = (
+                    rows(y, width) for y in decoder.keys_values(layer, flat(x), flat(places))
+                )
+                block = gather(x, tokens)
+                block_places = jax.tree.map(lambda leaf: gather(leaf, tokens), places)
+                queries = rows(decoder.queries(layer, flat(block), flat(block_places)), size)
+                every = jnp.broadcast_to(jnp.arange(width), (batch, width))
+                visible = visible_keys(tokens, every, config.window_at(index))
+                visible &= keys_shown[:, None, :]
+                attended = attend(queries, keys, values, visible, softcap=config.attention_softcap)
+                new = rows(decoder.finish_layer(layer, flat(block), flat(attended)), size)
+                new = jnp.where(keep, new, block)
+                return jax.vmap(lambda row, order, new: row.at[order].set(new))(x, tokens, new)
+
+            return lambda: jax.lax.fori_loop(*layers, run_layer, x)
+
+        return self._choose(slots, run, x), None
+
+    def map_slots(
+        self, slots: PrefixSlots, function: Callable[..., Any], *arrays: jax.Array
+    ) -> Any:
+        batch, width = slots.live.shape
+        block = [jax.ShapeDtypeStruct((1, *a.shape[2:]), a.dtype) for a in arrays]
+        empty = jax.tree.map(
+            lambda one: jnp.zeros((batch, width, *one.shape[1:]), one.dtype),
+            jax.eval_shape(function, *block),
+        )
+
+        def run(size: int) -> Callable[[], Any]:
+            def on_prefix() -> Any:
+                tokens = slots.token_of_slot[:, :size]
+                gather = jax.vmap(lambda row, order: row[order])
+                live = gather(slots.live, tokens)
+
+                def scatter(empty: jax.Array, new: jax.Array) -> jax.Array:
+                    new = new.reshape(batch, size, *new.shape[1:])
+                    keep = live.reshape(batch, size, *(1,) * (new.ndim - 2))
+                    new = jnp.where(keep, new, jnp.zeros((), new.dtype))
+                    return jax.vmap(lambda row, order, new: row.at[order].set(new))(
+                        empty, tokens, new
+                    )
+
+                found = function(*(flat(gather(a, tokens)) for a in arrays))
+                return jax.tree.map(scatter, empty, found)
+
+            return on_prefix
+
+        return self._choose(slots, run, empty)
+
+    def only_if(self, slots: PrefixSlots, asked: bool | Bool[Array, ""]) -> PrefixSlots:
+        return dataclasses.replace(slots, live=slots.live & asked)
+
+    def work(
+        self,
+        slots: PrefixSlots,
+        layers: int,
+        only_live_keys: bool,
+        *,
+        deciding: PrefixSlots | None = None,
+        heads: int = 0,
+        mapped: Sequence[PrefixSlots] = (),
+    ) -> Work:
+        batch, width = slots.live.shape
+
+        def used_by(slots: PrefixSlots) -> jax.Array:
+            used = jnp.where(self._overflows(slots), width, slots.capacity)
+            return used.astype(jnp.int32) * batch
+
+        used = used_by(slots)
+        return Work(
+            queries=used * layers,
+            keys_values=jnp.int32(batch * width * layers),
+            key_slots=used.astype(jnp.float32) * width * layers,
+            decisions=used,
+            heads=used * heads,
+            exit_maps=sum(map(used_by, mapped), start=jnp.int32(0)),
+        )
+
+
+def fit_capacities(
+    depth_of_token: np.ndarray, *, depths: Sequence[int], min_bucket: int = 64
+) -> tuple[int, ...]:
+    """Returns the smallest capacities, in slots per row, that hold these tokens. On the host.
+
+    Args:
+      depth_of_token: decided depths `[batch, token]` in layers; 0 for padding.
+      depths: the policy's depths.
+      min_bucket: the unit that capacities are multiples of.
+
+    >>> fit_capacities(np.array([[2, 2, 4], [2, 4, 4]]), depths=(2, 4), min_bucket=2)
+    (4, 2)
+    """
+    decided = np.asarray(depth_of_token)
+    live = [int((decided > start).sum(axis=1).max(initial=0)) for start in (0, *depths[:-1])]
+    return tuple(-(-count // min_bucket) * min_bucket for count in live)

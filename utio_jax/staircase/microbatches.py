@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default executor: micro-batches of live slots in loops with traced trip counts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.cache import KVCache, write_prompt
+from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.decoder import Decoder, Params, Places
+from utio_jax.policies.base import check_min_bucket
+from utio_jax.staircase.base import Work, flat, layer_at
+from utio_jax.staircase.query_blocks import QueryBlocks, attend_blocks, cover
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedSlots:
+    """The live tokens of all rows, row after row, without gaps.
+
+    Within a row in token order; with sparse attention its dense tokens first, then its sparse ones.
+
+    Attributes:
+      token_of_slot: index into the flattened `[batch * token]` axis; behind the live ones, and in a
+        margin that lets blocks overhang, one past its end.
+      total: live tokens.
+      query_blocks: which slots attend together, whole blocks first, then the rows' rests.
+      sparse: who attends to a history alone; None where nobody may.
+      batch: rows. Static.
+      width: tokens per row. Static.
+    """
+
+    token_of_slot: Int[Array, " slot"]
+    total: Int[Array, ""]
+    query_blocks: tuple[QueryBlocks, ...]
+    sparse: SparseQueries | None
+    batch: int = dataclasses.field(metadata={"static": True})
+    width: int = dataclasses.field(metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """Blocks of live slots in loops with traced trip counts: one executable for any counts.
+
+    Projections and MLP run on blocks packed across rows; attention on blocks of one row, over the
+    keys up to the block's last position. Both take whole blocks first, the rest in `min_bucket`s;
+    padding stays below `min_bucket` slots per row and segment. Nothing overflows, nothing syncs
+    with the host. Not reverse-differentiable: train through `CapacityPrefix`.
+
+    Attributes:
+      min_bucket: the unit of padding, in slots.
+      block: slots of a whole projection block, a multiple of `min_bucket`.
+      query_block: slots of a whole attention block, a multiple of `min_bucket`.
+      key_step: keys come in multiples of this, but in at most 8 different counts.
+    """
+
+    min_bucket: int = 32
+    block: int = 512
+    query_block: int = 128
+    key_step: int = 128
+
+    def __post_init__(self) -> None:
+        check_min_bucket(self.min_bucket)
+        for name in ("block", "query_block"):
+            size = getattr(self, name)
+            if size < 1 or size % self.min_bucket:
+                raise ValueError(
+                    f"Wanted a {name} that is a multiple of min_bucket={self.min_bucket}, in "
+                    f"slots. Got {name}={size}."
+                )
+        if self.key_step < 1:
+            raise ValueError(f"Wanted a key_step of at least 1 key. Got key_step={self.key_step}.")
+
+    def pack(
+        self, segment: int, live: Bool[Array, "batch token"], sparse: SparseQueries | None = None
+    ) -> PackedSlots:
+        batch, width = live.shape
+        counts = jnp.sum(live, axis=1, dtype=jnp.int32)
+        first_slot = jnp.cumsum(counts) - counts
+        packed = live.reshape(-1)
+        margin = max(self.block, self.query_block)
+        dense = live if sparse is None else live & ~sparse.sparse
+        rest = live & ~dense
+        dense_counts = jnp.sum(dense, axis=1, dtype=jnp.int32)
+        if sparse is None:
+            slot_of_token = jnp.cumsum(packed, dtype=jnp.int32) - 1
+        else:
+            ranks = [jnp.cumsum(kind, axis=1, dtype=jnp.int32) for kind in (dense, rest)]
+            slot_of_token = jnp.where(dense, ranks[0], dense_counts[:, None] + ranks[1]) - 1
+            slot_of_token = (first_slot[:, None] + slot_of_token).reshape(-1)
+        slot_of_token = jnp.where(packed, slot_of_token, packed.size + margin)
+        token_of_slot = jnp.full((packed.size + margin,), packed.size, jnp.int32)
+        token_of_slot = token_of_slot.at[slot_of_token].set(
+            jnp.arange(packed.size, dtype=jnp.int32), mode="drop", unique_indices=True
+        )
+        groups = partial(
+            cover,
+            token_of_slot,
+            width=width,
+            sizes=(self.query_block, self.min_bucket),
+            key_widths=self.key_widths(width),
+        )
+        query_blocks = groups(first_slot, dense_counts)
+        if sparse is not None:
+            chunks = -(-width // sparse.chunk)
+            rest = jnp.pad(rest, ((0, 0), (0, chunks * sparse.chunk - width)))
+            per_chunk = jnp.sum(rest.reshape(batch, chunks, -1), axis=2, dtype=jnp.int32)
+            begin = jnp.cumsum(per_chunk, axis=1) - per_chunk + (first_slot + dense_counts)[:, None]
+            query_blocks += groups(begin.reshape(-1), per_chunk.reshape(-1), sparse=sparse)
+        return PackedSlots(
+            token_of_slot=token_of_slot,
+            total=jnp.sum(counts),
+            query_blocks=query_blocks,
+            sparse=sparse,
+            batch=batch,
+            width=width,
+        )
+
+    def key_widths(self, width: int) -> list[int]:
+        """Returns the numbers of keys that blocks attend over in rows of `width` tokens."""
+        step = max(self.key_step, -(-width // 8))
+        return [min(stop, width) for stop in range(step, width + step, step)]
+
+    def _over_blocks(
+        self, total: jax.Array, step: Callable[[jax.Array, int, Any], Any], carry: Any
+    ) -> Any:
+        """Runs `step(first slot, size, carry)` on blocks, then on min_buckets for what remains."""
+        whole = total // self.block
+        carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * self.block, self.block, c), carry)
+        done = whole * self.block
+        rest = -(-(total - done) // self.min_bucket)
+        return jax.lax.fori_loop(
+            0, rest, lambda i, c: step(done + i * self.min_bucket, self.min_bucket, c), carry
+        )
+
+    def run_layers(
+        self,
+        decoder: Decoder,
+        params: Params,
+        x: Float[Array, "batch token dim"],
+        places: Places,
+        keys_shown: Bool[Array, "batch token"],
+        slots: PackedSlots,
+        layers: tuple[int, int],
+        only_live_keys: bool,
+        cache: KVCache | None = None,
+    ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
+        batch, width, _ = x.shape
+        config = decoder.config
+        margin = slots.token_of_slot.shape[0]
+        places = flat(places)
+        slot = jax.lax.dynamic_slice_in_dim
+        put = jax.lax.dynamic_update_slice_in_dim
+        pack = lambda leaf: leaf.at[slots.token_of_slot].get(mode="clip")  # noqa: E731
+        slot_places = jax.tree.map(pack, places)
+        rows = lambda y: y.reshape(batch, width, *y.shape[1:])  # noqa: E731
+
+        # Live states are carried twice: packed, for blocks to read, and in token order, for K/V.
+        def run_layer(
+            index: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache | None]
+        ) -> tuple[jax.Array, jax.Array, KVCache | None]:
+            states, packed, cache = carry
+            layer = layer_at(decoder, params, index)
+
+            def project(start: jax.Array, size: int, carry: Any) -> Any:
+                queries, keys, values = carry
+                block = slot(packed, start, size)
+                block_places = jax.tree.map(lambda leaf: slot(leaf, start, size), slot_places)
+                queries = put(queries, decoder.queries(layer, block, block_places), start, 0)
+                if only_live_keys:
+                    tokens = slot(slots.token_of_slot, start, size)
+                    new_keys, new_values = decoder.keys_values(layer, block, block_places)
+                    keys = keys.at[tokens].set(new_keys, mode="drop")
+                    values = values.at[tokens].set(new_values, mode="drop")
+                return queries, keys, values
+
+            if only_live_keys:
+                keys = jnp.zeros((batch * width, config.num_kv_heads, config.head_dim), x.dtype)
+                values = keys
+            else:
+                keys, values = decoder.keys_values(layer, states, places)
+            queries = jnp.zeros((margin, config.num_heads, config.head_dim), x.dtype)
+            queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
+            if cache is not None:
+                cache = write_prompt(cache, index, rows(keys), rows(values))
+            attended = attend_blocks(
+                queries,
+                rows(keys),
+                rows(values),
+                slots.token_of_slot,
+                slots.query_blocks,
+                keys_shown,
+                sparse=slots.sparse,
+                window=config.window_at(index),
+                softcap=config.attention_softcap,
+            )
+
+            def finish(start: jax.Array, size: int, carry: tuple[jax.Array, jax.Array]) -> Any:
+                states, packed = carry
+                new = decoder.finish_layer(
+                    layer, slot(packed, start, size), slot(attended, start, size)
+                )
+                # Slots behind the live ones name no token: what they computed is dropped.
+                states = states.at[slot(slots.token_of_slot, start, size)].set(new, mode="drop")
+                return states, put(packed, new, start, 0)
+
+            return *self._over_blocks(slots.total, finish, (states, packed)), cache
+
+        states, (start, stop) = flat(x), layers
+        # Where nobody has come this far, nobody needs the K/V of those who stopped.
+        stop = jnp.where(slots.total > 0, stop, start)
+        carry = (states, pack(states), cache)
+        states, _, cache = jax.lax.fori_loop(start, stop, run_layer, carry)
+        return states.reshape(x.shape), cache
+
+    def map_slots(
+        self, slots: PackedSlots, function: Callable[..., Any], *arrays: jax.Array
+    ) -> Any:
+        tokens = [flat(array) for array in arrays]
+        block = [jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype) for a in tokens]
+        results = jax.tree.map(
+            lambda one: jnp.zeros((tokens[0].shape[0], *one.shape[1:]), one.dtype),
+            jax.eval_shape(function, *block),
+        )
+
+        def step(start: jax.Array, size: int, results: Any) -> Any:
+            chosen = jax.lax.dynamic_slice_in_dim(slots.token_of_slot, start, size)
+            found = function(*(a.at[chosen].get(mode="clip") for a in tokens))
+            return jax.tree.map(lambda y, new: y.at[chosen].set(new, mode="drop"), results, found)
+
+        results = self._over_blocks(slots.total, step, results)
+        return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), results)
+
+    def only_if(self, slots: PackedSlots, asked: bool | Bool[Array, ""]) -> PackedSlots:
+        return dataclasses.replace(slots, total=jnp.where(asked, slots.total, 0))
+
+    def work(
+        self,
+        slots: PackedSlots,
+        layers: int,
+        only_live_keys: bool,
+        *,
+        deciding: PackedSlots | None = None,
+        heads: int = 0,
+        mapped: Sequence[PackedSlots] = (),
+    ) -> Work:
+        padded, decided, *maps = (
+            -(-each.total // self.min_bucket) * self.min_bucket
+            for each in (slots, deciding or slots, *mapped)
+        )
+        verticals = 0 if slots.sparse is None else slots.sparse.verticals.shape[-1]
+        key_slots = jnp.zeros((), jnp.float32)
+        for blocks in slots.query_blocks:
+            key_slots += blocks.key_slots(verticals)
+        everyone = jnp.where(slots.total > 0, slots.batch * slots.width, 0).astype(jnp.int32)
+        return Work(
+            queries=padded * layers,
+            keys_values=(padded if only_live_keys else everyone) * layers,
+            key_slots=key_slots * layers,
+            decisions=decided,
+            heads=decided * heads,
+            exit_maps=sum(maps, start=jnp.int32(0)),
+        )

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes over whole sequences: per-token log-likelihood, and the comparison with full depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.decoder import Decoder, Params, read_exit
+from utio_jax.decoding.sampling import most_probable
+from utio_jax.devices.rows import Rows, over_rows
+from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import Uniform
+from utio_jax.staircase.base import Executor, Work, flat, map_head
+from utio_jax.staircase.exit_head import Readout
+from utio_jax.staircase.loop import staircase
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
+from utio_jax.staircase.sparse import SparseAttention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What `score` returns. Token `i` of these arrays has read tokens 0..i and predicts token i+1.
+
+    Attributes:
+      log_likelihood: log p(token i+1 | tokens 0..i) in nats; 0 where there is no token i+1.
+      predicted: where there is one.
+      depths: decided depths in layers; 0 for padding.
+      work: what was executed, padding included; on a mesh, by each device.
+      x: what the head reads of each token: its state at its decided depth, mapped if the decoder
+        does that; padding holds undefined states.
+      sparse: who attended sparsely to what; leaves lead with `[segment]`. None without `attention`.
+    """
+
+    log_likelihood: Float[Array, "batch token"]
+    predicted: Bool[Array, "batch token"]
+    depths: Int[Array, "batch token"]
+    work: Work
+    x: Float[Array, "batch token dim"]
+    sparse: SparseQueries | None = dataclasses.field(default=None, metadata={"row_axis": 1})
+
+
+def score(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    policy: Policy,
+    *,
+    kv: FrozenKV = "propagate",
+    executor: Executor = MicroBatches(),
+    attention: SparseAttention | None = None,
+    mesh: Mesh | None = None,
+) -> Scores:
+    """Returns every token's log-likelihood with the depth that the policy gives it.
+
+    Pure; jit it with `decoder`, `kv`, `executor` and `mesh` static. Padding past `lengths` changes
+    nothing.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      token_ids: right-padded rows. `check_tokens` validates them on the host.
+      lengths: real tokens per row.
+      policy: who runs how deep.
+      kv: what others see of a frozen token, see `utio_jax.staircase.loop.staircase`.
+      executor: how live slots are run.
+      attention: who attends sparsely; None: nobody.
+      mesh: splits the rows over its axis "data"; every device packs its own. Put parameters and
+        rows there by `utio_jax.devices.rows.place`. `Scores.work` then leads with a device axis.
+
+    Raises:
+      ValueError: rows that the mesh's devices cannot share evenly.
+    """
+    if mesh is not None:
+
+        def on_device(params: Params, rows: Rows, policy: Policy, attention: Any) -> Rows:
+            ids, ends = rows.tree
+            run = partial(score, kv=kv, executor=executor, attention=attention)
+            found = run(decoder, params, ids, ends, policy)
+            work = jax.tree.map(lambda each: each[None], found.work)
+            return Rows(dataclasses.replace(found, work=work))
+
+        rows = Rows((token_ids, lengths))
+        return over_rows(mesh, on_device, params, rows, policy, attention).tree
+    labels, predicted = labels_of(token_ids, lengths)
+    result = staircase(
+        decoder,
+        params,
+        token_ids,
+        lengths,
+        policy,
+        kv=kv,
+        executor=executor,
+        readout=Readout(function=next_token_nll, arrays=(labels,)),
+        attention=attention,
+    )
+    return Scores(
+        log_likelihood=jnp.where(predicted, -result.read, 0.0),
+        predicted=predicted,
+        depths=result.depths,
+        work=result.work,
+        x=result.x,
+        sparse=result.sparse,
+    )
+
+
+def score_dense(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+) -> Scores:
+    """Returns the same at full depth by the plain program: all rows at once, layer by layer."""
+    depth = decoder.config.num_layers
+    (x,) = dense_states(decoder, params, token_ids, lengths, depths=(depth,))
+    _, valid = positions_of(token_ids, lengths)
+    slots = jnp.asarray([token_ids.size], jnp.int32)
+    work = Work(
+        queries=slots * depth,
+        keys_values=slots * depth,
+        key_slots=slots * float(depth * token_ids.shape[1]),
+        decisions=slots * 0,
+        heads=slots,
+        exit_maps=slots * 0,
+    )
+    with jax.named_scope("head"):
+        labels, predicted = labels_of(token_ids, lengths)
+        nll = _read_all(decoder, params, next_token_nll, x, labels)
+    return Scores(
+        log_likelihood=jnp.where(predicted, -nll, 0.0),
+        predicted=predicted,
+        depths=jnp.where(valid, depth, 0),
+        work=work,
+        x=x,
+    )
+
+
+def next_token_nll(
+    logits: Float[Array, "slot vocab"], label: Int[Array, " slot"]
+) -> Float[Array, " slot"]:
+    """Returns the negative log-likelihood of each label, in nats."""
+    chosen = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
+def labels_of(
+    token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
+) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
+    """Returns the token after each token, and where there is one."""
+    labels = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
+    return labels, jnp.arange(token_ids.shape[1])[None, :] < lengths[:, None] - 1
+
+
+def _read_all(
+    decoder: Decoder, params: Params, function: Callable[..., Any], x: jax.Array, *arrays: jax.Array
+) -> Any:
+    """Returns `function(logits, *arrays)` of every token, `[batch, token, ...]`."""
+    found = map_head(decoder, params, function, *flat((x, *arrays)))
+    return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), found)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two sets of states compared token by token, in nats; 0 where nothing is predicted.
+
+    Attributes:
+      nll: negative log-likelihood from the states in question.
+      nll_full: the same from the full-depth states.
+      kl: KL(full || in question).
+      agree: whether both have the same most probable token.
+      greedy: whether the next token is the most probable one from the states in question.
+    """
+
+    nll: Float[Array | np.ndarray, "*lead token"]
+    nll_full: Float[Array | np.ndarray, "*lead token"]
+    kl: Float[Array | np.ndarray, "*lead token"]
+    agree: Bool[Array | np.ndarray, "*lead token"]
+    greedy: Bool[Array | np.ndarray, "*lead token"]
+
+
+def compare_states(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    x: Float[Array, "batch token dim"],
+    x_full: Float[Array, "batch token dim"],
+    *,
+    mesh: Mesh | None = None,
+) -> Comparison:
+    """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced."""
+    if mesh is not None:
+
+        def on_device(params: Params, rows: Rows) -> Rows:
+            return Rows(compare_states(decoder, params, *rows.tree))
+
+        return over_rows(mesh, on_device, params, Rows((token_ids, lengths, x, x_full))).tree
+    labels, predicted = labels_of(token_ids, lengths)
+    found = _read_all(decoder, params, partial(_compare, decoder, params), x, x_full, labels)
+    return _where_predicted(predicted, found)
+
+
+def _compare(
+    decoder: Decoder, params: Params, logits: jax.Array, x_full: jax.Array, label: jax.Array
+) -> dict[str, jax.Array]:
+    """Returns the fields of a `Comparison` of one block of tokens."""
+    full_logits = decoder.unembed(params, x_full).astype(jnp.float32)
+    return compare_logits(logits, full_logits, label)
+
+
+def compare_logits(
+    logits: Float[Array, "slot vocab"],
+    full_logits: Float[Array, "slot vocab"],
+    label: Int[Array, " slot"],
+) -> dict[str, jax.Array]:
+    """Returns the fields of a `Comparison` from both predictions."""
+    # Few exponentials: those of one distribution, and one sum per prediction.
+    ours, full = (jax.nn.logsumexp(each, axis=-1) for each in (logits, full_logits))
+    best = most_probable(logits)
+    return {
+        "nll": next_token_nll(logits, label),
+        "nll_full": next_token_nll(full_logits, label),
+        "kl": jnp.sum(jax.nn.softmax(full_logits) * (full_logits - logits), axis=-1) + ours - full,
+        "agree": best == most_probable(full_logits),
+        "greedy": best == label,
+    }
+
+
+def _where_predicted(predicted: jax.Array, found: dict[str, jax.Array]) -> Comparison:
+    return Comparison(
+        **{name: jnp.where(predicted, y, jnp.zeros((), y.dtype)) for name, y in found.items()}
+    )
+
+
+def exit_nll(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+) -> Float[Array, "exit batch token"]:
+    """Returns each exit's negative log-likelihood of the next token, nats; 0 where there is none.
+
+    The losses of truncating the model at each of its exits, from one pass.
+    """
+    exits = decoder.config.exits
+    states = dense_states(decoder, params, token_ids, lengths, depths=exits)
+    states = [read_exit(decoder, params, *pair) for pair in zip(states, exits, strict=True)]
+    labels, predicted = labels_of(token_ids, lengths)
+    nll = jnp.stack([_read_all(decoder, params, next_token_nll, x, labels) for x in states])
+    return jnp.where(predicted, nll, 0.0)
+
+
+def full_depth(decoder: Decoder) -> Uniform:
+    """Returns the policy that runs every layer for every token."""
+    return Uniform(depth=decoder.config.num_layers, name="full")
