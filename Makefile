@@ -111,6 +111,7 @@ $(PEERS)/.installed: benchmarks/requirements.txt constraints.txt
 lint: $(VENV)/.installed-all
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 
 types: $(VENV)/.installed-all
 	$(BIN)/pyright --pythonpath $(BIN)/python

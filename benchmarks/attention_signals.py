@@ -30,7 +30,7 @@ from utio_jax.calibration.studies import (
     rank_correlation,
     study_exits,
 )
-from utio_jax.staircase.base import layer_at
+from utio_jax.core.arrays import layer_at
 
 RECENT, SINKS = 66, 4
 NAMES = ("reach", "entropy", "largest weight", "heat of what it attends to")

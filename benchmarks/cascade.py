@@ -36,8 +36,9 @@ from utio_jax.decoding.loop import begin
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.state import DecodeState, stop_rules
 from utio_jax.decoding.throttle import Throttle
-from utio_jax.evaluation.evaluate import evaluate, run_score
+from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.depth import never_stops
+from utio_jax.staircase.score import run_score
 
 HISTORY = History(recent=98, sinks=4)
 

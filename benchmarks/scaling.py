@@ -36,9 +36,9 @@ import numpy as np
 from utio_jax import models
 from utio_jax.core.documents import sample_batches
 from utio_jax.core.flops import TokenCost, token_cost
-from utio_jax.evaluation.evaluate import run_score
 from utio_jax.models import Transformer, TransformerConfig
 from utio_jax.models.training.corpus import standard_library
+from utio_jax.staircase.score import run_score
 
 DEVICES = (8, 32, 128, 512, 1024)
 SHAPE_8B = TransformerConfig(

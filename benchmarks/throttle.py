@@ -40,8 +40,8 @@ from utio_jax.decoding.state import DecodeState, stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.policies.chance import Chance
 from utio_jax.policies.depth import never_stops
+from utio_jax.policies.signals import Chance
 from utio_jax.staircase.reference import dense_states
 
 MODEL = TransformerConfig(

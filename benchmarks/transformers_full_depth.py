@@ -23,9 +23,8 @@ from utio_jax import models
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.timing import time_programs
 from utio_jax.decoding.generate import generate
-from utio_jax.evaluation.evaluate import run_score
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.score import full_depth
+from utio_jax.staircase.score import full_depth, run_score
 
 PEER = "transformers"
 OURS = "utio_jax, full depth"

@@ -230,8 +230,8 @@ from functools import partial
 from utio_jax import Uniform, full_depth
 from utio_jax.benchmark.timing import time_programs
 from utio_jax.core.documents import sample_batches
-from utio_jax.evaluation.evaluate import evaluate, run_score
-from utio_jax.staircase.score import score_dense
+from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.staircase.score import run_score, score_dense
 
 (batch,), _ = sample_batches(
     unseen, rows=8, width=256, batches=1, vocab_size=config.vocab_size, seed=0

@@ -28,9 +28,9 @@ from jax.sharding import AxisType, PartitionSpec
 from tqdm.auto import tqdm
 
 from utio_jax import score
-from utio_jax.evaluation.evaluate import run_score
 from utio_jax.models import load
 from utio_jax.models.training.corpus import standard_library
+from utio_jax.staircase.score import run_score
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})

@@ -19,8 +19,7 @@ from utio_jax.attention.vertical_slash import SparseQueries
 from utio_jax.calibration.online import adapt
 from utio_jax.core.decoder import Decoder, DecoderConfig
 from utio_jax.core.documents import check_tokens
-from utio_jax.policies.base import Boundary, BucketPlan, Policy, Signal
-from utio_jax.policies.chance import Chance
+from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.policies.depth import GivenDepths, Random, Thresholded, Uniform
 from utio_jax.policies.importance import (
     attention_heat,
@@ -30,6 +29,7 @@ from utio_jax.policies.importance import (
 )
 from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
+    Chance,
     Entropy,
     MaxProbability,
     Patience,
@@ -41,7 +41,13 @@ from utio_jax.policies.signals import (
     surrogate_table,
 )
 from utio_jax.policies.wrappers import DepthFloor, KeepFirst, PositionDecay
-from utio_jax.staircase.buckets import Buckets, assign_buckets, bucket_tokens, run_buckets
+from utio_jax.staircase.buckets import (
+    BucketPlan,
+    Buckets,
+    assign_buckets,
+    bucket_tokens,
+    run_buckets,
+)
 from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches

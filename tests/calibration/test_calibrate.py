@@ -21,10 +21,10 @@ from utio_jax import Entropy, KeepFirst, PositionDecay
 from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
 from utio_jax.calibration.hindsight import oracle_policies
 from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
-from utio_jax.calibration.thresholds import Thresholds, fit_thresholds, leave_at
+from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.documents import Batch
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.policies.store import Calibration, load_calibration
+from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,9 @@ from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.goals import Budgets, MaxDisagreement, MaxLoss
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
-from utio_jax.calibration.thresholds import Thresholds
 from utio_jax.core.documents import Batch
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.policies.store import Calibration, load_calibration
+from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from helpers import cases
 from helpers.policies import DEPTHS, SIGNALS, scores_of
 
 from utio_jax import SoftmaxGap, Thresholded, Uniform, full_depth
+from utio_jax.accounting.flops import gate_flops
 from utio_jax.calibration.online import (
     OnlineThresholds,
     adapt,
@@ -25,8 +26,7 @@ from utio_jax.calibration.online import (
 )
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import pass_flops, token_cost
-from utio_jax.evaluation.evaluate import gate_flops, run_score
-from utio_jax.staircase.score import compare_states
+from utio_jax.staircase.score import compare_states, run_score
 
 RNG = np.random.default_rng
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from utio_jax.core.arrays import most_probable
 from utio_jax.decoding.sampling import (
     ACCEPT,
     DRAW,
@@ -19,7 +20,6 @@ from utio_jax.decoding.sampling import (
     TopK,
     TopP,
     draw,
-    most_probable,
     token_keys,
     verify_greedy,
     verify_sampling,

@@ -37,9 +37,8 @@ from utio_jax.decoding.throttle_attention import (
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds
-from utio_jax.policies.chance import Chance
 from utio_jax.policies.depth import Random, Thresholded, Uniform, never_stops
-from utio_jax.policies.signals import MaxProbability, Position, SignalBase, static
+from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase, static
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=5, sinks=2, heavy=4)

@@ -37,11 +37,12 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.decoding.state import stop_rules
 from utio_jax.devices.rows import Rows, place
-from utio_jax.evaluation.evaluate import evaluate, run_score, score_documents
+from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.models import load, save
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.signals import SoftmaxGap
+from utio_jax.staircase.score import run_score
 
 DEVICES = 8
 DEPTHS = (2, 4)

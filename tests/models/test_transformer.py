@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from utio_jax.attention.products import visible_keys
+from utio_jax.core.arrays import layer_at
 from utio_jax.core.decoder import Decoder
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.transformer import RMSNorm, Transformer, rotate
-from utio_jax.staircase.base import layer_at
 from utio_jax.staircase.reference import apply_layer, dense_states
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")

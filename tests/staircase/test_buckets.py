@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utio_jax.policies.base import BucketPlan
 from utio_jax.staircase.buckets import (
+    BucketPlan,
     Buckets,
     assign_buckets,
     bucket_tokens,

@@ -16,10 +16,10 @@ from helpers.models import Model, gated, plain_nll
 from helpers.policies import SurePasses, surrogate
 
 from utio_jax import score
+from utio_jax.core.arrays import map_head
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.staircase.base import map_head
 from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.microbatches import MicroBatches
 

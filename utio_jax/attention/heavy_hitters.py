@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.attention.history import History
 from utio_jax.attention.products import attention_received, visible_keys
+from utio_jax.core.arrays import flat, layer_at
 from utio_jax.core.decoder import Decoder, Params, Places
-from utio_jax.staircase.base import flat, layer_at
 
 
 def heavy_hitters(

@@ -24,11 +24,12 @@ from utio_jax.accounting.generation import generation_ledger
 from utio_jax.accounting.ledger import Ledger
 from utio_jax.attention.cache import init_cache
 from utio_jax.benchmark.timing import Timing, time_programs
+from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
-from utio_jax.decoding.sampling import Greedy, Sampling, most_probable
+from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.segments import block_at, run_segment
 
 STAGE_REPEATS = 32

@@ -25,8 +25,8 @@ from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.timing import time_programs
+from utio_jax.core.arrays import layer_at
 from utio_jax.decoding.segments import block_at, run_segment
-from utio_jax.staircase.base import layer_at
 
 Program = Callable[[], Any]
 

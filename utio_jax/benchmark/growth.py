@@ -16,9 +16,9 @@ from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Method, Subject, methods_of
 from utio_jax.benchmark.timing import Timing, time_programs
-from utio_jax.evaluation.evaluate import run_score
 from utio_jax.policies.depth import GivenDepths, Uniform
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.score import run_score
 
 AXES = ("prompt", "layers", "batch", "context", "buckets", "block")
 

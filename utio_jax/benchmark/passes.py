@@ -17,8 +17,7 @@ from utio_jax.benchmark.rows import Bench, Group, plan, quality_of, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.scoring import Entry, Measured, measure_entries
 from utio_jax.benchmark.subjects import Method, Subject, full_method, methods_of
-from utio_jax.evaluation.evaluate import run_score
-from utio_jax.staircase.score import score_dense
+from utio_jax.staircase.score import run_score, score_dense
 
 run_dense = jax.jit(score_dense, static_argnums=0)
 """The plain full-depth program."""

@@ -17,13 +17,13 @@ from utio_jax.benchmark.timing import Timing, routing_only, time_programs
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import conditions
-from utio_jax.evaluation.evaluate import Quality, evaluate, run_score
+from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Uniform
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV
-from utio_jax.staircase.score import Comparison, full_depth, score_dense
+from utio_jax.staircase.score import Comparison, full_depth, run_score, score_dense
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from utio_jax.accounting.flops import attention_flops
 from utio_jax.attention.history import History
 from utio_jax.benchmark.passes import run_dense
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
@@ -20,13 +21,11 @@ from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.timing import Timing, time_programs
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
-from utio_jax.evaluation.evaluate import run_score
-from utio_jax.policies.chance import Chance
-from utio_jax.policies.signals import Position
+from utio_jax.policies.signals import Chance, Position
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.score import full_depth
-from utio_jax.staircase.sparse import SparseAttention, attention_flops
+from utio_jax.staircase.score import full_depth, run_score
+from utio_jax.staircase.sparse import SparseAttention
 
 HISTORY = History(recent=256, sinks=4, heavy=60)
 

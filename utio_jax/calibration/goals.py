@@ -11,10 +11,10 @@ import numpy as np
 
 from utio_jax.calibration.risk import check_units, control, group_near_duplicates, risks_of_groups
 from utio_jax.calibration.search import ThresholdSearch
-from utio_jax.calibration.thresholds import Thresholds
 from utio_jax.core.documents import Batch, batches_of, windows_of
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.base import Signal
+from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.score import Comparison
 
 _HALVINGS = 6  # Of the range of budgets: steps of about 1 % of a full pass.

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.calibration.studies import ExitStudy, predicted_tokens
-from utio_jax.calibration.thresholds import Thresholds, fit_thresholds, leave_at
+from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.policies.depth import GivenDepths
+from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 

@@ -31,16 +31,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.calibration.studies import collect
+from utio_jax.core.arrays import flat, map_head
 from utio_jax.core.decoder import Decoder, Params, read_exit, reads_exits
 from utio_jax.core.documents import Batch
-from utio_jax.evaluation.evaluate import run_score
+from utio_jax.core.work import Work
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded
-from utio_jax.staircase.base import Executor, Work, flat, map_head
+from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
-from utio_jax.staircase.score import Scores, labels_of, next_token_nll
+from utio_jax.staircase.score import Scores, labels_of, next_token_nll, run_score
 
 _EVIDENCE = 40  # Disagreements that the memory must hold at the target, or thresholds would jitter.
 

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from utio_jax.accounting.flops import gate_flops
 from utio_jax.accounting.ledger import convex_hull
 from utio_jax.calibration.studies import ExitStudy, collect, collect_scores, predicted_tokens
-from utio_jax.calibration.thresholds import Thresholds, fit_thresholds, leave_at
+from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import depth_flops, pass_flops, token_cost
 from utio_jax.devices.processes import Arrays, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, place
-from utio_jax.evaluation.evaluate import gate_flops, run_score
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import GivenDepths, Thresholded
+from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.base import Executor
-from utio_jax.staircase.score import full_depth
+from utio_jax.staircase.score import full_depth, run_score
 
 _FIT_BATCHES = 8  # 65,000 tokens of the shipped model: plenty for a handful of thresholds.
 _PASS_BATCHES = 4  # Each real pass over these tries one set of thresholds.

@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from utio_jax.core.arrays import flat, map_head
 from utio_jax.core.decoder import Decoder, Params, read_exit
 from utio_jax.core.documents import Batch
 from utio_jax.devices.processes import Arrays, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, StackedRows, over_rows, place
 from utio_jax.policies.base import Boundary, Signal
-from utio_jax.staircase.base import flat, map_head
 from utio_jax.staircase.reference import dense_states, positions_of
 from utio_jax.staircase.score import compare_logits, labels_of
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill
+from utio_jax.core.arrays import flat, most_probable
 from utio_jax.core.decoder import Decoder, read_exit, reads_exits
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow
@@ -31,14 +32,12 @@ from utio_jax.decoding.sampling import (
     DRAW,
     REPLACE,
     Greedy,
-    most_probable,
     token_keys,
     verify_greedy,
     verify_sampling,
 )
 from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
-from utio_jax.staircase.base import flat
 
 
 @jax.tree_util.register_dataclass

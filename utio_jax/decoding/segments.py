@@ -16,8 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill, read, write
 from utio_jax.attention.products import attend, visible_keys
+from utio_jax.core.arrays import flat, layer_at
 from utio_jax.core.decoder import Decoder, Params, Places
-from utio_jax.staircase.base import flat, layer_at
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""

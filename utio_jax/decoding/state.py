@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache
-from utio_jax.staircase.base import Work
+from utio_jax.core.work import Work
 
 REASONS = ("running", "eos", "stop", "length")
 """Why a row ended, indexed by `DecodeState.reason`."""

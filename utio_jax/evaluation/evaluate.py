@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from utio_jax.accounting.flops import attention_flops, gate_flops
 from utio_jax.accounting.guardrails import check_worthwhile
 from utio_jax.accounting.profit import Profit
 from utio_jax.accounting.quality import Quality, pack, unpack
@@ -22,15 +23,19 @@ from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
 from utio_jax.devices.processes import Arrays, Shards, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, check_mesh, place
 from utio_jax.policies.base import Policy
-from utio_jax.staircase.base import Executor, Work
+from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV
-from utio_jax.staircase.score import Comparison, Scores, compare_states, full_depth, score
-from utio_jax.staircase.sparse import SparseAttention, attention_flops
+from utio_jax.staircase.score import (
+    Comparison,
+    Scores,
+    compare_states,
+    full_depth,
+    run_score,
+)
+from utio_jax.staircase.sparse import SparseAttention
 
-# Timing runs the same program, and must not compile it again.
-run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor", "mesh"))
 _compare = jax.jit(compare_states, static_argnums=0, static_argnames="mesh")
 
 
@@ -159,13 +164,6 @@ def _sparse_layers(found: Scores, policy: Policy, rows: int) -> np.ndarray | int
 def _first(rows: int, tree: Any) -> Any:
     """Returns the arrays on the host, without the rows that fill up a mesh."""
     return jax.tree.map(lambda each: np.asarray(each)[:rows], tree)
-
-
-def gate_flops(decoder: Decoder, params: Params, policy: Policy, work: Work) -> float:
-    """Returns the FLOPs of a pass's decisions, without the heads that they looked at."""
-    per_slot = [policy.flops(index, decoder, params) for index in range(len(policy.depths) - 1)]
-    decisions = np.atleast_2d(work.decisions).sum(axis=0)  # Of all devices.
-    return float(sum(f * float(n) for f, n in zip(per_slot, decisions, strict=False)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

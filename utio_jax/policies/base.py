@@ -11,43 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core.decoder import Decoder, Params, check_depths
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BucketPlan:
-    """What is static about bucketing. Nothing in it depends on scores: new ones never recompile.
-
-    Attributes:
-      depths: one depth per bucket, strictly increasing, in layers.
-      min_bucket: blocks hold this many items; a bucket's last block is padded up to it.
-    """
-
-    depths: tuple[int, ...]
-    min_bucket: int = 64
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "depths", check_depths(self.depths))
-        check_min_bucket(self.min_bucket)
-
-    @property
-    def num_buckets(self) -> int:
-        """Buckets, shallowest first."""
-        return len(self.depths)
-
-
-def check_min_bucket(min_bucket: int) -> int:
-    """Returns `min_bucket`, once it is known to be a positive integer.
-
-    Raises:
-      ValueError: it is not.
-    """
-    if isinstance(min_bucket, bool) or not isinstance(min_bucket, int) or min_bucket < 1:
-        raise ValueError(
-            f"Wanted a min_bucket of at least 1, in items. Got min_bucket={min_bucket!r}. "
-            "Good sizes: 64 on a CPU, a few hundred on accelerators."
-        )
-    return min_bucket
+from utio_jax.core.decoder import Decoder, Params
 
 
 @jax.tree_util.register_dataclass

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import Decoder, Params, check_depths
-from utio_jax.decoding.sampling import draw_per_token
 from utio_jax.policies.base import Boundary, Signal, exceeds
-from utio_jax.policies.signals import Position
+from utio_jax.policies.signals import Position, draw_per_token
 
 
 def _static(**kwargs: Any) -> Any:

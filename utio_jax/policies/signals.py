@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.sampling import most_probable
 from utio_jax.policies.base import Boundary
 from utio_jax.policies.importance import embedding_outlier, predictive_entropy
 
@@ -311,3 +311,37 @@ def exit_index(exits: tuple[int, ...], depth: int, name: str) -> int:
             f"Got depth={depth}."
         )
     return exits.index(depth)
+
+
+def draw_per_token(
+    key: PRNGKeyArray, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+) -> Float[Array, "batch token"]:
+    """Returns a draw from [0, 1) per token, by the key, its position and its id alone."""
+
+    def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, token_id), position))
+
+    return jax.vmap(jax.vmap(draw))(token_ids, positions)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chance(SignalBase):
+    """The control: a draw from [0, 1) per token, the same at every boundary. Before the pass, free.
+
+    Attributes:
+      key: a PRNG key.
+    """
+
+    key: PRNGKeyArray
+    name: str = static(default="chance")
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Float[Array, "batch token"]:
+        return draw_per_token(self.key, token_ids, positions)
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return memory, memory

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from utio_jax.calibration.thresholds import Thresholds
 from utio_jax.core.files import load_tensors, nest, read_owned, save_tensors
 from utio_jax.policies import learned, signals, wrappers
 from utio_jax.policies.base import Policy, Signal
@@ -195,3 +195,56 @@ def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) ->
             fields[name] = tuple(value) if isinstance(value, list) else value
     weights = {name: jnp.asarray(v) for name, v in tensors.items() if name not in fields}
     return _TYPES[description["type"]](**fields, **weights)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Which exits a policy uses, and up to which score tokens leave there.
+
+    Attributes:
+      depths: exits in use, the last layer included.
+      thresholds: one per exit but the last.
+      fractions: share of tokens that stop at each depth, on the calibration text.
+    """
+
+    depths: tuple[int, ...]
+    thresholds: tuple[float, ...]
+    fractions: tuple[float, ...]
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """Returns what JSON can hold: a threshold of -inf, at which nobody stops, becomes null."""
+        thresholds = [None if t == -np.inf else t for t in self.thresholds]
+        return {
+            "depths": list(self.depths),
+            "thresholds": thresholds,
+            "fractions": list(self.fractions),
+        }
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Sequence[Any]]) -> Thresholds:
+        """Returns what `to_json` was given."""
+        return cls(
+            depths=tuple(stored["depths"]),
+            thresholds=tuple(-np.inf if t is None else t for t in stored["thresholds"]),
+            fractions=tuple(stored["fractions"]),
+        )
+
+    def over(self, depths: Sequence[int]) -> Thresholds:
+        """Returns the same decisions over more exits, at which nobody stops."""
+        thresholds = dict(zip(self.depths, (*self.thresholds, np.inf), strict=True))
+        fractions = dict(zip(self.depths, self.fractions, strict=True))
+        return Thresholds(
+            depths=tuple(depths),
+            thresholds=tuple(thresholds.get(depth, -np.inf) for depth in depths[:-1]),
+            fractions=tuple(fractions.get(depth, 0.0) for depth in depths),
+        )
+
+    def used(self) -> Thresholds:
+        """Returns the same decisions without exits at which nobody stops, the last in use apart."""
+        kept = [d for d, threshold in enumerate(self.thresholds) if threshold > -np.inf]
+        kept.append(len(self.thresholds))
+        return Thresholds(
+            depths=tuple(self.depths[d] for d in kept),
+            thresholds=tuple(self.thresholds[d] for d in kept[:-1]),
+            fractions=tuple(self.fractions[d] for d in kept),
+        )

@@ -22,7 +22,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.policies.base import BucketPlan
+from utio_jax.core.decoder import check_depths
+from utio_jax.staircase.base import check_min_bucket
 
 
 @jax.tree_util.register_dataclass
@@ -320,3 +321,25 @@ def _merge_small(bucket: Int[Array, " item"], plan: BucketPlan) -> Int[Array, " 
         small: Bool[Array, ""] = jnp.sum(bucket == index) < plan.min_bucket
         bucket = jnp.where((bucket == index) & small, index + 1, bucket)
     return bucket
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """What is static about bucketing. Nothing in it depends on scores: new ones never recompile.
+
+    Attributes:
+      depths: one depth per bucket, strictly increasing, in layers.
+      min_bucket: blocks hold this many items; a bucket's last block is padded up to it.
+    """
+
+    depths: tuple[int, ...]
+    min_bucket: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depths", check_depths(self.depths))
+        check_min_bucket(self.min_bucket)
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets, shallowest first."""
+        return len(self.depths)

@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache
 from utio_jax.attention.products import attend, visible_keys
 from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.arrays import flat, layer_at
 from utio_jax.core.decoder import Decoder, Params, Places
-from utio_jax.policies.base import check_min_bucket
-from utio_jax.staircase.base import Work, flat, layer_at
+from utio_jax.core.work import Work
+from utio_jax.staircase.base import check_min_bucket
 
 
 @jax.tree_util.register_dataclass

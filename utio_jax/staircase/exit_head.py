@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from utio_jax.core.arrays import map_head
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.staircase.base import Executor, map_head
+from utio_jax.staircase.base import Executor
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,11 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.arrays import map_head
 from utio_jax.core.decoder import Decoder, Params, check_depths, read_exit, reads_exits
+from utio_jax.core.work import SparseWork, Work, stack_work
 from utio_jax.policies.base import Boundary, Policy
-from utio_jax.staircase.base import Executor, SparseWork, Work, map_head, stack_work
+from utio_jax.staircase.base import Executor
 from utio_jax.staircase.exit_head import Readout, map_logits, where_read
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, check_kv, positions_of

@@ -14,9 +14,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, write_prompt
 from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.arrays import flat, layer_at
 from utio_jax.core.decoder import Decoder, Params, Places
-from utio_jax.policies.base import check_min_bucket
-from utio_jax.staircase.base import Work, flat, layer_at
+from utio_jax.core.work import Work
+from utio_jax.staircase.base import check_min_bucket
 from utio_jax.staircase.query_blocks import QueryBlocks, attend_blocks, cover
 
 

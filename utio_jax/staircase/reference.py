@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.products import attend, visible_keys
 from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.arrays import flat, layer_at
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places, read_exit, reads_exits
-from utio_jax.staircase.base import flat, layer_at
 
 FrozenKV = Literal["propagate", "drop", "full"]
 """What others see of a token at layers beyond its depth: K/V projected from its frozen state,

@@ -15,12 +15,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.core.arrays import flat, map_head, most_probable
 from utio_jax.core.decoder import Decoder, Params, read_exit
-from utio_jax.decoding.sampling import most_probable
+from utio_jax.core.work import Work
 from utio_jax.devices.rows import Rows, over_rows
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Uniform
-from utio_jax.staircase.base import Executor, Work, flat, map_head
+from utio_jax.staircase.base import Executor
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -266,3 +267,7 @@ def exit_nll(
 def full_depth(decoder: Decoder) -> Uniform:
     """Returns the policy that runs every layer for every token."""
     return Uniform(depth=decoder.config.num_layers, name="full")
+
+
+# Timing runs the same program, and must not compile it again.
+run_score = jax.jit(score, static_argnums=0, static_argnames=("kv", "executor", "mesh"))

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Array helpers that several rooms share: the head in blocks, one layer of a stack, flat axes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import Decoder, LayerParams, Params
+
+
+def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
+    """Returns the first index of the largest entry; 0 where an entry is NaN.
+
+    Two vectorised reductions: on CPU `jnp.argmax` is one that is not (39 us against 10 for eight
+    rows of 2,048, two cores, jax 0.10.2).
+
+    >>> most_probable(jnp.array([[0.0, 2.0, 2.0], [1.0, -1.0, 0.5]]))
+    Array([1, 0], dtype=int32)
+    """
+    index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    below = logits < jnp.max(logits, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(below, logits.shape[-1], index), axis=-1)
+
+
+def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerParams:
+    """Returns one layer's parameters.
+
+    Loops index the stack rather than scan over `layers[:depth]`: the slice copies the weights on
+    every call (28 ms against 4 for 6 of 12 layers), indexing reads one layer where it is.
+    """
+    return jax.tree.map(
+        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
+        decoder.layers(params),
+    )
+
+
+# Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] not.
+_HEAD_BLOCK = 128
+
+
+def map_head(
+    decoder: Decoder,
+    params: Params,
+    function: Callable[..., Any],
+    x: Float[Array, "slot dim"],
+    *arrays: Array,
+) -> Any:
+    """Returns `function(logits, *arrays)` of states, `[slot, ...]` each, a few logits at a time."""
+
+    def block(x: jax.Array, *arrays: jax.Array) -> Any:
+        return function(decoder.unembed(params, x).astype(jnp.float32), *arrays)
+
+    total = x.shape[0]
+    if total <= _HEAD_BLOCK:
+        return block(x, *arrays)
+    missing = -total % _HEAD_BLOCK
+    blocks = [
+        jnp.pad(a, ((0, missing),) + ((0, 0),) * (a.ndim - 1)).reshape(
+            -1, _HEAD_BLOCK, *a.shape[1:]
+        )
+        for a in (x, *arrays)
+    ]
+    mapped = jax.lax.map(lambda xs: block(*xs), tuple(blocks))
+    return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[:total], mapped)
+
+
+def flat(tree: Any) -> Any:
+    """Returns a pytree with its two leading axes merged: one 2D GEMM beats a batched 3D one."""
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
