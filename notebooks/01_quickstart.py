@@ -125,9 +125,9 @@ plt.show()
 # routing saves. A batch of a few thousand tokens, further below, hardly notices.
 
 # %%
-from utio_jax import oracle
+from utio_jax import reference_states
 
-slow = jax.jit(oracle, static_argnums=0)(
+slow = jax.jit(reference_states, static_argnums=0)(
     model.decoder, model.params, token_ids, lengths, found.depths
 )
 print(f"largest difference to the oracle: {abs(found.x - slow).max():.1e}")
@@ -227,7 +227,7 @@ plt.show()
 # %%
 from functools import partial
 
-from utio_jax import Uniform, full_depth
+from utio_jax import full_depth, uniform
 from utio_jax.benchmark.timing import time_programs
 from utio_jax.core.documents import sample_batches
 from utio_jax.evaluation.evaluate import evaluate
@@ -238,8 +238,8 @@ from utio_jax.staircase.score import run_score, score_dense
 )
 policies = {
     "full depth": full_depth(model.decoder),
-    "uniform: 8 layers": Uniform(depth=8),
-    "uniform: 10 layers": Uniform(depth=10),
+    "uniform: 8 layers": uniform(8),
+    "uniform: 10 layers": uniform(10),
     "random, 60 %": model.calibration.policy("random", 0.6),
     "UTIO surrogate, 60 %": model.calibration.policy("utio_surrogate", 0.6),
     "learned gate, 60 %": model.calibration.policy("learned", 0.6),

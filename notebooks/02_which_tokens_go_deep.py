@@ -115,7 +115,7 @@ def kind_of_pieces(source, offsets):
 
 
 rows, kinds = [], []
-for file in sorted(Path(utio_jax.__file__).parent.glob("*.py")):
+for file in sorted(Path(utio_jax.__file__).parent.rglob("*.py")):
     source = file.read_text()
     encoded = model.tokenizer.encode(source, add_special_tokens=False)
     middle = len(encoded.ids) // 2

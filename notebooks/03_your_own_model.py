@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm.auto import tqdm
 
-from utio_jax import DecoderConfig, GivenDepths, Uniform, score
+from utio_jax import DecoderConfig, given_depths, score, uniform
 from utio_jax.attention.products import attend, visible_keys
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
@@ -102,7 +102,7 @@ def check(decoder, params, own_layer):
 
     run = jax.jit(score, static_argnums=0)
     for depth in (LAYERS, 2):
-        policy = GivenDepths(depth_of_token=jnp.full((1, 20), depth), depths=(2, LAYERS))
+        policy = given_depths(jnp.full((1, 20), depth), depths=(2, LAYERS))
         found = run(decoder, params, ids, jnp.asarray([20]), policy).log_likelihood[0, :-1]
         difference = abs(found - own(params)).max()
         print(f"{depth} layers: differs from the model's own {LAYERS} by ", end="")
@@ -238,8 +238,10 @@ from utio_jax import dense_states
 from utio_jax.core.files import load_tensors
 from utio_jax.models import load
 
-root = next(folder for folder in Path.cwd().parents if (folder / "tests/huggingface").is_dir())
-folder = root / "tests/huggingface/qwen3"
+root = next(
+    folder for folder in Path.cwd().parents if (folder / "tests/models/huggingface").is_dir()
+)
+folder = root / "tests/models/huggingface/qwen3"
 qwen = load(folder, exits=(1, 2, 3))
 reference = load_tensors(folder / "reference.safetensors")
 ids = jnp.asarray(reference["token_ids"])
@@ -322,7 +324,7 @@ full = (
         trained.params,
         text[0].token_ids,
         text[0].lengths,
-        Uniform(depth=trained.decoder.config.num_layers),
+        uniform(trained.decoder.config.num_layers),
     ).log_likelihood.sum()
     / study.predicted.sum()
 )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adaptive depth for transformers in JAX: tokens that are easy stop early, in static-shape blocks.
 
-    from utio_jax import score, Uniform                 # one pass with a depth per token
+    from utio_jax import score, uniform                 # one pass with a depth per token
     from utio_jax import bucket_tokens, run_buckets     # independent items
     from utio_jax.models import load                    # the shipped model
 
@@ -13,14 +13,13 @@ Depths count layers; scores and thresholds are in nats unless they say otherwise
 """
 
 from utio_jax.accounting.ledger import Ledger
-from utio_jax.attention.fused_slash import attend_vertical_slash
+from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.history import History
-from utio_jax.attention.vertical_slash import SparseQueries
 from utio_jax.calibration.online import adapt
 from utio_jax.core.decoder import Decoder, DecoderConfig
 from utio_jax.core.documents import check_tokens
 from utio_jax.policies.base import Boundary, Policy, Signal
-from utio_jax.policies.depth import GivenDepths, Random, Thresholded, Uniform
+from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 from utio_jax.policies.importance import (
     attention_heat,
     embedding_outlier,
@@ -51,7 +50,7 @@ from utio_jax.staircase.buckets import (
 from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import dense_states, oracle
+from utio_jax.staircase.reference import dense_states, reference_states
 from utio_jax.staircase.score import Scores, exit_nll, full_depth, score
 from utio_jax.staircase.sparse import SparseAttention
 
@@ -65,7 +64,6 @@ __all__ = [
     "DecoderConfig",
     "DepthFloor",
     "Entropy",
-    "GivenDepths",
     "Hazard",
     "History",
     "KeepFirst",
@@ -78,7 +76,6 @@ __all__ = [
     "Position",
     "PositionDecay",
     "PromptRouter",
-    "Random",
     "Scores",
     "Signal",
     "SoftmaxGap",
@@ -89,11 +86,9 @@ __all__ = [
     "StateSimilarity",
     "Thresholded",
     "TokenSurrogate",
-    "Uniform",
     "UtioSurrogate",
     "adapt",
     "assign_buckets",
-    "attend_vertical_slash",
     "attention_heat",
     "bucket_tokens",
     "check_tokens",
@@ -102,11 +97,14 @@ __all__ = [
     "exit_nll",
     "fit_capacities",
     "full_depth",
-    "oracle",
+    "given_depths",
     "predictive_entropy",
+    "random_depths",
+    "reference_states",
     "run_buckets",
     "score",
     "staircase",
     "surrogate_importance",
     "surrogate_table",
+    "uniform",
 ]

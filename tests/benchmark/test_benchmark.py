@@ -19,7 +19,7 @@ import pytest
 from utio_jax.accounting.profit import Rates, expected_stages
 from utio_jax.benchmark.environment import describe
 from utio_jax.benchmark.execution import layer_programs, stop_programs
-from utio_jax.benchmark.passes import given_depths, memory_of, score_group
+from utio_jax.benchmark.passes import dealt_depths, memory_of, score_group
 from utio_jax.benchmark.predictions import Score, predict
 from utio_jax.benchmark.profitability import profit_group
 from utio_jax.benchmark.results import Recorder, read_results
@@ -307,7 +307,7 @@ def test_memory_is_what_the_compiled_program_holds() -> None:
 
 
 def test_the_depths_of_a_histogram_are_exactly_its_shares() -> None:
-    depths = given_depths({1: 0.25, 2: 0.0, 4: 0.75}, (3, 8))
+    depths = dealt_depths({1: 0.25, 2: 0.0, 4: 0.75}, (3, 8))
     assert depths.shape == (3, 8)
     assert [*np.unique(depths, return_counts=True)[1]] == [6, 18]
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.models import gated
 from helpers.texts import EXECUTOR, batches
 
-from utio_jax import Ledger, Random
+from utio_jax import Ledger, random_depths
 from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure, uniform_hull
 from utio_jax.benchmark.timing import count_compiles, routing_only, time_programs
 
@@ -62,7 +62,7 @@ def test_routing_only_touches_each_live_token_once_a_layer() -> None:
 
 def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None:
     policy = gated(tiny)
-    dealt = Random(fractions=jnp.asarray([0.4, 0.3, 0.3]), key=jax.random.key(0), depths=(1, 2, 4))
+    dealt = random_depths(jnp.asarray([0.4, 0.3, 0.3]), key=jax.random.key(0), depths=(1, 2, 4))
     entries = [
         *control_entries(tiny.decoder),
         Entry(policy=policy, budget=0.7),

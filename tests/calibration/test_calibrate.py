@@ -19,11 +19,12 @@ from helpers.models import plain_nll
 
 from utio_jax import Entropy, KeepFirst, PositionDecay
 from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
-from utio_jax.calibration.hindsight import oracle_policies
+from utio_jax.calibration.hindsight import hindsight_policies
 from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.documents import Batch
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.policies.signals import DepthTable
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 
@@ -282,7 +283,7 @@ def test_a_study_holds_the_divergences_and_the_harm_of_the_exits(
 @pytest.mark.parametrize("by", ["kl", "loss"])
 def test_oracles_know_the_harm_of_every_exit(tiny: Any, by: Any, text: list[Batch]) -> None:
     studies = study_exits(tiny.decoder, tiny.params, text)
-    policies = oracle_policies(
+    policies = hindsight_policies(
         tiny.decoder, tiny.params, studies, by=by, budget=0.8, executor=EXECUTOR
     )
     harms, blind, shares = [], [], []
@@ -291,7 +292,9 @@ def test_oracles_know_the_harm_of_every_exit(tiny: Any, by: Any, text: list[Batc
         assert not policy.causal
         harm = (study.kl if by == "kl" else study.harm)[:, study.predicted]
         exits = np.asarray(tiny.decoder.config.exits)
-        left = np.searchsorted(exits, np.asarray(policy.depth_of_token)[study.predicted])
+        assert isinstance(policy.signal, DepthTable)
+        depths = np.asarray(policy.signal.depth_of_token)
+        left = np.searchsorted(exits, depths[study.predicted])
         harms.append(harm[left, np.arange(left.size)])
         blind.append(harm[np.random.default_rng(0).permutation(left), np.arange(left.size)])
         row = evaluate(tiny.decoder, tiny.params, [study.batch], {"": policy}, executor=EXECUTOR)
@@ -304,7 +307,7 @@ def test_impossible_oracles_are_refused(
     tiny: Any, unchecked_shapes: None, text: list[Batch]
 ) -> None:
     ask = partial(
-        oracle_policies,
+        hindsight_policies,
         tiny.decoder,
         tiny.params,
         study_exits(tiny.decoder, tiny.params, text),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers.cases import EXECUTOR
 
-from utio_jax import Patience, Uniform
+from utio_jax import Patience, uniform
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.goals import Budgets, MaxDisagreement, MaxLoss
@@ -49,7 +49,7 @@ def test_what_exits_lose_is_what_uniform_loses(tiny: Any, search: Any) -> None:
     tried = [search[0].studies[number].batch for number in search[0]._tried]
     for depth, lost in found.items():
         row = evaluate(
-            tiny.decoder, tiny.params, tried, {"": Uniform(depth=int(depth))}, executor=EXECUTOR
+            tiny.decoder, tiny.params, tried, {"": uniform(int(depth))}, executor=EXECUTOR
         )[""].ledger("uniform", budget=None, num_layers=4)
         assert lost == pytest.approx(row.nll_increase_pct, abs=0.05)
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from utio_jax.core.decoder import Decoder, DecoderConfig, check_depths
-from utio_jax.policies.depth import GivenDepths
+from utio_jax.policies.depth import given_depths
 from utio_jax.staircase.loop import staircase
-from utio_jax.staircase.reference import dense_states, oracle
+from utio_jax.staircase.reference import dense_states, reference_states
 
 SIZES: dict[str, Any] = {
     "vocab_size": 23,
@@ -159,10 +159,10 @@ def test_another_architecture_runs_the_staircase_as_the_oracle_says(gpt, kv):
     decoder, params = gpt
     ids, lengths = jnp.asarray(IDS), jnp.asarray(LENGTHS)
     depths = np.random.default_rng(2).choice([1, 2, 4], IDS.shape).astype(np.int32)
-    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=(1, 2, 4))
+    policy = given_depths(jnp.asarray(depths), depths=(1, 2, 4))
     run = jax.jit(staircase, static_argnames=("decoder", "kv"))
     result = run(decoder, params, ids, lengths, policy, kv=kv)
-    expected = oracle(decoder, params, ids, lengths, jnp.asarray(depths), kv=kv)
+    expected = reference_states(decoder, params, ids, lengths, jnp.asarray(depths), kv=kv)
     for row, length in enumerate(LENGTHS):
         assert result.depths[row, :length].tolist() == depths[row, :length].tolist()
         np.testing.assert_allclose(

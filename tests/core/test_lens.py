@@ -15,14 +15,14 @@ import pytest
 from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
 from helpers.models import Model
 
-from utio_jax import CapacityPrefix, GivenDepths, Uniform, exit_nll, full_depth, score
+from utio_jax import CapacityPrefix, exit_nll, full_depth, given_depths, score, uniform
 from utio_jax.accounting.generation import spent_on
 from utio_jax.calibration.advice import advise, best_drafting
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.studies import study_exits
-from utio_jax.core.decoder import read_exit
+from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens
@@ -79,7 +79,7 @@ def test_the_head_reads_the_map_and_others_see_the_state(
     bare: Model, model: Model, lens: Lens, kv: str
 ) -> None:
     ids, lengths, depths = drawn(model)
-    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=EXITS)
+    policy = given_depths(jnp.asarray(depths), depths=EXITS)
     plain = run_oracle(bare.decoder, bare.params, ids, lengths, depths, kv=kv)
     wanted = run_oracle(model.decoder, model.params, ids, lengths, depths, kv=kv)
     found = run_staircase(
@@ -94,7 +94,7 @@ def test_the_head_reads_the_map_and_others_see_the_state(
 
 def test_each_early_token_is_mapped_once(model: Model) -> None:
     ids, lengths, depths = drawn(model)
-    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=EXITS)
+    policy = given_depths(jnp.asarray(depths), depths=EXITS)
     found = run_staircase(
         model.decoder, model.params, ids, lengths, policy, kv="propagate", executor=EXECUTOR
     )
@@ -127,7 +127,7 @@ def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
     states = run_dense(model.decoder, model.params, ids, lengths, depths=EXITS)
     if threshold == -np.inf:  # Nobody stops: nothing is mapped but for looking.
         assert np.all(np.asarray(found.depths)[found.depths > 0] == 4)
-    seen = read_exit(model.decoder, model.params, states[0], 1)
+    seen = apply_exit_lens(model.decoder, model.params, states[0], 1)
     logp = jax.nn.log_softmax(model.decoder.unembed(model.params, seen))
     entropy = np.asarray(-jnp.sum(jnp.exp(logp) * logp, axis=-1))
     real = np.arange(17) < np.asarray(lengths)[:, None]
@@ -158,7 +158,7 @@ def test_every_way_to_read_an_exit_agrees(model: Model, text: list[Batch]) -> No
         model.decoder,
         model.params,
         [batch],
-        {str(depth): Uniform(depth=depth) for depth in EXITS},
+        {str(depth): uniform(depth) for depth in EXITS},
         executor=EXECUTOR,
     )
     for row, depth in enumerate(EXITS):
@@ -167,7 +167,7 @@ def test_every_way_to_read_an_exit_agrees(model: Model, text: list[Batch]) -> No
 
 def test_gradients_reach_the_maps_through_a_static_prefix(model: Model) -> None:
     ids, lengths, depths = drawn(model)
-    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=EXITS)
+    policy = given_depths(jnp.asarray(depths), depths=EXITS)
 
     @jax.jit
     @jax.grad
@@ -213,12 +213,12 @@ def test_maps_of_a_silent_policy_run_where_a_row_stops(model: Model) -> None:
         model.decoder,
         model.params,
         prompts,
-        mode=Adaptive(policy=Uniform(depth=2)),
+        mode=Adaptive(policy=uniform(2)),
         max_new_tokens=6,
     )
     assert found.exit_maps.tolist() == [5], "the first token is prefill's"
     cost = token_cost(model.decoder, model.params)
-    spent = spent_on(model.decoder, model.params, Adaptive(policy=Uniform(depth=2)), prompts, found)
+    spent = spent_on(model.decoder, model.params, Adaptive(policy=uniform(2)), prompts, found)
     assert spent.flops_extra == pytest.approx(5 * cost.exit_map)
 
 
@@ -299,7 +299,7 @@ def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
         lensed(bare.decoder, bare.params, narrow)
     decoder, params = lensed(bare.decoder, bare.params, lens)
     with pytest.raises(ValueError, match="fitted for"):
-        read_exit(decoder, params, jnp.zeros((2, bare.decoder.config.embed_dim)), 3)
+        apply_exit_lens(decoder, params, jnp.zeros((2, bare.decoder.config.embed_dim)), 3)
     stock = type(bare.decoder)(dataclasses.replace(bare.decoder.config, exits=(4,)))
     with pytest.raises(ValueError, match="exit before its last layer"):
         fit_lens(stock, bare.params, text)

@@ -30,13 +30,13 @@ from utio_jax.decoding.generate import stream
 from utio_jax.decoding.loop import Lengths, advance, begin
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.decoding.state import stop_rules
-from utio_jax.policies.depth import GivenDepths, Random, Uniform
+from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 
 DEPTHS = (1, 2, 4)
 
 
-def random_policy(*fractions: float) -> Random:
-    return Random(fractions=jnp.asarray(fractions), key=jax.random.key(1), depths=DEPTHS)
+def random_policy(*fractions: float) -> Thresholded:
+    return random_depths(jnp.asarray(fractions), key=jax.random.key(1), depths=DEPTHS)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
 
 @pytest.mark.slow
 def test_uniform_truncates_the_model(model):
-    result = run(model, mode=Adaptive(policy=Uniform(depth=2)))
+    result = run(model, mode=Adaptive(policy=uniform(2)))
     assert_greedy(model, result, kv="propagate")
     np.testing.assert_array_equal(result.token_layers, [39 * 2] * 3)
 
@@ -334,15 +334,15 @@ def test_bad_input_is_refused(model, case):
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_modes_that_do_not_fit_are_refused(model):
-    given = GivenDepths(depth_of_token=jnp.ones((3, 8), jnp.int32), depths=DEPTHS)
+    given = given_depths(jnp.ones((3, 8), jnp.int32), depths=DEPTHS)
     with pytest.raises(ValueError, match=r"causal policy.*'given'"):
         run(model, mode=Adaptive(policy=given))
     with pytest.raises(ValueError, match="4 layers"):
-        run(model, mode=Adaptive(policy=Uniform(depth=5)))
+        run(model, mode=Adaptive(policy=uniform(5)))
     with pytest.raises(ValueError, match="one of 'propagate'"):
-        Adaptive(policy=Uniform(depth=2), kv="zeros")  # pyright: ignore[reportArgumentType]
+        Adaptive(policy=uniform(2), kv="zeros")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="catch_up of at least 1"):
-        Adaptive(policy=Uniform(depth=2), catch_up=0)
+        Adaptive(policy=uniform(2), catch_up=0)
     with pytest.raises(ValueError, match="prompt_step=0"):
         Lengths(prompt_step=0)
     with pytest.raises(ValueError, match="at least one token"):

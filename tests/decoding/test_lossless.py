@@ -327,9 +327,6 @@ def test_the_controller_counts_what_was_verified_and_forgets():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_forbidden_combinations(model):
-    for kv in ("propagate", "drop"):
-        with pytest.raises(ValueError, match=f'Wanted kv="full".*{kv}.*Use Adaptive'):
-            Lossless(exit=2, kv=kv)
     with pytest.raises(ValueError, match=r"either an exit or a controller.*Lossless\(exit=4\)"):
         Lossless()
     with pytest.raises(ValueError, match="either an exit or a controller"):

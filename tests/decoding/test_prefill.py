@@ -22,15 +22,15 @@ from helpers.generation import (
 
 from utio_jax import CapacityPrefix, History, SparseAttention, staircase
 from utio_jax.accounting.prompt import prompt_cost
+from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache
-from utio_jax.attention.vertical_slash import SparseQueries
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding import prefill
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.policies.depth import Uniform, never_stops
+from utio_jax.policies.depth import never_stops, uniform
 from utio_jax.policies.signals import SignalBase, static
 from utio_jax.staircase.microbatches import MicroBatches
 
@@ -65,8 +65,6 @@ def half_sparse(*, segments: int) -> SparseAttention:
         signal=ScoreAt(table=jnp.asarray(table)),
         thresholds=jnp.full(segments, 0.5, jnp.float32),
         history=HISTORY,
-        chunk=8,
-        sample=3,
     )
 
 
@@ -77,8 +75,7 @@ def sparse_by_layer(attention: SparseAttention, row: int, prompt: int) -> Sparse
     table = np.asarray(attention.signal.table)[row, :prompt]
     dense_layers = 0 if attention.thresholds.shape[0] == len(DEPTHS) else DEPTHS[0]
     sparse[dense_layers:, 0, :prompt] = table <= 0.5
-    verticals = jnp.zeros((4, 1, 72 // 8, 1), jnp.int32)  # The sink.
-    return SparseQueries(sparse=jnp.asarray(sparse), verticals=verticals, history=HISTORY, chunk=8)
+    return SparseQueries(sparse=jnp.asarray(sparse), history=HISTORY)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +172,7 @@ def test_what_it_cost() -> None:
     keys = cost.attention_per_key * float(work.key_slots[0].sum())
     assert full.flops == 4 * (40 * cost.query + 72 * cost.keys_values) + keys
 
-    half, work = cost_of(Prefill(policy=Uniform(depth=2), executor=SMALL_BLOCKS))
+    half, work = cost_of(Prefill(policy=uniform(2), executor=SMALL_BLOCKS))
     assert half.depth_mean == 2
     # New tokens may go deeper than any prompt token did: K/V of the frozen ones, two layers more.
     assert half.flops == full.flops - 2 * 40 * cost.query - keys / 2
@@ -196,13 +193,13 @@ def test_what_it_cost() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    model, policy = lively_model(), Uniform(depth=2)
+    model, policy = lively_model(), uniform(2)
     for mode in (Lossless(exit=2), Adaptive(policy=never_stops(DEPTHS), kv="full")):
         with pytest.raises(ValueError, match='a mode with kv="full", which promises'):
             run(model, mode=mode, prefill=Prefill(policy=policy))
     with pytest.raises(ValueError, match="depths within the model's 4 layers"):
-        run(model, prefill=Prefill(policy=Uniform(depth=9)))
-    unfit = Prefill(policy=Uniform(depth=4), attention=half_sparse(segments=3))
+        run(model, prefill=Prefill(policy=uniform(9)))
+    unfit = Prefill(policy=uniform(4), attention=half_sparse(segments=3))
     with pytest.raises(ValueError, match="a threshold of attention for each segment"):
         run(model, prefill=unfit)
     cache = init_cache(model.decoder.config, batch=1, slots=8)
@@ -210,5 +207,5 @@ def test_what_cannot_be_is_refused() -> None:
     executor = CapacityPrefix(capacities=(8,), min_bucket=2)
     with pytest.raises(ValueError, match="an executor that keeps keys and values"):
         staircase(
-            model.decoder, model.params, ids, ends, Uniform(depth=4), executor=executor, cache=cache
+            model.decoder, model.params, ids, ends, uniform(4), executor=executor, cache=cache
         )

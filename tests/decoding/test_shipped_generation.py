@@ -26,7 +26,7 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.policies.depth import Uniform
+from utio_jax.policies.depth import uniform
 
 LOSSLESS = Lossless(controller=Controller())
 
@@ -119,8 +119,8 @@ def test_memory_stays_flat_over_a_thousand_batches(capsys: pytest.CaptureFixture
     modes = [
         Plain(),
         Lossless(exit=2, max_draft=3),
-        Adaptive(policy=Uniform(depth=2), kv="full"),
-        Adaptive(policy=Uniform(depth=2)),
+        Adaptive(policy=uniform(2), kv="full"),
+        Adaptive(policy=uniform(2)),
     ]
 
     def use() -> tuple[int, float]:

@@ -18,30 +18,23 @@ from helpers.policies import SurePasses
 from utio_jax.accounting.generation import generation_ledger
 from utio_jax.attention.cache import init_cache, write
 from utio_jax.attention.history import History, visible_history
-from utio_jax.attention.products import attend, attend_weighed
-from utio_jax.attention.views import NOWHERE, place_of, places_at
+from utio_jax.attention.products import NOWHERE, attend
+from utio_jax.attention.views import place_of, places_at
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
-from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Greedy
-from utio_jax.decoding.segments import block_at, prefill, run_layers
+from utio_jax.decoding.segments import block_at, run_layers
 from utio_jax.decoding.state import stop_rules
 from utio_jax.decoding.throttle import Throttle
-from utio_jax.decoding.throttle_attention import (
-    HEAT_KEPT,
-    observe,
-    open_view,
-    refresh,
-    run_throttled,
-)
+from utio_jax.decoding.throttle_attention import open_view, run_throttled
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds
-from utio_jax.policies.depth import Random, Thresholded, Uniform, never_stops
+from utio_jax.policies.depth import Thresholded, never_stops, random_depths, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase, static
 
 DEPTHS = (1, 2, 4)
-HISTORY = History(recent=5, sinks=2, heavy=4)
+HISTORY = History(recent=9, sinks=2)
 NEVER, ALWAYS = jnp.full(3, -jnp.inf), jnp.full(3, jnp.inf)
 
 
@@ -71,7 +64,7 @@ def score_table(seed: int = 5) -> jax.Array:
 
 
 def throttle(thresholds: Any = 0.6, **changes: Any) -> Throttle:
-    options = {"history": HISTORY, "refresh": 4, "observed": 3} | changes
+    options: dict[str, Any] = {"history": HISTORY} | changes
     options.setdefault("signal", ScoreAt(table=score_table()))
     return Throttle(thresholds=jnp.broadcast_to(jnp.asarray(thresholds), (3,)), **options)
 
@@ -98,17 +91,15 @@ def pieces(decoder: Any) -> tuple[Any, Any]:
     return jax.jit(before), jax.jit(after)
 
 
-def softmax_mix(q: Any, keys: Any, values: Any, visible: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Returns one query's attended values, and the weights of each key summed over heads."""
-    group = q.shape[0] // keys.shape[1]
-    mixed, total = np.zeros_like(q), np.zeros(len(keys))
+def softmax_mix(q: Any, keys: Any, values: Any, visible: Any) -> np.ndarray:
+    """Returns one query's attended values."""
+    group, mixed = q.shape[0] // keys.shape[1], np.zeros_like(q)
     for head in range(q.shape[0]):
         scores = np.where(visible, keys[:, head // group] @ q[head], -np.inf)
         weights = np.exp(scores - scores.max())
         weights /= weights.sum()
         mixed[head] = weights @ values[:, head // group]
-        total += weights
-    return mixed, total
+    return mixed
 
 
 def reference(
@@ -126,7 +117,6 @@ def reference(
     ids = np.array([*prompt, *new, *[0] * size], np.int32)[:size]
     shape = (layers, size, decoder.config.num_kv_heads, decoder.config.head_dim)
     keys, values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-    heat, heavy = np.zeros((layers, size)), np.zeros((layers, size), bool)
     shown = np.full(size, layers)
     everywhere = np.arange(size, dtype=np.int32)
     scores = np.asarray(limit.signal.table)[:, row]
@@ -135,17 +125,6 @@ def reference(
     for position in range(len(prompt) + len(new) - 1):
         fresh = position >= len(prompt)
         depth = int(policy.table[row, position]) if fresh else layers
-        if fresh and (position % limit.refresh == 0 or position == len(prompt)):
-            for layer in range(layers):
-                score = heat[layer]
-                if limit.chance is not None:
-                    key = jax.random.fold_in(jax.random.fold_in(limit.chance, position), layer)
-                    score = np.asarray(jax.random.uniform(key, (size,)))
-                older = (everywhere >= HISTORY.sinks) & (everywhere <= position - HISTORY.recent)
-                if mode.kv == "drop":
-                    older &= shown > layer
-                best = np.argsort(-np.where(older, score, -1.0), kind="stable")[: HISTORY.heavy]
-                heavy[layer] = np.isin(everywhere, best) & older
         now = jnp.full((1,), position, jnp.int32)
         x = np.asarray(decoder.embed(params, jnp.asarray(ids[position : position + 1]), now))
         source, count, segment = x, 0, 0
@@ -165,19 +144,11 @@ def reference(
             hidden = (shown <= layer) & (everywhere != position) & (mode.kv == "drop")
             known = np.where(hidden, NOWHERE, everywhere).astype(np.int32)
             if is_low:
-                visible = visible_history(
-                    HISTORY, now, jnp.asarray(known), jnp.asarray(heavy[layer][None])
-                )
+                visible = visible_history(HISTORY, now, jnp.asarray(known))
                 count += layer < depth
             else:
                 visible = (known <= position)[None]
-            mixed, got = softmax_mix(q, keys[layer], values[layer], np.asarray(visible)[0])
-            observed = not fresh and position >= len(prompt) - limit.observed
-            if runs and fresh:
-                seen = np.asarray(visible)[0] if is_low else np.full(size, True)
-                heat[layer] = np.where(seen, HEAT_KEPT * heat[layer] + got, heat[layer])
-            elif observed:
-                heat[layer] += got
+            mixed = softmax_mix(q, keys[layer], values[layer], np.asarray(visible)[0])
             state = after(params, layer, jnp.asarray(source), jnp.asarray(mixed[None]))
             if runs:
                 source = np.asarray(state)
@@ -195,7 +166,6 @@ MODES = {
     "drop": ("drop", throttle()),
     "full": ("full", throttle()),
     "all throttled": ("propagate", throttle(ALWAYS)),
-    "by chance": ("propagate", throttle(chance=jax.random.key(7))),
     "dense first": ("propagate", throttle(jnp.array([-jnp.inf, 0.7, 0.7]))),
 }
 
@@ -244,21 +214,18 @@ def test_nobody_throttled_is_todays_result(model: Any) -> None:
 
 def masked(decoder: Any, params: Any, cache: Any, x: Any, block: Any, **options: Any) -> Any:
     """Returns what `run_throttled` must: dense attention over all slots under masks."""
-    view, width = cache.view, options["width"]
+    width = options["width"]
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
 
     def attention(cache: Any, index: Any, keys: Any, values: Any, queries: Any) -> Any:
         cache = write(cache, index, keys, values, positions=block.positions, valid=block.valid)
-        held = view.positions[index][:, HISTORY.sinks : HISTORY.sinks + HISTORY.heavy]
-        heavy = jnp.any(slots[:, :, None] == held[:, None, :], axis=-1)[:, None, :]
         key_positions = slots
         if options["shown"] is not None:
             key_positions = jnp.where(options["shown"][:, :width] > index, slots, NOWHERE)
         window = decoder.config.window_at(index)
-        low = visible_history(HISTORY, block.positions, key_positions, heavy, window)
-        free = jnp.ones_like(heavy)
+        low = visible_history(HISTORY, block.positions, key_positions, window)
         dense = visible_history(
-            dataclasses.replace(HISTORY, recent=width), block.positions, key_positions, free, window
+            dataclasses.replace(HISTORY, recent=width), block.positions, key_positions, window
         )
         visible = jnp.where(options["dense"][:, :, None], dense, low)
         cap = decoder.config.attention_softcap
@@ -275,12 +242,11 @@ def masked(decoder: Any, params: Any, cache: Any, x: Any, block: Any, **options:
 
 @partial(jax.jit, static_argnums=0, static_argnames="width")
 def both(
-    decoder: Any, params: Any, cache: Any, lengths: Any, heat: Any, valid: Any, *, width: int,
+    decoder: Any, params: Any, cache: Any, lengths: Any, valid: Any, *, width: int,
     shown: Any, **options: Any,
 ) -> Any:  # fmt: skip
     """Returns one step's states and cache, fast and masked, on fresh views."""
-    cache = open_view(cache, HISTORY, lengths, layers=4, heat=heat)
-    cache = refresh(cache, lengths, jnp.ones(lengths.shape, bool), width=width, shown=shown)
+    cache = open_view(cache, HISTORY, lengths, layers=4)
     # While it runs, a token sees itself.
     shown = shown.at[jnp.arange(lengths.shape[0]), lengths].set(4)
     block = block_at(decoder, lengths[:, None], valid)
@@ -316,21 +282,15 @@ def test_a_step_is_the_masked_step(shape: str) -> None:
         # Ragged: nothing but sinks, a ring that is not full yet, one token short of the width.
         lengths = jnp.asarray([1, 6, 7, 23, width - 1], jnp.int32)
         shown = rng.integers(1 if case % 2 else 4, 5, (batch, slots))
-        heat = jnp.asarray(rng.random((4, batch, slots)), jnp.float32)
         valid, runs = rng.random((batch, 1)) < 0.9, rng.random((batch, 1)) < 0.8
         dense = rng.random((batch, 1)) < {0: 0.0, 1: 1.0}.get(case, 0.5)
         (found, after), (wanted, expected) = both(
-            decoder, params, cache, lengths, heat, jnp.asarray(valid), width=width,
+            decoder, params, cache, lengths, jnp.asarray(valid), width=width,
             x=jnp.asarray(rng.normal(size=(batch, 1, 32)), jnp.float32),
             shown=jnp.asarray(shown, jnp.int32), dense=jnp.asarray(dense), runs=jnp.asarray(runs),
         )  # fmt: skip
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(after.keys, expected.keys, rtol=1e-5, atol=1e-5)
-        # Heat comes from rows that run, and from no others; dense ones see every slot.
-        heated = np.asarray(after.view.heat != heat)
-        np.testing.assert_array_equal(np.any(heated, axis=(0, 2)), (runs & valid)[:, 0])
-        whole = np.all(heated[..., :width], axis=(0, 2))
-        np.testing.assert_array_equal(whole, (dense & runs & valid)[:, 0])
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -361,7 +321,7 @@ def test_the_ring_forgets_the_oldest() -> None:
             positions=jnp.broadcast_to(jnp.arange(32), (2, 32)), valid=known,
         )  # fmt: skip
     start = jax.jit(open_view, static_argnums=1, static_argnames="layers")
-    cache = start(cache, HISTORY, lengths, layers=1, heat=jnp.zeros((1, 2, 32)))
+    cache = start(cache, HISTORY, lengths, layers=1)
     for step in range(12):
         positions = (lengths + step)[:, None]
         valid = jnp.array([[True], [step < 6]])  # The second row ends.
@@ -370,7 +330,7 @@ def test_the_ring_forgets_the_oldest() -> None:
             cache = put(cache, layer, keys, -keys, positions=positions, valid=valid)
         for row, last in enumerate((step + 1, min(step, 5) + 9)):
             held = np.asarray(cache.view.positions[0, row])
-            seen = {p for p in range(last + 1) if p < 2 or last - p < 5}
+            seen = {p for p in range(last + 1) if p < 2 or last - p < 9}
             assert set(held[held != NOWHERE].tolist()) == seen
             np.testing.assert_array_equal(
                 cache.view.keys[0, row, :, 1, 7][held != NOWHERE], held[held != NOWHERE]
@@ -381,73 +341,20 @@ def test_the_ring_forgets_the_oldest() -> None:
 
 
 def test_places() -> None:
-    history = History(recent=4, sinks=2, heavy=1)
+    history = History(recent=4, sinks=2)
     none = NOWHERE
     np.testing.assert_array_equal(
         places_at(history, jnp.array([1, 2, 4, 9])),
         [
-            [0, none, none, none, none, none, none],
-            [0, 1, none, none, none, none, none],
-            [0, 1, none, none, none, 2, 3],
-            [0, 1, none, 8, 5, 6, 7],
+            [0, none, none, none, none, none],
+            [0, 1, none, none, none, none],
+            [0, 1, none, none, 2, 3],
+            [0, 1, 8, 5, 6, 7],
         ],
     )
     np.testing.assert_array_equal(
-        place_of(history, jnp.arange(8)), [0, 1, 3 + 2, 3 + 3, 3 + 0, 3 + 1, 3 + 2, 3 + 3]
+        place_of(history, jnp.arange(8)), [0, 1, 2 + 2, 2 + 3, 2 + 0, 2 + 1, 2 + 2, 2 + 3]
     )
-
-
-def test_refreshing_takes_the_hottest_older_tokens_of_each_layer(tiny: Any) -> None:
-    heat = np.zeros((4, 2, 32), np.float32)
-    heat[0, 1, [3, 5, 8, 9, 20, 25]] = [1, 2, 3, 4, 5, 9]  # 25 is in the ring of position 26.
-    heat[1, 1, [0, 1, 11]] = [9, 9, 1]  # 0 and 1 are sinks.
-    cache = random_cache(tiny.decoder.config, 2, 32, seed=1)
-    lengths = jnp.asarray([30, 26], jnp.int32)
-    start = jax.jit(open_view, static_argnums=1, static_argnames="layers")
-    cache = start(cache, HISTORY, lengths, layers=4, heat=jnp.asarray(heat))
-    renew = jax.jit(refresh, static_argnames="width")
-    after = renew(cache, lengths, jnp.array([False, True]), width=28)
-    np.testing.assert_array_equal(after.view.positions[:, 0], cache.view.positions[:, 0])
-    np.testing.assert_array_equal(after.view.keys[:, 0], cache.view.keys[:, 0])
-    assert set(np.asarray(after.view.positions[0, 1, 2:6]).tolist()) == {5, 8, 9, 20}
-    assert set(np.asarray(after.view.positions[1, 1, 2:6]).tolist()) == {11, 2, 3, 4}
-    for layer in range(4):
-        held = after.view.positions[layer, 1, 2:6]
-        np.testing.assert_array_equal(after.view.keys[layer, 1, 2:6], cache.keys[layer, 1, held])
-        np.testing.assert_array_equal(
-            after.view.values[layer, 1, 2:6], cache.values[layer, 1, held]
-        )
-    # A row of seven tokens has no older ones: two sinks, five recent.
-    short = renew(cache, jnp.array([6, 26]), jnp.array([True, False]), width=28)
-    assert np.all(np.asarray(short.view.positions[:, 0, 2:6]) == NOWHERE)
-
-
-def test_observed_heat_is_the_attention_of_the_last_queries(tiny: Any) -> None:
-    lengths = jnp.asarray([2, 7, 8], jnp.int32)  # The first has fewer than three tokens.
-    ids = jnp.pad(tiny.tokens(3, 8), ((0, 0), (0, 8)))
-    cache = init_cache(tiny.decoder.config, batch=3, slots=16)
-    _, cache = jax.jit(prefill, static_argnums=0)(
-        tiny.decoder, tiny.params, ids[:, :8], lengths, cache
-    )
-    watch = jax.jit(observe, static_argnums=0, static_argnames=("queries", "layers", "width"))
-    heat = watch(tiny.decoder, tiny.params, cache, ids, lengths, queries=3, layers=2, width=8)
-    assert heat.shape == (2, 3, 16)
-    heads = tiny.decoder.config.num_heads
-    np.testing.assert_allclose(
-        jnp.sum(heat, axis=-1),
-        np.broadcast_to([2 * heads, 3 * heads, 3 * heads], (2, 3)),
-        rtol=1e-5,
-    )
-    before, _ = pieces(tiny.decoder)
-    x = tiny.decoder.embed(tiny.params, ids[:, :8], jnp.arange(8)[None].repeat(3, 0))
-    for row in range(3):  # In the first layer states are embeddings.
-        q, k, v = before(tiny.params, 0, x[row], jnp.arange(8))
-        expected = np.zeros(8)
-        for p in range(max(0, int(lengths[row]) - 3), int(lengths[row])):
-            expected += softmax_mix(
-                np.asarray(q[p]), np.asarray(k), np.asarray(v), np.arange(8) <= p
-            )[1]
-        np.testing.assert_allclose(heat[0, row, :8], expected, atol=1e-5)
 
 
 # --- What it costs, and how it composes.
@@ -471,21 +378,15 @@ def test_rows_read_what_they_need(model: Any) -> None:
     np.testing.assert_array_equal(result.throttled[1], [0, 3, *[4] * 38])
     # Arithmetic is the batch's: 64 slots for one row of three, 65 at first.
     np.testing.assert_allclose(result.attended, views + (steps * 4 + 2) * 64 / 3, rtol=1e-5)
-    view = 4 * (size * (2 * 2 * 8 * 4 + 4) + 64 * 4)
+    view = 4 * size * (2 * 2 * 8 * 4 + 4)
     lengths = np.array([len(prompt) + 39 for prompt in PROMPTS])
     np.testing.assert_array_equal(result.kv_bytes_held, lengths * 4 * per_slot + view)
-    # Due at the first token, and at every fourth position.
-    due = [1 + sum(p % 4 == 0 for p in range(len(t) + 1, len(t) + 39)) for t in PROMPTS]
-    once = 4 * (HISTORY.heavy * per_slot + 64 * 4)
-    observed = 4 * 8 * per_slot
-    np.testing.assert_array_equal(result.refresh_bytes_read, observed + np.array(due) * once)
 
 
-def test_recent_only_seeks_nothing(model: Any) -> None:
+def test_a_view_of_everything_changes_nothing(model: Any) -> None:
     limit = throttle(ALWAYS, history=History(recent=11, sinks=0))
     result = run(model, mode=Adaptive(policy=deep(), throttle=limit))
-    assert not np.any(result.refresh_bytes_read)
-    # Of no use where it sees everything: the first 11 tokens of the row of one.
+    # The first 11 tokens of the row of one see all of their past.
     np.testing.assert_array_equal(result.token_ids[2][:10], plain_run().token_ids[2][:10])
 
 
@@ -521,9 +422,9 @@ def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
 def test_neither_cache_nor_view_is_copied(model: Any, kv: Any) -> None:
     fractions = jnp.asarray([0.5, 0.2, 0.3])
     mode = Adaptive(
-        policy=Random(fractions=fractions, key=jax.random.key(1), depths=DEPTHS),
+        policy=random_depths(fractions, key=jax.random.key(1), depths=DEPTHS),
         kv=kv,
-        throttle=throttle(0.5, history=History(recent=500, sinks=8, heavy=900)),
+        throttle=throttle(0.5, history=History(recent=1400, sinks=8)),
     )
     ids, lengths = np.zeros((3, 8), np.int32), np.array([3, 7, 1], np.int32)
     state = begin(
@@ -543,7 +444,7 @@ def test_neither_cache_nor_view_is_copied(model: Any, kv: Any) -> None:
     assert memory.temp_size_in_bytes < view / 2
 
 
-def test_the_ledger_charges_the_look_at_the_prompt(model: Any) -> None:
+def test_the_ledger_charges_what_is_attended_to(model: Any) -> None:
     limit = throttle(ALWAYS)
     policy = deep()
     result = run(model, mode=Adaptive(policy=policy, throttle=limit))
@@ -551,8 +452,7 @@ def test_the_ledger_charges_the_look_at_the_prompt(model: Any) -> None:
         model.decoder, model.params, Adaptive(policy=policy, throttle=limit), [PROMPTS], [result]
     )
     assert row.flops_ratio is not None
-    assert row.gate_pct is not None
-    assert row.gate_pct > 0
+    assert row.gate_pct == 0
     dense = run(model, mode=Adaptive(policy=policy))
     plain = generation_ledger(
         model.decoder, model.params, Adaptive(policy=policy), [PROMPTS], [dense]
@@ -560,42 +460,21 @@ def test_the_ledger_charges_the_look_at_the_prompt(model: Any) -> None:
     assert plain.gate_pct == 0
     # Fewer keys are attended to; the rest is the same.
     assert plain.flops_ratio == plain.kv_bytes_ratio == 1
-    assert row.flops_ratio - row.gate_pct / 100 < 1
-    # 11 of 64 keys, refreshed views, and a look at 8 slots of the prompt.
-    read = np.sum(result.kv_bytes_read + result.refresh_bytes_read)
-    assert row.kv_bytes_ratio == pytest.approx(read / np.sum(dense.kv_bytes_read))
+    assert row.flops_ratio < 1
+    # 11 of 64 keys.
+    assert row.kv_bytes_ratio == pytest.approx(11 / 64)
     assert row.throttled_ratio == pytest.approx(39 / 40)
     assert plain.throttled_ratio == 0
 
 
-def test_weights_are_attention(tiny: Any) -> None:
-    del tiny
-    rng = np.random.default_rng(1)
-    q, k, v = (
-        jnp.asarray(rng.normal(size=s), jnp.float32)
-        for s in ((2, 3, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
-    )
-    visible = jnp.asarray(rng.random((2, 3, 6)) < 0.6).at[0, 1].set(False)
-    mixed, heat = attend_weighed(q, k, v, visible)
-    np.testing.assert_allclose(mixed, attend(q, k, v, visible), atol=1e-6)
-    seeing = np.asarray(visible).any(axis=2).sum(axis=1)
-    np.testing.assert_allclose(jnp.sum(heat, axis=-1), 4 * seeing, rtol=1e-5)
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_does_not_fit_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match="no throttle: a lossless mode"):
-        Lossless(exit=2, throttle=throttle())
-    with pytest.raises(ValueError, match="refresh=0"):
-        throttle(refresh=0)
-    with pytest.raises(ValueError, match="observed=0"):
-        throttle(observed=0)
     shallow = Thresholded(signal=Position(), thresholds=jnp.zeros(1), depths=(1, 4))
     mode = Adaptive(policy=shallow, throttle=throttle())
     with pytest.raises(ValueError, match=r"depths=\(1, 4\).*shape \(3,\)"):
         run(model, mode=mode)
     one = Throttle(history=HISTORY, signal=Position(), thresholds=jnp.zeros(1))
-    mode = Adaptive(policy=Uniform(depth=4), throttle=one)
+    mode = Adaptive(policy=uniform(4), throttle=one)
     with pytest.raises(ValueError, match="a policy with a boundary"):
         run(model, mode=mode)
     ahead = dataclasses.replace(Position(), causal=False)

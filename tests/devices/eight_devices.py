@@ -18,13 +18,13 @@ from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, t
 from helpers.models import gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from utio_jax import CapacityPrefix, GivenDepths, Uniform, dense_states, score
+from utio_jax import CapacityPrefix, dense_states, given_depths, score, uniform
 from utio_jax.accounting.generation import spent_on
 from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.search import ThresholdSearch
-from utio_jax.calibration.studies import collect, read_exits, study_exits
+from utio_jax.calibration.studies import collect, exit_statistics, study_exits
 from utio_jax.core.documents import Batch, batches_of
 from utio_jax.core.files import flatten, nest
 from utio_jax.decoding.adaptive import Adaptive
@@ -84,7 +84,7 @@ def test_sharded_score_is_the_score_of_one_device(
 ) -> None:
     mesh = mesh_of(kind)
     ids, lengths, depths = ragged(tiny, 24)
-    given = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    given = given_depths(jnp.asarray(depths), depths=DEPTHS)
     params = place(tiny.params, mesh)
     on = partial(run_score, tiny.decoder, params, kv=kv, executor=EXECUTOR, mesh=mesh)
     rows = place(Rows((ids, lengths)), mesh).tree
@@ -137,7 +137,7 @@ def test_pmap_of_score_is_the_score_of_one_device(tiny: Any) -> None:
     ids, lengths, depths = ragged(tiny, 24)
 
     def on_device(params: Any, ids: Any, lengths: Any, depths: Any) -> Any:
-        policy = GivenDepths(depth_of_token=depths, depths=DEPTHS)
+        policy = given_depths(depths, depths=DEPTHS)
         found = score(tiny.decoder, params, ids, lengths, policy, executor=EXECUTOR)
         return found.log_likelihood, found.depths
 
@@ -145,7 +145,7 @@ def test_pmap_of_score_is_the_score_of_one_device(tiny: Any) -> None:
     found = jax.pmap(on_device, in_axes=(None, 0, 0, 0))(
         tiny.params, split(ids), split(lengths), split(depths)
     )
-    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    policy = given_depths(jnp.asarray(depths), depths=DEPTHS)
     wanted = run_score(tiny.decoder, tiny.params, ids, lengths, policy=policy, executor=EXECUTOR)
     np.testing.assert_allclose(found[0].reshape(24, -1), wanted.log_likelihood, atol=1e-4)
     np.testing.assert_array_equal(found[1].reshape(24, -1), wanted.depths)
@@ -158,7 +158,7 @@ def batch_of(model: Any, rows: int) -> tuple[Batch, np.ndarray]:
 
 def test_rows_that_fill_up_a_mesh_cost_and_change_nothing(tiny: Any) -> None:
     batch, depths = batch_of(tiny, 11)  # 16 on the mesh: a filler beside row 10, and two devices.
-    given = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    given = given_depths(jnp.asarray(depths), depths=DEPTHS)
     shapes = []
 
     def observe(name: str, batch: Batch, found: Any, depths: np.ndarray) -> None:
@@ -178,7 +178,7 @@ def test_rows_that_fill_up_a_mesh_cost_and_change_nothing(tiny: Any) -> None:
 def test_a_static_executor_is_charged_for_whole_devices_of_filler_on_a_mesh(tiny: Any) -> None:
     batch, _ = batch_of(tiny, 9)
     executor = CapacityPrefix(capacities=(16,), min_bucket=4)
-    policy = {"": Uniform(depth=2)}
+    policy = {"": uniform(2)}
     read = partial(evaluate, tiny.decoder, tiny.params, [batch], policy, executor=executor)
     one, many = read()[""], read(mesh=mesh_of("auto"))[""]
     assert one.query_layers == 9 * 16 * 2
@@ -420,7 +420,7 @@ def test_pmap_of_what_calibration_reads_is_that_of_one_device(tiny: Any) -> None
     ids, lengths, _ = ragged(tiny, 16)
 
     def on_device(params: Any, ids: Any, lengths: Any) -> Any:
-        seen = read_exits(tiny.decoder, params, ids, lengths)
+        seen = exit_statistics(tiny.decoder, params, ids, lengths)
         exits = tiny.decoder.config.exits
         scores = collect(tiny.decoder, params, SoftmaxGap(), ids, lengths, seen["states"], exits)
         return seen["kl"], seen["harm"], scores
@@ -436,17 +436,13 @@ def test_pmap_of_what_calibration_reads_is_that_of_one_device(tiny: Any) -> None
 
 def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any, monkeypatch: Any) -> None:
     ids, lengths = map(jnp.asarray, ragged(tiny, 8)[:2])
-    run_on = partial(
-        score, tiny.decoder, tiny.params, ids, lengths, Uniform(depth=4), executor=EXECUTOR
-    )
+    run_on = partial(score, tiny.decoder, tiny.params, ids, lengths, uniform(4), executor=EXECUTOR)
     with pytest.raises(ValueError, match="an axis 'data'.*Got axes \\('x',\\)"):
         run_on(mesh=jax.make_mesh((8,), ("x",)))
     with pytest.raises(ValueError, match="other than 'data' to be Auto.*Got Explicit axes"):
         run_on(mesh=jax.make_mesh((4, 2), ("data", "model")))
     with pytest.raises(ValueError, match="8 devices share evenly. Got \\[7\\] rows.*place"):
-        score(
-            tiny.decoder, tiny.params, ids[:7], lengths[:7], Uniform(depth=4), mesh=mesh_of("auto")
-        )
+        score(tiny.decoder, tiny.params, ids[:7], lengths[:7], uniform(4), mesh=mesh_of("auto"))
     monkeypatch.setattr(Mesh, "is_multi_process", True)
     with pytest.raises(ValueError, match="this process' devices.*over several.*local_mesh"):
         run(tiny, PROMPTS, mesh=jax.make_mesh((3,), ("data",), devices=jax.devices()[5:]))
@@ -484,7 +480,7 @@ def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(
     mesh = split_mesh(data, model)
     params = split_params(which, mesh)
     ids, lengths, depths = ragged(which, 16)
-    given = GivenDepths(depth_of_token=jnp.asarray(depths), depths=DEPTHS)
+    given = given_depths(jnp.asarray(depths), depths=DEPTHS)
     rows = place(Rows((ids, lengths)), mesh).tree
     for policy in (given, gated(which, DEPTHS)):
         wanted = run_score(

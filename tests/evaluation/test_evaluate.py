@@ -16,7 +16,7 @@ from helpers.cases import run_oracle, run_staircase
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
-from utio_jax import GivenDepths, Learned, Ledger, MicroBatches, Uniform, full_depth
+from utio_jax import Learned, Ledger, MicroBatches, full_depth, given_depths, uniform
 from utio_jax.accounting.guardrails import check_worthwhile
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
@@ -82,7 +82,7 @@ def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any)
     ids = rng.integers(0, 64, (2, 8)).astype(np.int32)
     depths = rng.choice([1, 2, 4], (2, 8)).astype(np.int32)
     batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))
-    policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=(1, 2, 4))
+    policy = given_depths(jnp.asarray(depths), depths=(1, 2, 4))
     found = evaluate(tiny.decoder, tiny.params, [batch], {"": policy}, executor=executor)[""]
     cost = token_cost(tiny.decoder, tiny.params)
     wanted = sum(
@@ -156,7 +156,7 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
     rng = np.random.default_rng(2)
     documents = [rng.integers(0, 64, n) for n in (150, 5, 129, 60)]
     found = score_documents(
-        tiny.decoder, tiny.params, documents, Uniform(depth=2), rows=2, executor=EXECUTOR
+        tiny.decoder, tiny.params, documents, uniform(2), rows=2, executor=EXECUTOR
     )
     assert not found.fallbacks
     for document, result in zip(documents, found.documents, strict=True):
@@ -246,7 +246,7 @@ def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
 
 def test_wrong_texts_are_refused(tiny: Any) -> None:
     def run(documents: list[np.ndarray], *, rows: int = 16) -> None:
-        score_documents(tiny.decoder, tiny.params, documents, Uniform(depth=2), rows=rows)
+        score_documents(tiny.decoder, tiny.params, documents, uniform(2), rows=rows)
 
     with pytest.raises(ValueError, match="at least two tokens.*fewer in documents \\[1\\]"):
         run([np.arange(3), np.arange(1)])

@@ -19,6 +19,7 @@ import pytest
 from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
 from helpers.generation import DepthAt, lively_model
 from helpers.models import gated
+from helpers.texts import SOURCES, source
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -35,10 +36,10 @@ from utio_jax.evaluation.harness import UtioLM
 from utio_jax.models import Transformer, save
 from utio_jax.models.checkpoint import Model
 from utio_jax.models.tokenizer import BOS, train_tokenizer
-from utio_jax.policies.depth import Uniform
+from utio_jax.policies.depth import uniform
 
 CONTEXT = 64
-SOURCE = Path(__file__).parents[2] / "utio_jax"
+MODELS = Path(__file__).parents[2] / "models"
 DRAFTS = Lossless(exit=2, max_draft=3)
 
 
@@ -46,7 +47,7 @@ DRAFTS = Lossless(exit=2, max_draft=3)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A small model that does not loop, with a tokenizer: texts open with id 0, which ends them."""
     folder = tmp_path_factory.mktemp("model")
-    text = [file.read_text() for file in sorted(SOURCE.glob("*.py"))]
+    text = [source(name).read_text() for name in SOURCES]
     train_tokenizer(text, vocab_size=300).save(str(folder / "tokenizer.json"))
     lively = lively_model(vocab_size=300, context_length=CONTEXT)
     save(folder, lively.decoder, lively.params, dtype=jnp.float32)
@@ -151,7 +152,7 @@ def test_text_is_tokenized_as_the_models_own(model: Model) -> None:
 def test_rolling_is_the_nll_of_the_whole_text(model: Model) -> None:
     lm = adapter(model)
     texts = ["x = 1\n", "def mean(values):\n    return sum(values)\n", ""]
-    long = (SOURCE / "plan.py").read_text()[:700]
+    long = source("colorsys").read_text()[:700]
     found = ask(lm.loglikelihood_rolling, *((text,) for text in [*texts, long]))
     for score, text in zip(found, texts[:2], strict=False):
         ids = model.encode([text])[0].tolist()
@@ -539,7 +540,7 @@ def test_input_that_cannot_be_used_is_named(
     Path("broken.yaml").write_text("task: [")
     shutil.copytree(model.folder, "BARE")
     (Path("BARE") / "tokenizer.json").unlink()
-    shipped = SOURCE.parent / "models" / "stdlib_16" / "policies.json"
+    shipped = MODELS / "stdlib_16" / "policies.json"
     arguments = [str(shipped) if each == "SHIPPED" else each for each in arguments]
     local = TaskManager(include_path=tasks, include_defaults=False)
     # The harness' own tasks take seconds to list.
@@ -587,7 +588,7 @@ def test_a_tokenizer_that_closes_texts_is_refused(model: Model) -> None:
 
 
 def test_the_harness_takes_the_adapter_itself(model: Model, tasks: Path) -> None:
-    lm = adapter(model, Adaptive(policy=Uniform(depth=2)))
+    lm = adapter(model, Adaptive(policy=uniform(2)))
     found = simple_evaluate(
         model=lm,
         tasks=["choose"],

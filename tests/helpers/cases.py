@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax import GivenDepths, MicroBatches, dense_states, oracle, staircase
+from utio_jax import MicroBatches, dense_states, given_depths, reference_states, staircase
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.policies.store import Calibration
@@ -106,7 +106,7 @@ def run_staircase(decoder, params, ids, lengths, policy, *, kv, executor):
 @partial(jax.jit, static_argnums=0, static_argnames=("kv",))
 def run_oracle(decoder, params, ids, lengths, depths, *, kv):
     """The oracle, compiled."""
-    return oracle(decoder, params, ids, lengths, depths, kv=kv)
+    return reference_states(decoder, params, ids, lengths, depths, kv=kv)
 
 
 # Called unjitted, every loop of a pass would compile again on each call.
@@ -117,7 +117,7 @@ def compare_cases(model: Any, shape: Shape, seeds: range) -> Iterator[tuple[int,
     """Yields each case's seed and the largest difference between staircase and oracle."""
     for seed in seeds:
         ids, lengths, depths = draw(shape, model.decoder.config.vocab_size, seed)
-        policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=shape.depths)
+        policy = given_depths(jnp.asarray(depths), depths=shape.depths)
         found = run_staircase(
             model.decoder, model.params, ids, lengths, policy, kv=shape.kv, executor=shape.executor
         )

@@ -18,7 +18,7 @@ from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-from utio_jax.staircase.reference import oracle
+from utio_jax.staircase.reference import reference_states
 
 SMALL = Lengths(prompt_step=8, key_step=64)
 """One width of attention, and so one loop to compile."""
@@ -121,7 +121,7 @@ def true_logits(
 
 
 _oracle = jax.jit(
-    lambda decoder, params, ids, lengths, depths, sparse, kv: oracle(
+    lambda decoder, params, ids, lengths, depths, sparse, kv: reference_states(
         decoder, params, ids, lengths, depths, kv=kv, sparse=sparse
     ),
     static_argnums=(0, 6),

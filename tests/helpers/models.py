@@ -15,6 +15,7 @@ from utio_jax import (
     StateGate,
     Thresholded,
 )
+from utio_jax.core.kv_maps import KVMap, with_kv_maps
 
 
 def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:
@@ -83,3 +84,16 @@ def plain_nll(model: Any, ids: np.ndarray, x: jax.Array) -> np.ndarray:
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     labels = np.asarray(ids)[:, 1:]
     return -np.take_along_axis(logp[:, :-1], labels[..., None], axis=-1)[..., 0]
+
+
+def with_random_maps(model: Model, stops: tuple[int, ...], *, seed: int = 8) -> Model:
+    """Returns a model with KV maps that mean nothing, so that it matters where they are used."""
+    config, maps = model.decoder.config, {}
+    for stop in stops:
+        keys = jax.random.split(jax.random.key(seed + stop))
+        shape = (config.num_layers - stop, 2, config.num_kv_heads, config.head_dim)
+        maps[stop] = KVMap(
+            kernel=0.3 * jax.random.normal(keys[0], (config.embed_dim, *shape)),
+            bias=0.1 * jax.random.normal(keys[1], shape),
+        )
+    return Model(*with_kv_maps(model.decoder, model.params, maps))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of a small text in batches."""
+"""Small texts: windows of random tokens in batches, and files of Python source."""
 
 from __future__ import annotations
 
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,3 +20,12 @@ def batches(model: Any) -> list[Batch]:
     documents = [rng.integers(0, 64, n).astype(np.int32) for n in (30, 11, 24, 2)]
     windows = windows_of(documents, width=16)
     return list(batches_of(windows, rows=4, widths=[16], vocab_size=64))  # Two rows are fillers.
+
+
+def source(name: str) -> Path:
+    """Returns a file of the running Python's standard library, which is text to read."""
+    return Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py"
+
+
+SOURCES = ("bisect", "colorsys", "sched", "stat", "keyword", "opcode")
+"""Modules of 1 to 7 kB that every Python has."""

@@ -21,10 +21,10 @@ from utio_jax.decoding.generate import generate
 from utio_jax.models import Model, Transformer, load, save
 from utio_jax.models.families import read_config
 from utio_jax.models.rope import RopeScaling
-from utio_jax.policies.depth import GivenDepths
+from utio_jax.policies.depth import given_depths
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import dense_states, oracle
+from utio_jax.staircase.reference import dense_states, reference_states
 
 FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
 CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
@@ -68,11 +68,11 @@ def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, 48, (3, 20)), jnp.int32)
     lengths = jnp.asarray([20, 11, 1])
-    given = GivenDepths(
+    given = given_depths(
         depth_of_token=jnp.asarray(rng.choice([1, layers], (3, 20))), depths=(1, layers)
     )
     found = staircase(model.decoder, model.params, ids, lengths, given, kv=kv, executor=SMALL)
-    wanted = oracle(model.decoder, model.params, ids, lengths, found.depths, kv=kv)
+    wanted = reference_states(model.decoder, model.params, ids, lengths, found.depths, kv=kv)
     real = np.arange(20) < np.asarray(lengths)[:, None]
     np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=2e-4)
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.attention.products import visible_keys
-from utio_jax.core.arrays import layer_at
+from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.decoder import Decoder
+from utio_jax.core.layer import layer_at
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.transformer import RMSNorm, Transformer, rotate
 from utio_jax.staircase.reference import apply_layer, dense_states
@@ -101,7 +101,8 @@ def test_the_loop_over_stacked_layers_is_a_loop_over_layers(model):
             strict=True,
         ):
             np.testing.assert_array_equal(found, wanted)
-        x = apply_layer(model.decoder, one, x, places, visible_keys(positions, positions))
+        mix = mixer_at(model.decoder, index)
+        x = apply_layer(model.decoder, one, x, places, mix, mix.visible(positions, positions))
     (states,) = dense_states(model.decoder, model.params, ids, jnp.asarray([9, 9]), depths=(4,))
     np.testing.assert_allclose(states, x, rtol=1e-5, atol=1e-5)
 

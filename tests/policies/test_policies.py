@@ -21,13 +21,13 @@ from helpers.policies import DEPTHS, EXITS, SHAPE, SIGNALS, scores_of, threshold
 
 from utio_jax import (
     Entropy,
-    GivenDepths,
     Policy,
-    Random,
     Thresholded,
-    Uniform,
     full_depth,
+    given_depths,
+    random_depths,
     score,
+    uniform,
 )
 from utio_jax.accounting.flops import gate_flops
 from utio_jax.calibration.search import forget_programs
@@ -44,8 +44,8 @@ from utio_jax.policies.base import Boundary
 from utio_jax.staircase.score import run_score
 
 STATELESS: dict[str, Callable[[Any], Policy]] = {
-    "uniform": lambda model: Uniform(depth=2),
-    "random": lambda model: Random(
+    "uniform": lambda model: uniform(2),
+    "random": lambda model: random_depths(
         fractions=jnp.asarray([0.5, 0.25, 0.25]), key=jax.random.key(5), depths=DEPTHS
     ),
 }
@@ -439,8 +439,8 @@ def test_infinite_thresholds_stop_everybody_or_nobody(tiny: Any) -> None:
 
 
 def test_policies_without_a_decision_are_free(tiny: Any) -> None:
-    given = GivenDepths(depth_of_token=jnp.ones((1, 1), jnp.int32), depths=DEPTHS)
-    for policy in (given, Uniform(depth=2), full_depth(tiny.decoder)):
+    given = given_depths(jnp.ones((1, 1), jnp.int32), depths=DEPTHS)
+    for policy in (given, uniform(2), full_depth(tiny.decoder)):
         assert policy.flops(0, tiny.decoder, tiny.params) == 0
         assert not policy.reads_logits(0)
     assert full_depth(tiny.decoder).depths == (4,)

@@ -17,23 +17,22 @@ from helpers.models import gated, random_gates
 from utio_jax import (
     CapacityPrefix,
     Chance,
-    GivenDepths,
     History,
     Learned,
     MicroBatches,
     Position,
     SparseAttention,
-    Uniform,
-    oracle,
+    given_depths,
+    reference_states,
     score,
     staircase,
+    uniform,
 )
-from utio_jax.attention.heavy_hitters import heavy_hitters
-from utio_jax.core.flops import count_matmul_flops, token_cost
+from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.policies.signals import SignalBase, static
 
-HISTORY = History(recent=3, sinks=1, heavy=2)
+HISTORY = History(recent=5, sinks=1)
 SHAPES = tuple(
     cases.Shape(batch, token, depths, executor, kv)
     for kv, batch, token, depths, executor in (
@@ -69,17 +68,14 @@ def run_oracle(decoder, params, ids, lengths, depth_of_token, sparse, *, kv, dep
     by_layer = jax.tree.map(lambda y: jnp.repeat(y, layers, axis=0), sparse)
     missing = decoder.config.num_layers - depths[-1]
     by_layer = jax.tree.map(lambda y: jnp.concatenate([y, *[y[-1:]] * missing]), by_layer)
-    return oracle(decoder, params, ids, lengths, depth_of_token, kv=kv, sparse=by_layer)
+    return reference_states(decoder, params, ids, lengths, depth_of_token, kv=kv, sparse=by_layer)
 
 
-def choice(scores: Any, thresholds: Any, history: History = HISTORY, **others: Any) -> Any:
+def choice(scores: Any, thresholds: Any, history: History = HISTORY) -> Any:
     return SparseAttention(
         signal=GivenScores(scores=jnp.asarray(scores, jnp.float32)),
         thresholds=jnp.asarray(thresholds, jnp.float32),
         history=history,
-        chunk=8,
-        sample=3,
-        **others,
     )
 
 
@@ -94,7 +90,7 @@ def test_equals_the_oracle_at_the_choices_that_were_made(
         ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, seed)
         scores = np.random.default_rng(seed).random((len(thresholds), *ids.shape))
         scores = np.clip(scores + [0, -0.4, 0.4, 1, -1][seed % 5], 0, 1)
-        policy = GivenDepths(depth_of_token=jnp.asarray(depths), depths=shape.depths)
+        policy = given_depths(jnp.asarray(depths), depths=shape.depths)
         inputs = tiny.decoder, tiny.params, ids, lengths
         attention = choice(scores, thresholds)
         found = run(*inputs, policy, attention, kv=shape.kv, executor=shape.executor)
@@ -115,7 +111,7 @@ def whole_pass(model: Any, token: int = 40) -> tuple[Any, ...]:
     """Returns the model, three rows of tokens, their lengths, and a policy that runs all layers."""
     ids = model.tokens(3, token)
     depths = jnp.full(ids.shape, 4)
-    policy = GivenDepths(depth_of_token=depths, depths=(2, 4))
+    policy = given_depths(depths, depths=(2, 4))
     return model.decoder, model.params, ids, jnp.asarray([token, token - 5, 9]), policy
 
 
@@ -127,10 +123,9 @@ def test_nobody_sparse_is_dense_and_costs_nothing(tiny: Any) -> None:
     plain = run(*inputs, None, **OPTIONS)
     none = run(*inputs, choice(np.zeros((2, 3, 40)), [-np.inf] * 2), **OPTIONS)
     assert plain.sparse is None
-    assert plain.work.sparse is None
+    assert not np.asarray(plain.work.choices).any()
     assert not np.asarray(none.sparse.sparse).any()
-    assert not np.asarray(none.work.sparse.heats).any()
-    assert not np.asarray(none.work.sparse.decisions).any()
+    assert not np.asarray(none.work.choices).any()
     np.testing.assert_array_equal(none.work.key_slots, plain.work.key_slots)
     np.testing.assert_allclose(none.x, plain.x, atol=1e-5)
 
@@ -141,66 +136,24 @@ def test_everybody_sparse_sees_what_a_history_holds(tiny: Any) -> None:
     found = run(*inputs, everybody, **OPTIONS)
     real = np.arange(40) < np.asarray(inputs[3])[:, None]
     np.testing.assert_array_equal(found.sparse.sparse, np.stack([real, real]))
-    assert np.asarray(found.work.sparse.heats).tolist() == [1, 1]
     # A history as long as the text is no restriction.
     wide = choice(np.ones((2, 3, 40)), [np.inf] * 2, History(recent=40, sinks=0))
     plain = run(*inputs, None, **OPTIONS)
     found = run(*inputs, wide, **OPTIONS)
     np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(plain.x)[real], atol=1e-4)
-    assert np.asarray(found.work.sparse.heats).tolist() == [0, 0]
 
 
-def test_heavy_hitters_are_the_keys_that_earlier_sampled_queries_attended_to_most(
-    tiny: Any,
-) -> None:
-    decoder, params, ids, lengths, _ = whole_pass(tiny, token=37)
-    history, chunk, sample = History(recent=4, sinks=2, heavy=3), 8, 3
-    positions = jnp.broadcast_to(jnp.arange(37), ids.shape)
-    x, places = decoder.embed(params, ids, positions), decoder.encode_positions(positions)
-    shown = np.asarray(positions < lengths[:, None])
-    found = np.asarray(
-        jax.jit(
-            lambda: heavy_hitters(
-                decoder, params, 1, x, places, jnp.asarray(shown), history=history, chunk=chunk,
-                sample=sample,
-            )
-        )()
-    )  # fmt: skip
-    layer = jax.tree.map(lambda leaf: leaf[1], decoder.layers(params))
-    queries = np.asarray(decoder.queries(layer, x, places), np.float64)
-    keys = np.repeat(np.asarray(decoder.keys_values(layer, x, places)[0], np.float64), 2, axis=2)
-    for row in range(3):
-        heat = np.zeros(37)
-        for index in range(5):
-            behind = np.arange(2, max(2, index * chunk - 4 + 1))
-            behind = behind[shown[row, behind]]
-            order = behind[np.argsort(-heat[behind], kind="stable")][:3]
-            wanted = np.full(3, 37)
-            wanted[: len(order)] = order
-            assert found[row, index].tolist() == wanted.tolist()
-            for query in range((index + 1) * chunk - sample, min((index + 1) * chunk, 37)):
-                seen = np.flatnonzero(shown[row, : query + 1])
-                scores = np.einsum("hd,khd->hk", queries[row, query], keys[row, seen])
-                weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-                heat[seen] += (weights / weights.sum(axis=1, keepdims=True)).sum(axis=0)
-
-
-def steered(model: Any, **others: Any) -> SparseAttention:
+def steered(model: Any) -> SparseAttention:
     """Attention that the same gates steer as depth."""
     return SparseAttention(
         signal=Learned(gates=random_gates(model), exits=(1, 2)),
         thresholds=jnp.asarray([0.2, 0.3]),
         history=HISTORY,
-        chunk=8,
-        sample=3,
-        **others,
     )
 
 
-@pytest.mark.parametrize("blind", [False, True])
-def test_nothing_depends_on_later_tokens_or_on_other_rows(tiny: Any, blind: bool) -> None:
-    key = jax.random.key(3) if blind else None
-    attention, policy = steered(tiny, blind=key), gated(tiny)
+def test_nothing_depends_on_later_tokens_or_on_other_rows(tiny: Any) -> None:
+    attention, policy = steered(tiny), gated(tiny)
     decoder, params, ids, _, _ = whole_pass(tiny)
     lengths = jnp.full(3, 40)
     before = run(decoder, params, ids, lengths, policy, attention, **OPTIONS)
@@ -219,34 +172,9 @@ def test_nothing_depends_on_later_tokens_or_on_other_rows(tiny: Any, blind: bool
 
 
 def assert_same_choices(after: Any, before: Any, rows: slice, end: int) -> None:
-    """Checks who is sparse up to a position, and to what they attend: `[segment, row, token]`."""
-    ours, theirs = (
-        (found.sparse.sparse[:, rows, :end], np.repeat(found.sparse.verticals[:, rows], 8, axis=2))
-        for found in (after, before)
-    )
-    np.testing.assert_array_equal(ours[0], theirs[0])
-    np.testing.assert_array_equal(ours[1][:, :, :end][ours[0]], theirs[1][:, :, :end][ours[0]])
-
-
-def test_blind_verticals_are_as_many_distinct_and_not_the_hottest(tiny: Any) -> None:
-    inputs = whole_pass(tiny)
-    ones = np.ones((2, 3, 40))
-    hot = run(*inputs, choice(ones, [np.inf] * 2), **OPTIONS).sparse.verticals
-    drawn = [
-        np.asarray(
-            run(
-                *inputs, choice(ones, [np.inf] * 2, blind=jax.random.key(seed)), **OPTIONS
-            ).sparse.verticals
-        )
-        for seed in (0, 1)
-    ]
-    hot = np.asarray(hot)
-    assert ((drawn[0] < 40).sum(axis=-1) == (hot < 40).sum(axis=-1)).all()
-    for found in (*drawn, hot):
-        pairs = found[..., 1:]
-        assert ((pairs[..., 0] != pairs[..., 1]) | (pairs[..., 0] == 40)).all()
-    assert (drawn[0] != drawn[1]).any()
-    assert (drawn[0] != hot).any()
+    """Checks which tokens are sparse up to a position: `[segment, row, token]`."""
+    ours, theirs = (found.sparse.sparse[:, rows, :end] for found in (after, before))
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_chance_is_even_and_depends_on_the_token_alone() -> None:
@@ -276,8 +204,7 @@ def test_log_likelihoods_are_those_of_the_oracles_states(tiny: Any) -> None:
     [
         (lambda tiny, scores: choice(scores, [0.0] * 4), "each segment of depths=\\(2, 4\\)"),
         (lambda tiny, scores: choice(scores, []), "each but the first. Got .*\\(0,\\)"),
-        (lambda tiny, scores: dataclasses.replace(choice(scores, [0.0]), sample=9), "sample=9"),
-        (lambda tiny, scores: dataclasses.replace(steered(tiny), chunk=3),  "depths \\(1, 2\\)"),
+        (lambda tiny, scores: steered(tiny), "depths \\(1, 2\\)"),
     ],
 )  # fmt: skip
 def test_impossible_choices_are_refused(
@@ -297,54 +224,40 @@ def test_a_static_prefix_refuses_sparse_attention(tiny: Any) -> None:
 def test_all_and_half_of_a_uniform_pass(tiny: Any) -> None:
     """A policy without boundaries has one segment, which a signal before the pass may choose in."""
     decoder, params, ids, lengths, _ = whole_pass(tiny)
-    halves = SparseAttention(
-        signal=Position(), thresholds=jnp.asarray([-20.0]), history=HISTORY, chunk=8, sample=3
-    )
-    found = run(decoder, params, ids, lengths, Uniform(depth=4), halves, **OPTIONS)
+    halves = SparseAttention(signal=Position(), thresholds=jnp.asarray([-20.0]), history=HISTORY)
+    found = run(decoder, params, ids, lengths, uniform(4), halves, **OPTIONS)
     real = np.arange(40) < np.asarray(lengths)[:, None]
     np.testing.assert_array_equal(found.sparse.sparse[0], real & (np.arange(40) >= 20))
 
 
-def test_evaluation_charges_heat_and_decisions_and_knows_the_ideal(tiny: Any, text: Any) -> None:
+def test_evaluation_charges_decisions_and_knows_the_ideal(tiny: Any, text: Any) -> None:
     decoder, params = tiny.decoder, tiny.params
-    policy = GivenDepths(depth_of_token=jnp.full((8, 32), 4), depths=(2, 4))
-    narrow = choice(np.full((2, 8, 32), 0.3), [0.5], History(recent=3, sinks=1, heavy=2))
-    free = choice(np.full((2, 8, 32), 0.3), [0.5], History(recent=5, sinks=1))
+    policy = given_depths(jnp.full((8, 32), 4), depths=(2, 4))
+    narrow = choice(np.full((2, 8, 32), 0.3), [0.5], History(recent=5, sinks=1))
     executor = MicroBatches(min_bucket=2, block=16, query_block=8, key_step=32)
-    choices = {"narrow": narrow, "free": free}
-    names = ("dense", "narrow", "free")
     found = evaluate(
-        decoder, params, text[:1], dict.fromkeys(names, policy), executor=executor,
-        attention=choices,
+        decoder, params, text[:1], dict.fromkeys(("dense", "narrow"), policy), executor=executor,
+        attention={"narrow": narrow},
     )  # fmt: skip
-    dense, narrow_found, free_found = (found[name] for name in names)
-    lengths = text[0].lengths
-    cost = token_cost(decoder, params)
+    dense, sparse = found["dense"], found["narrow"]
+    lengths, cost = text[0].lengths, token_cost(decoder, params)
     assert dense.flops_gates == 0.0
     # The signal asks for 1000 FLOPs per slot.
-    packed = -(-int(lengths.sum()) // 2) * 2
-    assert free_found.flops_gates == 1000.0 * packed
-    heat = narrow_found.flops_gates - free_found.flops_gates
-    queries = 8 * 3 * 3  # Rows, chunks but the last, a sample of three.
-    layer = jax.tree.map(lambda leaf: leaf[0], decoder.layers(params))
-    x, places = jnp.zeros((queries, 32)), decoder.encode_positions(jnp.zeros(queries, jnp.int32))
-    asked = count_matmul_flops(decoder.queries, layer, x, places)
-    wanted = 8 * 32 * cost.keys_values + asked + queries * 32 * (cost.attention_per_key / 2 + 2 * 4)
-    np.testing.assert_allclose(heat, wanted)
-    assert narrow_found.flops < dense.flops + heat + 1000.0 * packed
+    assert sparse.flops_gates == 1000.0 * (-(-int(lengths.sum()) // 2) * 2)
+    assert sparse.flops < dense.flops + sparse.flops_gates
     # Ideal: two of four layers see at most six keys instead of 32.
     spared = sum(32 - min(position + 1, 6) for n in lengths for position in range(n))
     np.testing.assert_allclose(
-        dense.flops_ideal - narrow_found.flops_ideal, 2 * spared * cost.attention_per_key
+        dense.flops_ideal - sparse.flops_ideal, 2 * spared * cost.attention_per_key
     )
-    assert narrow_found.nll != dense.nll
+    assert sparse.nll != dense.nll
 
 
 def test_documents_are_scored_with_sparse_attention(tiny: Any) -> None:
     documents = [np.asarray(tiny.tokens(1, 40, seed=seed)[0]) for seed in range(2)]
-    policy = Uniform(depth=4)
+    policy = uniform(4)
     everybody = SparseAttention(
-        signal=Position(), thresholds=jnp.asarray([jnp.inf]), history=HISTORY, chunk=8, sample=3
+        signal=Position(), thresholds=jnp.asarray([jnp.inf]), history=HISTORY
     )
     found = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2,
                             attention=everybody)  # fmt: skip

@@ -15,14 +15,14 @@ from helpers.models import assert_close, gated, random_gates
 
 from utio_jax import (
     CapacityPrefix,
-    GivenDepths,
     MicroBatches,
-    Uniform,
     fit_capacities,
-    oracle,
+    given_depths,
     staircase,
+    uniform,
 )
 from utio_jax.models import TINY, Transformer
+from utio_jax.staircase.reference import reference_states
 
 CASES_PER_SHAPE = 140  # 8 shapes: 1,120 cases, 280 of them with four segments.
 
@@ -74,13 +74,13 @@ def test_gradients_of_the_static_form_equal_the_oracles(tiny: Any) -> None:
     weights = jax.random.normal(jax.random.key(3), (*ids.shape, tiny.decoder.config.embed_dim))
 
     def through_staircase(params: Any) -> jax.Array:
-        policy = GivenDepths(depth_of_token=depths, depths=shape.depths)
+        policy = given_depths(depths, depths=shape.depths)
         executor = CapacityPrefix(capacities=capacities, min_bucket=4)
         x = staircase(tiny.decoder, params, ids, lengths, policy, executor=executor).x
         return jnp.sum(jnp.where(real[..., None], x * weights, 0.0))
 
     def through_oracle(params: Any) -> jax.Array:
-        x = oracle(tiny.decoder, params, ids, lengths, depths)
+        x = reference_states(tiny.decoder, params, ids, lengths, depths)
         return jnp.sum(jnp.where(real[..., None], x * weights, 0.0))
 
     found = jax.jit(jax.grad(through_staircase))(tiny.params)
@@ -103,7 +103,7 @@ def test_all_deep_equals_the_plain_model(tiny: Any) -> None:
         tiny.params,
         ids,
         lengths,
-        GivenDepths(depth_of_token=deep, depths=shape.depths),
+        given_depths(deep, depths=shape.depths),
         kv="propagate",
         executor=shape.executor,
     )
@@ -121,7 +121,7 @@ def test_uniform_exits_equal_the_plain_models_states(tiny: Any) -> None:
             tiny.params,
             ids,
             lengths,
-            Uniform(depth=depth),
+            uniform(depth),
             kv="propagate",
             executor=shape.executor,
         )
@@ -193,7 +193,7 @@ def test_never_copies_the_stacked_weights(unchecked_shapes: None) -> None:
     params = jax.eval_shape(decoder.init, jax.random.key(0))
     stacked = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params["layers"]))
     ids, lengths = jnp.zeros((2, 8), jnp.int32), jnp.full(2, 8)
-    policy = GivenDepths(depth_of_token=jnp.full((2, 8), 4), depths=(4, 8, 16))
+    policy = given_depths(jnp.full((2, 8), 4), depths=(4, 8, 16))
     executor = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8)
     lowered = cases.run_staircase.lower(
         decoder, params, ids, lengths, policy, kv="propagate", executor=executor
@@ -210,7 +210,7 @@ def test_runs_inside_shard_map_row_by_row(tiny: Any) -> None:
     spec = jax.sharding.PartitionSpec("data")
 
     def run(ids: jax.Array, lengths: jax.Array, depths: jax.Array) -> jax.Array:
-        policy = GivenDepths(depth_of_token=depths, depths=shape.depths)
+        policy = given_depths(depths, depths=shape.depths)
         return staircase(tiny.decoder, tiny.params, ids, lengths, policy, executor=shape.executor).x
 
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
@@ -238,16 +238,16 @@ def test_impossible_passes_are_refused(tiny: Any, unchecked_shapes: None) -> Non
     def run(policy: Any, **kwargs: Any) -> None:
         staircase(tiny.decoder, tiny.params, ids, lengths, policy, **kwargs)
 
-    given = GivenDepths(depth_of_token=depths, depths=shape.depths)
+    given = given_depths(depths, depths=shape.depths)
     with pytest.raises(ValueError, match="within the model's 4 layers.*depths=\\(2, 9\\)"):
-        run(GivenDepths(depth_of_token=depths, depths=(2, 9)))
+        run(given_depths(depths, depths=(2, 9)))
     with pytest.raises(ValueError, match="strictly increasing depths.*\\(2, 1\\)"):
-        run(GivenDepths(depth_of_token=depths, depths=(2, 1)))
+        run(given_depths(depths, depths=(2, 1)))
     with pytest.raises(ValueError, match="kv to be one of 'propagate', 'drop'. Got kv='full'"):
         run(given, kv="full")
     with pytest.raises(ValueError, match="one depth per token of \\(3, 17\\). Got \\(3, 5\\)"):
-        run(GivenDepths(depth_of_token=depths[:, :5], depths=shape.depths))
+        run(given_depths(depths[:, :5], depths=shape.depths))
     with pytest.raises(ValueError, match="a capacity for each of the policy's depths"):
         run(given, executor=CapacityPrefix(capacities=(8,), min_bucket=8))
     with pytest.raises(ValueError, match="kv to be one of"):
-        oracle(tiny.decoder, tiny.params, ids, lengths, depths, kv="zero")  # type: ignore[arg-type]
+        reference_states(tiny.decoder, tiny.params, ids, lengths, depths, kv="zero")  # type: ignore[arg-type]

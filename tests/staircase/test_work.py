@@ -18,16 +18,15 @@ from helpers.counting import Counting, count, read_counts
 
 from utio_jax import (
     CapacityPrefix,
-    GivenDepths,
     History,
     MicroBatches,
     SparseAttention,
     fit_capacities,
+    given_depths,
     staircase,
 )
-from utio_jax.attention import vertical_slash
+from utio_jax.attention import mixing
 from utio_jax.policies.signals import SignalBase, static
-from utio_jax.staircase import capacity, query_blocks
 
 
 def numbers_of(work: Any) -> Any:
@@ -39,16 +38,15 @@ def numbers_of(work: Any) -> Any:
 @pytest.fixture(autouse=True)
 def counted_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts query slots times key slots wherever an executor attends."""
-    places = (query_blocks, "attend_counted"), (vertical_slash, "attend_counted")
-    for module, name in (*places, (capacity, "attend")):
+    for name in ("attend_counted", "attend"):
 
         def attend(
-            queries: Any, keys: Any, *rest: Any, plain: Any = getattr(module, name), **options: Any
+            queries: Any, keys: Any, *rest: Any, plain: Any = getattr(mixing, name), **options: Any
         ) -> jax.Array:
             count("key_slots", math.prod(queries.shape[:-2]) * keys.shape[-3])
             return plain(queries, keys, *rest, **options)
 
-        monkeypatch.setattr(module, name, attend)
+        monkeypatch.setattr(mixing, name, attend)
 
 
 def compile_pass(model: Any, depths: tuple[int, ...], kv: str, executor: Any) -> Callable[..., Any]:
@@ -60,7 +58,7 @@ def compile_pass(model: Any, depths: tuple[int, ...], kv: str, executor: Any) ->
             model.params,
             ids,
             lengths,
-            GivenDepths(depth_of_token=depth_of_token, depths=depths),
+            given_depths(depth_of_token, depths=depths),
             kv=kv,  # type: ignore[arg-type]
             executor=executor,
         )
@@ -106,11 +104,11 @@ class Given(SignalBase):
 
 
 def sparse_key_slots(sparse: np.ndarray, executor: MicroBatches, history: History) -> int:
-    """Returns query slots times key slots of one layer's sparse queries, chunk by chunk of 8."""
+    """Returns query slots times key slots of one layer's sparse queries, chunk by chunk of 4."""
     total, width = 0, sparse.shape[1]
     for row in sparse:
-        for begin in range(0, width, 8):
-            positions = begin + np.flatnonzero(row[begin : begin + 8])
+        for begin in range(0, width, 4):
+            positions = begin + np.flatnonzero(row[begin : begin + 4])
             while len(positions):
                 whole = len(positions) >= executor.query_block
                 size = executor.query_block if whole else executor.min_bucket
@@ -118,20 +116,20 @@ def sparse_key_slots(sparse: np.ndarray, executor: MicroBatches, history: Histor
                 span = size
                 while span < mine[-1] - mine[0] + 1:
                     span *= 2
-                slice_width = min(min(span, 8) + history.recent - 1, width)
-                total += size * (slice_width + history.sinks + history.heavy)
+                slice_width = min(min(span, 4) + history.recent - 1, width)
+                total += size * (slice_width + history.sinks)
     return total
 
 
-def test_sparse_queries_cost_verticals_and_a_slice_and_nobody_pays_twice(tiny: Any) -> None:
+def test_sparse_queries_cost_sinks_and_a_slice_and_no_query_pays_twice(tiny: Any) -> None:
     executor = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
-    history, decoder = History(recent=5, sinks=1, heavy=2), Counting(tiny.decoder.config)
+    history, decoder = History(recent=5, sinks=3), Counting(tiny.decoder.config)
 
     @jax.jit
     def run(ids: Any, lengths: Any, scores: Any, thresholds: Any, depths: Any) -> Any:
-        policy = GivenDepths(depth_of_token=depths, depths=(2, 4))
+        policy = given_depths(depths, depths=(2, 4))
         attention = SparseAttention(
-            signal=Given(scores=scores), thresholds=thresholds, history=history, chunk=8, sample=2
+            signal=Given(scores=scores), thresholds=thresholds, history=history
         )
         return staircase(
             decoder, tiny.params, ids, lengths, policy, executor=executor, attention=attention
@@ -146,22 +144,21 @@ def test_sparse_queries_cost_verticals_and_a_slice_and_nobody_pays_twice(tiny: A
         edges = jnp.asarray(thresholds, jnp.float32)
         found = jax.block_until_ready(run(ids, lengths, scores, edges, depths))
         counts, work = read_counts(), numbers_of(found.work)
-        sparse, spent = np.asarray(found.sparse.sparse), numbers_of(found.work.sparse)
+        sparse = np.asarray(found.sparse.sparse)
         real = np.arange(37) < lengths[:, None]
         wanted = []
         for segment, live in enumerate((real, real & (depths > 2))):
             asked = np.isfinite(thresholds[segment])
-            assert int(spent.decisions[segment]) == asked * -(-int(live.sum()) // 2) * 2
-            assert int(spent.heats[segment]) == sparse[segment].any()
+            assert int(work.choices[segment]) == asked * -(-int(live.sum()) // 2) * 2
             dense = np.where(live & ~sparse[segment], 2, 0)
             shape = cases.Shape(3, 37, (2,), executor, "propagate")
             ((_, _, key_slots),) = cases.expected_work(dense, shape)
             wanted.append(key_slots + 2 * sparse_key_slots(sparse[segment], executor, history))
         np.testing.assert_array_equal(work.key_slots[:2], wanted)
         assert counts["key_slots"] == work.key_slots.sum()
-        assert counts["queries"] - counts["finish_layer"] == 3 * 4 * 2 * spent.heats.sum()
-        assert counts["keys_values"] == work.keys_values.sum() + 3 * 37 * spent.heats.sum()
-        assert counts["decisions"] == spent.decisions.sum()
+        assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
+        assert counts["keys_values"] == work.keys_values.sum()
+        assert counts["decisions"] == work.choices.sum()
 
 
 def deepest_of(counts_of_rows: list[tuple[int, int, int]], width: int) -> np.ndarray:
@@ -201,7 +198,7 @@ def test_the_static_prefix_runs_its_capacity_and_whole_rows_only_where_a_row_ove
         np.testing.assert_array_equal(work.queries, slots * layers)
         np.testing.assert_array_equal(work.keys_values, batch * width * layers)
         np.testing.assert_array_equal(work.key_slots, slots * width * layers)
-        np.testing.assert_array_equal(work.decisions, slots)
+        np.testing.assert_array_equal(work.decisions, [*slots[:-1], 0])
         assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
         assert counts["keys_values"] == work.keys_values.sum()
         assert counts["key_slots"] == work.key_slots.sum()
@@ -233,7 +230,7 @@ def test_decisions_are_mapped_over_live_tokens_alone(executor: Any, slots_of: An
     @jax.jit
     def run(live: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         slots = executor.pack(0, live)
-        return executor.map_slots(slots, double, x), executor.work(slots, 3, False).decisions
+        return executor.map_slots(slots, double, x), executor.slots_run(slots)
 
     rng = np.random.default_rng(0)
     x = np.arange(3 * 17, dtype=np.float32).reshape(3, 17, 1)

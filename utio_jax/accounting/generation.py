@@ -22,7 +22,6 @@ from utio_jax.accounting.ledger import Ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.files import conditions
 from utio_jax.core.flops import token_cost
-from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
@@ -117,7 +116,7 @@ class Spent:
       flops: executed: layers, frozen K/V, heads, gates.
       flops_plain: executed by plain decoding of as many tokens of each row, in the same batch.
       flops_extra: of gates, and of heads beyond plain decoding's.
-      kv_bytes: of keys and values, read by rows that had not ended; refreshed views included.
+      kv_bytes: of keys and values, read by rows that had not ended.
       kv_bytes_plain: read by plain decoding of as many tokens.
       flops_ideal: of decided layers, frozen K/V and one head per emitted token.
     """
@@ -162,12 +161,13 @@ def _spent_on_group(
     cost, layers = token_cost(decoder, params), decoder.config.num_layers
     rows = generated.group
     # All rows of a group run until the last one ends, and that one was charged in every round.
-    steps, token_layers, frozen, heads, exit_maps, attended = (
+    steps, token_layers, frozen, mapped, heads, exit_maps, attended = (
         rows * float(np.max(amounts))
         for amounts in (
             generated.steps,
             generated.token_layers,
             generated.frozen_layers,
+            generated.mapped_layers,
             generated.heads,
             generated.exit_maps,
             generated.attended,
@@ -176,17 +176,10 @@ def _spent_on_group(
     plain_steps, plain_attended, plain_read = _plain_steps(prompts, generated)
     plain_steps, plain_attended = rows * plain_steps, rows * layers * plain_attended
     extra = cost.head * (heads - plain_steps) + cost.exit_map * exit_maps
+    shown = cost.keys_values * frozen + cost.kv_map * mapped
     emitted = np.concatenate(generated.decided)
-    deepest = emitted
-    if isinstance(mode, Adaptive):
-        boundaries = range(len(mode.policy.depths) - 1)
-        gates = sum(mode.policy.flops(index, decoder, params) for index in boundaries)
-        if mode.throttle is not None:
-            gates += mode.throttle.flops(mode.policy, decoder, params)
-        extra += gates * steps  # Every row asks at every boundary, in every round.
-        extra += rows * mode.observed_layers * cost.layer(generated.key_widths[0])
-        if mode.kv == "propagate":
-            deepest = np.maximum(emitted, mode.policy.depths[-1])
+    deepest = np.maximum(emitted, mode.projected_depth)
+    extra += mode.gate_flops(decoder, params) * steps
     first = rows * (cost.layer(generated.key_widths[0]) * layers + cost.head)
     width = attended / token_layers if token_layers else generated.key_widths[0]
 
@@ -203,10 +196,10 @@ def _spent_on_group(
         decided=int(emitted.sum()),
         throttled=int(sum(row.sum() for row in generated.throttled)),
         executed=token_layers + rows * layers,
-        flops=flops(token_layers, attended, plain_steps) + cost.keys_values * frozen + extra,
+        flops=flops(token_layers, attended, plain_steps) + shown + extra,
         flops_plain=flops(plain_steps * layers, plain_attended, plain_steps),
         flops_extra=extra,
-        kv_bytes=float(np.sum(generated.kv_bytes_read + generated.refresh_bytes_read)),
+        kv_bytes=float(np.sum(generated.kv_bytes_read)),
         kv_bytes_plain=layers * plain_read * generated.bytes_per_slot,
         flops_ideal=float(
             emitted.sum() * (cost.query + cost.attention_per_key * width)
@@ -274,11 +267,10 @@ def generation_ledger(
         np.concatenate([row for result in results for row in getattr(result, name)])
         for name in ("decided", "executed", "log_probabilities")
     )
-    adaptive = isinstance(mode, Adaptive)
     depths, counts = np.unique(decided, return_counts=True)
     agrees = np.concatenate([reading.agrees for reading in readings])
     return Ledger(
-        policy=mode.policy.name if adaptive else "full",
+        policy="full" if mode.depth_policy is None else mode.depth_policy.name,
         budget=budget,
         tokens=spent.tokens,
         num_layers=decoder.config.num_layers,
@@ -289,7 +281,7 @@ def generation_ledger(
             for depth, count in zip(depths.tolist(), counts.tolist(), strict=True)
         },
         # Drafts run all layers because they are verified: that is lossless decoding, not a stay.
-        involuntary_stays=int(np.sum(executed > decided)) if adaptive else 0,
+        involuntary_stays=0 if mode.exact else int(np.sum(executed > decided)),
         involuntary_exits=int(np.sum(executed < decided)),
         nll_full=float(np.mean(np.concatenate([reading.nll for reading in readings]))),
         nll=-float(np.mean(likelihood)),
@@ -299,6 +291,6 @@ def generation_ledger(
         flops_ratio=spent.flops / spent.flops_plain,
         gate_pct=100 * spent.flops_extra / spent.flops_plain,
         padding_ratio=spent.executed / spent.decided,
-        speedup_ideal=None if mode.name == "lossless" else spent.flops_plain / spent.flops_ideal,
+        speedup_ideal=None if mode.block > 1 else spent.flops_plain / spent.flops_ideal,
         **conditions(params),
     )

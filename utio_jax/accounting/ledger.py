@@ -31,7 +31,7 @@ class Ledger:
       agreement: share of predicted tokens with the full model's most probable token.
       throttled_ratio: share of the decided token-layers in which a token saw a compact view of the
         history only; in generation.
-      kv_bytes_ratio: bytes of K/V read in decoding, refreshed views included / plain decoding's; in
+      kv_bytes_ratio: bytes of K/V read in decoding / plain decoding's; in
         generation.
       flops_ratio: executed FLOPs (layers, padding, frozen K/V, head, gates) / the full pass'.
       gate_pct: extra heads and gates, % of the full pass' FLOPs.

@@ -68,13 +68,13 @@ def prompt_cost(
         work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
         extra = gate_flops(decoder, params, policy, work)
         if prefill.attention is not None:
-            size = {"segments": len(policy.depths), "batch": rows, "width": width}
-            extra += attention_flops(prefill.attention, decoder, params, work, **size)
+            segments = len(policy.depths)
+            extra += attention_flops(prefill.attention, decoder, params, work, segments=segments)
         flops += pass_flops(cost, work, gates=extra)
         ends = np.zeros(rows, np.int64)
         ends[: len(lengths[start : start + rows])] = lengths[start : start + rows]
         live = jnp.asarray(np.arange(width)[None, :] < ends[:, None])
-        full = executor.work(executor.pack(0, live), num_layers, False)
+        full = executor.work(executor.pack(0, live), num_layers)
         flops_full += pass_flops(cost, full)
     decided = np.concatenate(generated.prompt_depths)
     return PromptCost(

@@ -13,16 +13,26 @@ _HIDDEN = -1e30
 _MANY_QUERIES = 64
 
 
+NOWHERE = jnp.iinfo(jnp.int32).max
+"""The position of a key that is hidden from all: beyond every query's."""
+
+
 def visible_keys(
     query_positions: Int[Array, "*lead query"],
     key_positions: Int[Array, "*lead key"],
     window: Int[Array, ""] | None = None,
+    *,
+    causal: bool = True,
 ) -> Bool[Array, "*lead query key"]:
     """Returns the causal mask: keys at or before each query's position, the last `window` of them.
 
-    A key hidden from all lies at a position above every query's.
+    A key hidden from all lies at `NOWHERE`. With `causal` False a query sees keys on both sides, at
+    a distance below `window`.
     """
     queries, keys = query_positions[..., :, None], key_positions[..., None, :]
+    if not causal:
+        visible = jnp.broadcast_to(keys < NOWHERE, jnp.broadcast_shapes(queries.shape, keys.shape))
+        return visible if window is None else visible & (jnp.abs(queries - keys) < window)
     visible = keys <= queries
     return visible if window is None else visible & (queries - keys < window)
 
@@ -47,27 +57,6 @@ def attend(
     weights = _weights(queries, keys, visible, softcap).astype(values.dtype)
     total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
     return _unfold(_product(weights, values), total, queries, values.dtype)
-
-
-def attend_weighed(
-    queries: Float[Array, "*lead query head head_dim"],
-    keys: Float[Array, "*lead key kv_head head_dim"],
-    values: Float[Array, "*lead key kv_head head_dim"],
-    visible: Bool[Array, "*#lead query key"],
-    *,
-    softcap: float | None = None,
-) -> tuple[Float[Array, "*lead query head head_dim"], Float[Array, "*lead key"]]:
-    """Returns what `attend` does, and the attention that each key got: its heat.
-
-    Softmax weights, summed over heads and queries: one more reading of the weights, which for 8
-    heads that share 2 K/V heads of 64 are a thirtieth of the bytes that keys and values are.
-    """
-    weights = _weights(queries, keys, visible, softcap)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    share = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
-    heat = jnp.einsum("...hqk,...hqo->...k", weights, share)
-    weights = weights.astype(values.dtype)
-    return _unfold(_product(weights, values), total, queries, values.dtype), heat
 
 
 def with_count(values: Float[Array, "*lead head_dim"]) -> Float[Array, "*lead counted"]:

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A compact view of the K/V cache: what low-importance tokens see of the past, side by side.
 
-    position   0 1 2 3 4 5 6 7 8 9        # a row of ten tokens, recent=4, sinks=2, heavy=2
-    places     0 1 | 3 5 | 8 9 6 7        # sinks | heavy | ring: position p lies at p mod 4
+    position   0 1 2 3 4 5 6 7 8 9        # a row of ten tokens, recent=4, sinks=2
+    places     0 1 | 8 9 6 7              # sinks | ring: position p lies at p mod 4
 
-The cache keeps every token; a view holds copies, of each layer its own heavy hitters. A new token
-takes the ring's oldest place. What has left the ring since the last refresh is in neither part: it
-is not seen until a refresh finds it heavy.
+The cache keeps every token; a view holds copies. A new token takes the ring's oldest place.
 """
 
 from __future__ import annotations
@@ -18,30 +16,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.history import History
-from utio_jax.attention.products import visible_keys
-
-NOWHERE = jnp.iinfo(jnp.int32).max
-"""The position of a place that holds nothing: beyond every query's."""
+from utio_jax.attention.products import NOWHERE, visible_keys
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class View:
-    """Keys and values of sinks, heavy hitters and recent tokens, in the first layers of a cache.
+    """Keys and values of sinks and recent tokens, in the first layers of a cache.
 
     Attributes:
       keys: copies of the cache's.
       values: likewise.
       positions: of the tokens at each place; `NOWHERE` where there is none.
-      heat: attention that each slot of the cache got from the queries that saw it, summed over
-        heads, older queries counting less; None where no heavy hitters are sought.
       history: how many places are for what. Static.
     """
 
     keys: Float[Array, "layer batch place kv_head head_dim"]
     values: Float[Array, "layer batch place kv_head head_dim"]
     positions: Int[Array, "layer batch place"]
-    heat: Float[Array, "layer batch slot"] | None
     history: History = dataclasses.field(metadata={"static": True})
 
     @property
@@ -52,19 +44,18 @@ class View:
 
 def place_of(history: History, positions: Int[Array, "*lead"]) -> Int[Array, "*lead"]:
     """Returns where new tokens go: each sink to a place of its own, all others into the ring."""
-    ring = history.sinks + history.heavy + positions % history.recent
+    ring = history.sinks + positions % history.recent
     return jnp.where(positions < history.sinks, positions, ring)
 
 
 def places_at(history: History, lengths: Int[Array, " batch"]) -> Int[Array, "batch place"]:
-    """Returns the positions at each place after `lengths` tokens; heavy places are empty."""
+    """Returns the positions at each place after `lengths` tokens."""
     places = jnp.arange(history.size, dtype=jnp.int32)[None, :]
     last = lengths[:, None] - 1
-    ring = last - (last - (places - history.sinks - history.heavy)) % history.recent
+    ring = last - (last - (places - history.sinks)) % history.recent
     ring = jnp.where(ring >= history.sinks, ring, NOWHERE)
     sinks = jnp.where(places <= last, places, NOWHERE)
-    heavy = places < history.sinks + history.heavy
-    return jnp.where(places < history.sinks, sinks, jnp.where(heavy, NOWHERE, ring))
+    return jnp.where(places < history.sinks, sinks, ring)
 
 
 def remember(
@@ -110,5 +101,5 @@ def visible_places(
     """
     # A place of the ring that its layer skipped (kv="drop") still holds an older token.
     recent = query_positions[:, :, None] - positions[:, None, :] < history.recent
-    kept = jnp.arange(history.size) < history.sinks + history.heavy
+    kept = jnp.arange(history.size) < history.sinks
     return visible_keys(query_positions, positions, window) & (recent | kept[None, None, :])

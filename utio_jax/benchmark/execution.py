@@ -4,7 +4,6 @@
 weights   a loop that indexes the stacked layers, or a scan over a slice of them
 trips     a static trip count, or a traced one
 stop      a traced stop on a donated cache, or `lax.switch` between programs of fixed depth
-kernel    Vertical-Slash attention by XLA, or by two calls of cuDNN
 """
 
 from __future__ import annotations
@@ -16,23 +15,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from utio_jax.attention.cache import init_cache
-from utio_jax.attention.fused_slash import attend_vertical_slash
-from utio_jax.attention.history import History
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.timing import time_programs
-from utio_jax.core.arrays import layer_at
+from utio_jax.core.layer import layer_at
 from utio_jax.decoding.segments import block_at, run_segment
 
 Program = Callable[[], Any]
 
 
 def execution_groups(
-    bench: Bench, subject: Subject, *, tokens: int, batch: int, context: int, history: History
+    bench: Bench, subject: Subject, *, tokens: int, batch: int, context: int
 ) -> list[Group]:
     """Returns groups of two or three programs each that compute the same.
 
@@ -41,13 +37,11 @@ def execution_groups(
       subject: the model.
       tokens: of a pass through half of the layers.
       batch: rows of a decoding step.
-      context: slots of its cache, and tokens of a row for attention.
-      history: what Vertical-Slash attention sees.
+      context: slots of its cache.
     """
     layers = subject.decoder.config.num_layers
     passes = {"batch": 1, "prompt": tokens, "layers": max(1, layers // 2)}
     steps = {"batch": batch, "context": context, "layers": layers}
-    row = {"batch": 1, "prompt": context, "context": context}
     return [
         _group(
             bench,
@@ -66,15 +60,6 @@ def execution_groups(
             ("traced stop", "switch"),
             partial(stop_programs, subject, batch, context),
             tokens=batch,
-        ),
-        _group(
-            bench,
-            subject,
-            "sparse",
-            row,
-            ("vertical-slash xla", "vertical-slash cudnn"),
-            partial(kernel_programs, subject, context, history),
-            tokens=context,
         ),
     ]
 
@@ -196,31 +181,3 @@ def stop_programs(subject: Subject, batch: int, context: int) -> dict[str, Progr
         return x
 
     return {"traced stop": partial(turn, by_trips), "switch": partial(turn, by_switch)}
-
-
-def kernel_programs(subject: Subject, tokens: int, history: History) -> dict[str, Program]:
-    """Returns Vertical-Slash attention of one layer on random tensors."""
-    config = subject.decoder.config
-    ids = jnp.zeros((1, 1), jnp.int32)
-    dtype = jax.eval_shape(subject.decoder.embed, subject.params, ids, ids).dtype
-    keys = jax.random.split(jax.random.key(2), 3)
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-    three = [
-        jax.random.normal(key, (1, tokens, count, config.head_dim), dtype)
-        for key, count in zip(keys, heads, strict=True)
-    ]
-    chunk = min(128, tokens)
-    spread = np.linspace(0, 1, history.sinks + history.heavy)
-    begins = np.arange(0, tokens, chunk)[:, None]
-    verticals = (spread * np.maximum(begins - history.recent, 0)).astype(np.int32)[None]
-    shown = jnp.ones((1, tokens), jnp.bool_)
-
-    def attend(implementation: Any) -> Program:
-        run = jax.jit(
-            partial(
-                attend_vertical_slash, history=history, chunk=chunk, implementation=implementation
-            )
-        )
-        return partial(run, *three, jnp.asarray(verticals), shown)
-
-    return {"vertical-slash xla": attend("xla"), "vertical-slash cudnn": attend("cudnn")}

@@ -11,12 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from utio_jax.benchmark.decoding import STAGE_REPEATS, stage_program
-from utio_jax.benchmark.passes import given_depths, pass_programs
+from utio_jax.benchmark.passes import dealt_depths, pass_programs
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Method, Subject, methods_of
 from utio_jax.benchmark.timing import Timing, time_programs
-from utio_jax.policies.depth import GivenDepths, Uniform
+from utio_jax.policies.depth import given_depths, uniform
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.score import run_score
 
@@ -108,8 +108,8 @@ class _Point:
             return {"step": stage(batch=batch, tokens=1, width=self.value)}
         width = self.setting["prompt"]
         if self.axis == "layers":
-            uniform = Method(label="uniform", policy=Uniform(depth=self.value))
-            return {"uniform": pass_programs(subject, batch, width, [uniform])["uniform"]}
+            cut = Method(label="uniform", policy=uniform(self.value))
+            return {"uniform": pass_programs(subject, batch, width, [cut])["uniform"]}
         if self.axis in ("prompt", "batch"):
             named = [m for m in methods_of(subject, [name], width=width) if m.label == name]
             if not named or named[0].policy is None:
@@ -122,8 +122,8 @@ class _Point:
             raise ValueError(f"{subject.name} has no exit before its last layer")
         halves = {exits[0]: 0.5, exits[-1]: 0.5}
         buckets = self.value if self.axis == "buckets" else 2
-        policy = GivenDepths(
-            depth_of_token=jnp.asarray(given_depths(halves, (batch, width))),
+        policy = given_depths(
+            jnp.asarray(dealt_depths(halves, (batch, width))),
             depths=(*exits[: buckets - 1], exits[-1]),
         )
         given = Method(label="given", policy=policy)

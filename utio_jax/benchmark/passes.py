@@ -180,7 +180,7 @@ def pass_programs(
     return programs
 
 
-def given_depths(
+def dealt_depths(
     histogram: dict[int, float], shape: tuple[int, int], *, seed: int = 0
 ) -> np.ndarray:
     """Returns depths `[batch, token]` with exactly these shares, shuffled over all rows."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Part "profit": a grid of batches, contexts and depth histograms, half to fit and half to score.
 
-Depths are injected (`GivenDepths`), so that the histogram is exactly the one in question.
+Depths are injected (`given_depths`), so that the histogram is exactly the one in question.
 `utio_jax.benchmark.predictions` fits and scores.
 """
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from utio_jax.benchmark.passes import given_depths, pass_programs
+from utio_jax.benchmark.passes import dealt_depths, pass_programs
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Method, Subject
 from utio_jax.benchmark.timing import Timing, time_programs
-from utio_jax.policies.depth import GivenDepths
+from utio_jax.policies.depth import given_depths
 
 SHARES = (
     (0.0, 0.0, 1.0),  # Everyone goes on: what splitting costs by itself.
@@ -110,8 +110,8 @@ class _Shape:
         methods = [
             Method(
                 label=label,
-                policy=GivenDepths(
-                    depth_of_token=jnp.asarray(given_depths(histogram, shape)), depths=self.depths
+                policy=given_depths(
+                    jnp.asarray(dealt_depths(histogram, shape)), depths=self.depths
                 ),
             )
             for label, histogram in self.histograms.items()

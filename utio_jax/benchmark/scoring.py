@@ -19,7 +19,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.files import conditions
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.policies.base import Policy
-from utio_jax.policies.depth import Uniform
+from utio_jax.policies.depth import uniform
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV
@@ -48,7 +48,7 @@ def control_entries(decoder: Decoder) -> list[Entry]:
     exits = decoder.config.exits[:-1]
     return [
         Entry(policy=full_depth(decoder)),
-        *(Entry(policy=Uniform(depth=depth)) for depth in exits),
+        *(Entry(policy=uniform(depth)) for depth in exits),
     ]
 
 

@@ -27,7 +27,7 @@ from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.score import full_depth, run_score
 from utio_jax.staircase.sparse import SparseAttention
 
-HISTORY = History(recent=256, sinks=4, heavy=60)
+HISTORY = History(recent=316, sinks=4)
 
 SHARES = {"dense": 0.0, "all": 1.0, "half": 0.5}
 """Tokens that attend sparsely, by program."""
@@ -54,9 +54,9 @@ class SparseTime:
     flops_ideal: float
 
 
-def sparse_choices(history: History, chunk: int) -> dict[str, SparseAttention | None]:
-    """Returns who attends to a history alone, by the names in `SHARES`; half are drawn blindly."""
-    choose = partial(SparseAttention, history=history, chunk=chunk)
+def sparse_choices(history: History) -> dict[str, SparseAttention | None]:
+    """Returns which tokens attend to a history alone, by the names in `SHARES`; half by chance."""
+    choose = partial(SparseAttention, history=history)
     return {
         "dense": None,
         "all": choose(signal=Position(), thresholds=jnp.asarray([jnp.inf])),
@@ -70,7 +70,6 @@ def time_sparse(
     *,
     tokens: int,
     history: History = HISTORY,
-    chunk: int = 128,
     rounds: int = 5,
     executor: Executor = MicroBatches(),
     others: Mapping[str, Any] | None = None,
@@ -85,13 +84,12 @@ def time_sparse(
       params: its parameters.
       tokens: of the row.
       history: what sparse tokens see.
-      chunk: positions that share a set of heavy hitters.
       rounds: timed turns.
       executor: how live slots are run.
       others: programs that take turns with these; their FLOPs are 0.
     """
     layers = decoder.config.num_layers
-    choices = sparse_choices(history, chunk)
+    choices = sparse_choices(history)
     drawn = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (1, tokens))
     ids, lengths = jnp.asarray(drawn, jnp.int32), jnp.full(1, tokens)
     programs: dict[str, Any] = {
@@ -117,8 +115,9 @@ def time_sparse(
             found[name] = SparseTime(timing=timing, flops=0.0, flops_choosing=0.0, flops_ideal=0.0)
             continue
         choice, work = choices[name], works[name]
-        size = {"segments": 1, "batch": 1, "width": tokens}
-        gates = 0.0 if choice is None else attention_flops(choice, decoder, params, work, **size)
+        gates = 0.0
+        if choice is not None:
+            gates = attention_flops(choice, decoder, params, work, segments=1)
         found[name] = SparseTime(
             timing=timing,
             flops=pass_flops(cost, work, gates=gates),

@@ -17,7 +17,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.core.lens import Lensed
 from utio_jax.policies.base import Policy
-from utio_jax.policies.depth import Random, Uniform
+from utio_jax.policies.depth import random_depths, uniform
 from utio_jax.policies.store import Calibration
 from utio_jax.staircase.score import full_depth
 
@@ -192,7 +192,7 @@ def _fitted(subject: Subject, name: str, budget: float, *, width: int) -> Method
     if len(exits) == 1:
         return Method(label=label, missing=f"{subject.name} has no exit before its last layer")
     shares = shares_for(subject.decoder, subject.params, budget, width=width)
-    policy = Random(fractions=jnp.asarray(shares, jnp.float32), key=jax.random.key(0), depths=exits)
+    policy = random_depths(jnp.asarray(shares, jnp.float32), key=jax.random.key(0), depths=exits)
     return Method(label=label, policy=policy, budget=budget, fractions=shares)
 
 
@@ -221,7 +221,7 @@ def _truncations(subject: Subject, budget: float, *, width: int) -> list[Method]
     below = [depth for depth in exits if ratio((depth,), (1.0,)) <= budget]
     above = [depth for depth in exits if ratio((depth,), (1.0,)) > budget]
     return [
-        Method(label=f"uniform:{depth}", policy=Uniform(depth=depth), fractions=(1.0,))
+        Method(label=f"uniform:{depth}", policy=uniform(depth), fractions=(1.0,))
         for depth in (*below[-1:], *above[:1])
     ]
 

@@ -26,7 +26,7 @@ from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.texts import decode_group, lossless_group
 from utio_jax.benchmark.throttling import throttle_group
 
-HISTORY = History(recent=256, sinks=4, heavy=60)
+HISTORY = History(recent=316, sinks=4)
 """What throttled and sparse tokens see."""
 
 
@@ -140,7 +140,7 @@ def tiny(suite: Suite) -> Suite:
             for axis, values in suite.growth.items()
         },
         profit=((1, 2), (32, 64)),
-        history=History(recent=16, sinks=2, heavy=4),
+        history=History(recent=20, sinks=2),
         rounds=2,
     )
 
@@ -175,7 +175,6 @@ def groups_of(suite: Suite, subject: Subject, bench: Bench) -> list[Group]:
             tokens=width,
             batch=suite.decode[-1][0],
             context=suite.contexts[0],
-            history=suite.history,
         ),
         "profit": lambda: [profit_group(bench, subject, *suite.profit)],
     }

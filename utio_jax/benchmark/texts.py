@@ -50,7 +50,7 @@ def lossless_group(
 ) -> Group:
     """Returns rows of lossless decoding, drafted at each of some exits: by default the first two.
 
-    Random weights accept drafts at random, so there is nothing to measure.
+    random_depths weights accept drafts at random, so there is nothing to measure.
     """
     known = subject.decoder.config.exits[:-1]
     labels = {f"lossless:{exit_}": exit_ for exit_ in (exits or known[1:3] or known)}
@@ -134,11 +134,11 @@ def _written(
         speedup_ideal=one.ledger.speedup_ideal,
         flops_ratio=one.ledger.flops_ratio,
         flops=spent.flops + _prefill_flops(subject, prompts),
-        bytes=None if isinstance(mode, Lossless) else _bytes(subject, result),
+        bytes=_bytes(subject, result) if one.acceptance is None else None,
         tokens=spent.tokens,
         **quality_of(row, one.ledger),
     )
-    if not isinstance(mode, Lossless):
+    if one.acceptance is None:
         return done
     (plain,) = found[PLAIN].results
     same = sum(np.array_equal(a, b) for a, b in zip(result.token_ids, plain.token_ids, strict=True))

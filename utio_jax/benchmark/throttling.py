@@ -27,7 +27,7 @@ from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import never_stops
 from utio_jax.policies.signals import SignalBase, static
 
-HISTORY = History(recent=256, sinks=4, heavy=140)
+HISTORY = History(recent=396, sinks=4)
 
 MODES = ("plain", "rows", "half", "all")
 """Plain decoding, which reads the batch's slots in one call; the throttled program with nobody
@@ -55,8 +55,8 @@ class ThrottleTime:
 
     Attributes:
       timing: of a turn, `steps` long.
-      steps: tokens per row and turn, as many as lie between two refreshes: each pays for one.
-      bytes_per_step: of K/V, by all rows, refreshed views included.
+      steps: tokens per row and turn.
+      bytes_per_step: of K/V, by all rows.
       read: share of the K/V of all its slots that the first row reads per step, and the last row.
     """
 
@@ -73,7 +73,7 @@ def time_throttle(
     context: int,
     batch: int,
     history: History = HISTORY,
-    refresh: int = 16,
+    steps: int = 16,
     rounds: int = 3,
 ) -> dict[str, ThrottleTime]:
     """Returns times of decoding steps on a cache that is filled at random, by the names in `MODES`.
@@ -84,7 +84,7 @@ def time_throttle(
       context: tokens in the cache at first.
       batch: rows.
       history: what throttled rows see.
-      refresh: steps between two refreshes, and of a turn.
+      steps: of a turn.
       rounds: timed turns.
     """
     layers = decoder.config.num_layers
@@ -95,7 +95,6 @@ def time_throttle(
             history=history,
             signal=RowNumber(),
             thresholds=jnp.full(2, threshold, jnp.float32),
-            refresh=refresh,
         )
         return Adaptive(policy=never_stops(depths), throttle=throttle)
 
@@ -105,7 +104,7 @@ def time_throttle(
         "half": throttled(batch / 2 - 0.5),
         "all": throttled(jnp.inf),
     }
-    slots = -(-(context + refresh * (rounds + 2)) // 128) * 128
+    slots = -(-(context + steps * (rounds + 2)) // 128) * 128
     setting = Setting(
         decoder=decoder, params=params, sampling=Greedy(), stops=stop_rules(()), width=slots
     )
@@ -125,7 +124,7 @@ def time_throttle(
         state = states[name]
         keys, values = shared.pop()
         full = dataclasses.replace(state.cache, keys=keys, values=values)
-        until = np.int32(int(state.lengths[0] - state.prompt_lengths[0]) + refresh)
+        until = np.int32(int(state.lengths[0] - state.prompt_lengths[0]) + steps)
         state = dataclasses.replace(state, cache=full)
         rules = (setting.sampling, setting.stops)
         state = advance(decoder, params, modes[name], *rules, state, until, widths=(slots,))
@@ -139,7 +138,7 @@ def time_throttle(
         read = _read(states[name], per_slot, layers * slots * per_slot)
         found[name] = ThrottleTime(
             timing=timing,
-            steps=refresh,
+            steps=steps,
             bytes_per_step=float(read.sum()) * layers * slots * per_slot,
             read=(float(read[0]), float(read[-1])),
         )
@@ -149,10 +148,7 @@ def time_throttle(
 def _read(state: DecodeState, per_slot: int, whole: float) -> np.ndarray:
     """Returns what each row reads per step, as a share of all its slots."""
     tally, steps = state.tally, float(state.tally.steps[0])
-    read = np.asarray(tally.key_slots, np.float64) * per_slot / steps
-    if tally.views is not None:  # The look at the prompt's end is prefill's.
-        read = read + (np.asarray(tally.views.refresh_bytes, np.float64) - whole) / steps
-    return read / whole
+    return np.asarray(tally.key_slots, np.float64) * per_slot / steps / whole
 
 
 def _without_cache(state: DecodeState) -> DecodeState:

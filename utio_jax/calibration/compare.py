@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from utio_jax.accounting.ledger import Ledger
 from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
-from utio_jax.calibration.hindsight import Harm, oracle_policies
+from utio_jax.calibration.hindsight import Harm, hindsight_policies
 from utio_jax.calibration.search import forget_programs
 from utio_jax.calibration.studies import (
     ExitStudy,
@@ -29,7 +29,7 @@ from utio_jax.devices.processes import local_mesh
 from utio_jax.devices.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import GivenDepths
+from utio_jax.policies.depth import given_depths
 from utio_jax.policies.store import Calibration
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
@@ -125,7 +125,7 @@ def compare(
 
     say("uniform")
     given = {
-        ("uniform" if depth < exits[-1] else "full", float(depth)): GivenDepths(
+        ("uniform" if depth < exits[-1] else "full", float(depth)): given_depths(
             depth_of_token=jnp.full(shape, depth), depths=exits
         )
         for depth in exits
@@ -314,7 +314,7 @@ def _oracles(
     for by in get_args(Harm):
         for budget in budgets:
             try:
-                found[f"oracle_{by}", budget] = oracle_policies(
+                found[f"oracle_{by}", budget] = hindsight_policies(
                     decoder, params, studies, by=by, budget=budget, executor=executor
                 )
             except ValueError:  # Below the first exit.

@@ -16,7 +16,7 @@ from utio_jax.calibration.studies import ExitStudy, predicted_tokens
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import depth_flops, token_cost
-from utio_jax.policies.depth import GivenDepths
+from utio_jax.policies.depth import Thresholded, given_depths
 from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
@@ -25,7 +25,7 @@ Harm = Literal["kl", "loss"]
 """KL to full depth, which needs no label; or how much more the true next token costs."""
 
 
-def oracle_policies(
+def hindsight_policies(
     decoder: Decoder,
     params: Params,
     studies: Sequence[ExitStudy],
@@ -33,7 +33,7 @@ def oracle_policies(
     by: Harm,
     budget: float,
     executor: Executor = MicroBatches(),
-) -> list[GivenDepths]:
+) -> list[Thresholded]:
     """Returns `oracle_kl` or `oracle_loss`, one policy per batch of the very text to be read.
 
     Thresholds are fitted as for any signal, on the harm itself as the score. Strong, yet no bound:
@@ -80,7 +80,7 @@ def oracle_policies(
     best = min(fits, key=lambda pair: pair[0])[1]
     boundaries = len(best.depths) - 1
     return [
-        GivenDepths(
+        given_depths(
             depth_of_token=jnp.asarray(
                 np.asarray(best.depths, np.int32)[
                     leave_at(each[:boundaries], np.asarray(best.thresholds, np.float32))

@@ -32,7 +32,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.calibration.studies import collect
 from utio_jax.core.arrays import flat, map_head
-from utio_jax.core.decoder import Decoder, Params, read_exit, reads_exits
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens
 from utio_jax.core.documents import Batch
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Policy, Signal
@@ -210,7 +210,9 @@ def observed(
     labels, predicted = labels_of(token_ids, lengths)
 
     def read(logits: jax.Array, label: jax.Array, *exits: jax.Array) -> dict[str, jax.Array]:
-        seen = [read_exit(decoder, params, *pair) for pair in zip(exits, depths, strict=False)]
+        seen = [
+            apply_exit_lens(decoder, params, *pair) for pair in zip(exits, depths, strict=False)
+        ]
         here = [jnp.argmax(decoder.unembed(params, x), axis=-1) for x in seen]
         agrees = jnp.stack(here, axis=-1) == jnp.argmax(logits, axis=-1)[:, None]
         return {"nll": next_token_nll(logits, label), "agrees": agrees}
@@ -221,7 +223,7 @@ def observed(
     scores = collect(decoder, params, signal, token_ids, lengths, jnp.stack(exits), depths)
     layers = jnp.diff(jnp.asarray((0, *depths))) * token_ids.size
     reads = jnp.asarray([1 + signal.reads_logits(index) for index in range(len(exits))] + [1])
-    mapped = [reads_exits(decoder, depth) for depth in depths]
+    mapped = [has_exit_lens(decoder, depth) for depth in depths]
     maps = jnp.asarray(mapped, jnp.int32) * reads
     _, valid = positions_of(token_ids, lengths)
     result = Scores(
@@ -233,8 +235,10 @@ def observed(
             keys_values=layers,
             key_slots=layers * float(token_ids.shape[1]),
             decisions=jnp.full(len(depths), token_ids.size).at[-1].set(0),
+            choices=layers * 0,
             heads=reads * token_ids.size,
             exit_maps=maps * token_ids.size,
+            kv_maps=layers * 0,
         ),
         x=full,
     )
@@ -318,7 +322,7 @@ def _check(agreement: float, memory: int) -> None:
     if not 0 < agreement < 1:
         raise ValueError(
             f"Wanted agreement between 0 and 1, both excluded. Got {agreement}. Use for example "
-            f"agreement=0.9; a Uniform policy of full depth has 1."
+            f"agreement=0.9; a uniform policy of full depth has 1."
         )
     needed = math.ceil(_EVIDENCE / (1 - agreement) - 1e-6)
     if memory < needed:

@@ -20,7 +20,7 @@ from utio_jax.core.flops import depth_flops, pass_flops, token_cost
 from utio_jax.devices.processes import Arrays, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, place
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import GivenDepths, Thresholded
+from utio_jax.policies.depth import Thresholded, given_depths
 from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.score import full_depth, run_score
@@ -228,8 +228,7 @@ class ThresholdSearch:
         if self._hull is None:
             shape, depths = self.studies[0].batch.token_ids.shape, self.exits
             uniform = [
-                self._run(GivenDepths(depth_of_token=jnp.full(shape, depth), depths=depths))
-                for depth in depths
+                self._run(given_depths(jnp.full(shape, depth), depths=depths)) for depth in depths
             ]
             self._hull = convex_hull([(self.ratio(each), each.loss) for each in uniform])
         at_hull = self._hull(self.ratio(spent))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.arrays import flat, map_head
-from utio_jax.core.decoder import Decoder, Params, read_exit
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 from utio_jax.core.documents import Batch
 from utio_jax.devices.processes import Arrays, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, StackedRows, over_rows, place
@@ -46,7 +46,7 @@ class ExitStudy:
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="mesh")
-def read_exits(
+def exit_statistics(
     decoder: Decoder,
     params: Params,
     ids: Int[Array, "batch token"],
@@ -58,7 +58,7 @@ def read_exits(
     if mesh is not None:
 
         def on_device(params: Params, rows: Rows) -> StackedRows:
-            return StackedRows(read_exits(decoder, params, *rows.tree))
+            return StackedRows(exit_statistics(decoder, params, *rows.tree))
 
         return over_rows(mesh, on_device, params, Rows((ids, lengths))).tree
     *states, full = dense_states(decoder, params, ids, lengths, depths=decoder.config.exits)
@@ -66,7 +66,7 @@ def read_exits(
 
     def compare(logits: jax.Array, label: jax.Array, *exits: jax.Array) -> Any:
         pairs = zip(exits, decoder.config.exits, strict=False)
-        seen = [read_exit(decoder, params, *pair) for pair in pairs]
+        seen = [apply_exit_lens(decoder, params, *pair) for pair in pairs]
         here = [decoder.unembed(params, x).astype(jnp.float32) for x in seen]
         found = [compare_logits(each, logits, label) for each in (*here, logits)]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=-1), *found)
@@ -114,7 +114,7 @@ def study_exits(
     def read(number: int) -> Arrays:
         batch = batches[number]
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
-        seen = read_exits(decoder, params, ids, lengths, mesh=here)
+        seen = exit_statistics(decoder, params, ids, lengths, mesh=here)
         if progress is not None:
             progress()
         return {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
@@ -216,7 +216,7 @@ def collect(
             x: jax.Array = x,
             depth: int = depth,
         ) -> jax.Array:
-            seen = read_exit(decoder, params, x, depth)
+            seen = apply_exit_lens(decoder, params, x, depth)
             return rows(map_head(decoder, params, function, *flat((seen, *arrays))))
 
         boundary = Boundary(

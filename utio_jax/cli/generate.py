@@ -57,7 +57,7 @@ class Generate(OfModel):
     throttle: float | None = None
     sparse_prompt: float | None = None
     route_prompt: bool = False
-    history: tuple[int, int, int] | None = None
+    history: tuple[int, int] | None = None
     profit: Path | None = None
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -85,7 +85,7 @@ class Generate(OfModel):
                 mode, budget, fallbacks = Plain(), None, {reason: len(self.prompts)}
         mode.check(model.decoder)
         if prefill is not None:
-            prefill.check(model.decoder, kv=mode.kv)
+            prefill.check(model.decoder, kv=mode.prompt_kv)
         prompts = model.encode(list(self.prompts))
         modes = {"plain": Plain(), mode.name: mode}
         with progress_bar((len(modes) + 1) * (self.rounds + 1), "decoding") as step:
@@ -209,8 +209,12 @@ class Generate(OfModel):
                     f"depth and over the whole history in the end. Got {', '.join(given)}. Leave "
                     "out one or the other."
                 )
-            kv = "full" if self.kv is None else self.kv
-            return Lossless(controller=Controller(), max_draft=_DRAFTS, kv=kv), None, None
+            if self.kv not in (None, "full"):
+                raise ValueError(
+                    "Wanted --kv full with --lossless, which drafts with the full model's layers "
+                    f"and K/V. Got --kv {self.kv}. Leave it out, or use --enable-utio."
+                )
+            return Lossless(controller=Controller(), max_draft=_DRAFTS), None, None
         if not self.enable_utio:
             if given or self.kv is not None:
                 named = [*given, *(["--kv"] if self.kv is not None else [])]
@@ -246,8 +250,8 @@ class Generate(OfModel):
         from utio_jax.decoding.throttle import Throttle
         from utio_jax.staircase.sparse import SparseAttention
 
-        recent, sinks, heavy = (98, 4, 0) if self.history is None else self.history
-        history = History(recent=recent, sinks=sinks, heavy=heavy)
+        recent, sinks = (98, 4) if self.history is None else self.history
+        history = History(recent=recent, sinks=sinks)
         throttle = attention = None
         if self.throttle is not None:
             thresholds = jnp.full(len(policy.depths), self.throttle, jnp.float32)

@@ -16,7 +16,7 @@ import numpy as np
 
 from utio_jax.core.files import hash_file
 from utio_jax.policies.base import Policy
-from utio_jax.policies.depth import Uniform
+from utio_jax.policies.depth import uniform
 from utio_jax.policies.store import Calibration, load_calibration
 from utio_jax.staircase.score import full_depth
 
@@ -206,7 +206,7 @@ def policy_named(
         return full_depth(model.decoder), None, None
     if name == "uniform":
         layers = model.decoder.config.num_layers
-        return Uniform(depth=layers if depth is None else depth), None, None
+        return uniform(layers if depth is None else depth), None, None
     fitted = calibration_of(model, calibration)
     if budget is None:
         known = [*fitted.entries.get("learned" if name == "random" else name, ())]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, LayerParams, Params
+from utio_jax.core.decoder import Decoder, Params
 
 
 def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
@@ -25,18 +25,6 @@ def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
     index = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
     below = logits < jnp.max(logits, axis=-1, keepdims=True)
     return jnp.min(jnp.where(below, logits.shape[-1], index), axis=-1)
-
-
-def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerParams:
-    """Returns one layer's parameters.
-
-    Loops index the stack rather than scan over `layers[:depth]`: the slice copies the weights on
-    every call (28 ms against 4 for 6 of 12 layers), indexing reads one layer where it is.
-    """
-    return jax.tree.map(
-        lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
-        decoder.layers(params),
-    )
 
 
 # Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] not.

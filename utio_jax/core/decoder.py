@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 Params = Any
 """A pytree of arrays; `Decoder.layers(params)` finds the stacked layers in it."""
@@ -47,6 +47,8 @@ class DecoderConfig:
       windows: keys that a token may attend to in each layer, its own included; 0 means all before
         it. Empty where every layer attends to all (no sliding window).
       attention_softcap: attention scores become `cap * tanh(score / cap)`; None leaves them alone.
+      causal: whether a token sees itself and earlier tokens alone. An encoder's see the whole row;
+        such a model scores rows, and cannot generate.
     """
 
     vocab_size: int
@@ -61,6 +63,7 @@ class DecoderConfig:
     eos_ids: tuple[int, ...] = ()
     windows: tuple[int, ...] = ()
     attention_softcap: float | None = None
+    causal: bool = True
 
     def __post_init__(self) -> None:
         if not self.exits:
@@ -182,7 +185,56 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class ReadsExits(Decoder, Protocol):
+class Mixes(Decoder, Protocol):
+    """A decoder whose tokens see each other by something else than softmax attention.
+
+    Linear attention and state-space layers, written as masked products: `queries` is what a token
+    asks, `keys_values` what it shows to others, and `mix` puts the two together. A token that is
+    frozen in deeper layers shows what its frozen state makes of it (`kv="propagate"`) or nothing
+    (`kv="drop"`: it does not touch the recurrent state); either way that is what `visible` and the
+    keys and values say, and `mix` need not know of it.
+    """
+
+    def mix(
+        self,
+        queries: Float[Array, "*lead query head head_dim"],
+        keys: Float[Array, "*lead key kv_head head_dim"],
+        values: Float[Array, "*lead key kv_head head_dim"],
+        visible: Bool[Array, "*#lead query key"],
+    ) -> jax.Array:
+        """Returns what each query makes of its visible keys, `[*lead, query, head, head_dim]`.
+
+        Keys come in text order; a query's visible ones may have gaps. A query that sees none gets
+        zeros.
+        """
+        ...
+
+
+@runtime_checkable
+class HasKVMaps(Decoder, Protocol):
+    """A decoder that predicts keys and values of skipped layers: what `kv="mapped"` needs.
+
+    `utio_jax.core.kv_maps.with_kv_maps` makes one of any decoder with a `rotate_keys`.
+    """
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Depths from which it can."""
+        ...
+
+    def map_keys_values(
+        self, params: Params, x: Float[Array, "*lead dim"], depth: int
+    ) -> Float[Array, "*lead layer 2 kv_head head_dim"]:
+        """Returns keys before rotation, and values, of all layers behind a stop at `depth`."""
+        ...
+
+    def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
+        """Returns one layer's keys with their positions in them, as `keys_values` has them."""
+        ...
+
+
+@runtime_checkable
+class HasExitLens(Decoder, Protocol):
     """A decoder whose head does not read the states of its exits as they are, but a map of them.
 
     `utio_jax.core.lens.Lensed` makes one of any decoder. Where a model was trained at its exits,
@@ -196,16 +248,16 @@ class ReadsExits(Decoder, Protocol):
         ...
 
 
-def reads_exits(decoder: Decoder, depth: int) -> bool:
-    """Returns whether states at `depth` are mapped before the head reads them."""
-    return depth < decoder.config.num_layers and isinstance(decoder, ReadsExits)
+def has_exit_lens(decoder: Decoder, depth: int) -> bool:
+    """Returns whether states at `depth` go through a lens before the head reads them."""
+    return 0 < depth < decoder.config.num_layers and isinstance(decoder, HasExitLens)
 
 
-def read_exit(
+def apply_exit_lens(
     decoder: Decoder, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
 ) -> jax.Array:
     """Returns what the head reads of states at `depth`, which if traced is an early exit."""
     last = isinstance(depth, int) and depth >= decoder.config.num_layers
-    if last or not isinstance(decoder, ReadsExits):
+    if last or not isinstance(decoder, HasExitLens):
         return x
     return decoder.translate(params, x, depth)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.core.decoder import Decoder, Params, read_exit
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 
 
 def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
@@ -75,6 +75,7 @@ class TokenCost:
       head: final norm and vocabulary head, once.
       exit_map: what maps a state for the head, at depths below `full_depth`.
       full_depth: the model's layers; of use only where there is an `exit_map`.
+      kv_map: keys and values of one skipped layer, by a map.
     """
 
     query: float
@@ -83,6 +84,7 @@ class TokenCost:
     head: float
     exit_map: float = 0.0
     full_depth: int = 0
+    kv_map: float = 0.0
 
     def read(self, depth: int | np.ndarray) -> np.ndarray | float:
         """Returns the FLOPs of one prediction from states at a depth: exit map and head."""
@@ -120,10 +122,11 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
         attention_per_key=4.0 * config.num_heads * config.head_dim,
         head=count_matmul_flops(decoder.unembed, params, x),
         exit_map=sum(
-            count_matmul_flops(partial(read_exit, decoder, depth=depth), params, x)
+            count_matmul_flops(partial(apply_exit_lens, decoder, depth=depth), params, x)
             for depth in config.exits[:1]
         ),
         full_depth=config.num_layers,
+        kv_map=4.0 * config.embed_dim * config.num_kv_heads * config.head_dim,
     )
 
 
@@ -142,6 +145,7 @@ def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:
         + cost.attention_per_key * total(work.key_slots)
         + cost.head * total(work.heads)
         + cost.exit_map * total(work.exit_maps)
+        + cost.kv_map * total(work.kv_maps)
         + gates
     )
 

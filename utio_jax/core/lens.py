@@ -85,14 +85,11 @@ def read_through(
 
 
 @dataclasses.dataclass(frozen=True)
-class Lensed:
-    """A decoder whose early exits are read through a lens.
-
-    Its parameters are `{"model": ..., "lens": {"matrix": ..., "bias": ...}}`, a map for each exit
-    of the config but the last, see `lensed`. At full depth it is the model.
+class Wrapped:
+    """A decoder around another, whose parameters are `params["model"]`: all is passed on to it.
 
     Attributes:
-      decoder: the model.
+      decoder: the other.
     """
 
     decoder: Decoder
@@ -133,10 +130,23 @@ class Lensed:
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         return self.decoder.unembed(params["model"], x)
 
+
+@dataclasses.dataclass(frozen=True)
+class Lensed(Wrapped):
+    """A decoder whose early exits are read through a lens.
+
+    Its parameters are `{"model": ..., "lens": {"matrix": ..., "bias": ...}}`, a map for each exit
+    of the config but the last, see `lensed`. At full depth it is the model.
+    """
+
     def translate(
         self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
     ) -> jax.Array:
         return read_through(params["lens"], self.config.exits[:-1], x, depth)
+
+    def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
+        inner: Any = self.decoder
+        return inner.rotate_keys(layer, keys, places)
 
 
 def lensed(decoder: Decoder, params: Params, lens: Lens) -> tuple[Lensed, Params]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +15,8 @@ from jaxtyping import Array, Float, Int
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SparseWork:
-    """What it took to choose who attends sparsely and to what, one entry per segment.
-
-    Attributes:
-      decisions: slots that a decision at the segment's start evaluates; their heads are in `Work`.
-      heats: times that heavy hitters were looked for, in all rows.
-    """
-
-    decisions: Int[Array | np.ndarray, "*segment"]
-    heats: Int[Array | np.ndarray, "*segment"]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What was executed, padding included, one entry per segment.
+    """What was executed, padding included, one entry per segment; of one segment: scalars.
 
     Attributes:
       queries: slots that went through queries, output projection and MLP, times layers.
@@ -37,20 +24,33 @@ class Work:
       key_slots: query slots times the key slots that each attended over, times layers. A float: it
         outgrows int32.
       decisions: slots that a decision at the segment's end evaluates.
-      heads: slots that went through the vocabulary head at the segment's end, for the decision or
-        for the pass' result.
+      choices: slots that a choice of attention at the segment's start evaluates.
+      heads: slots that went through the vocabulary head, for decisions, choices or the result.
       exit_maps: slots whose states were mapped for the head, see
-        `utio_jax.core.decoder.ReadsExits`.
-      sparse: what choosing attention took; None where there was nothing to choose.
+        `utio_jax.core.decoder.HasExitLens`.
+      kv_maps: slots whose keys and values were mapped, times the layers that they are for, see
+        `utio_jax.core.decoder.HasKVMaps`.
     """
 
     queries: Int[Array | np.ndarray, "*segment"]
     keys_values: Int[Array | np.ndarray, "*segment"]
     key_slots: Float[Array | np.ndarray, "*segment"]
     decisions: Int[Array | np.ndarray, "*segment"]
+    choices: Int[Array | np.ndarray, "*segment"]
     heads: Int[Array | np.ndarray, "*segment"]
     exit_maps: Int[Array | np.ndarray, "*segment"]
-    sparse: SparseWork | None = None
+    kv_maps: Int[Array | np.ndarray, "*segment"]
+
+    @classmethod
+    def of(cls, **entries: Any) -> Work:
+        """Returns the work of one segment; what is not named is 0."""
+        nothing: dict[str, Any] = {
+            field.name: jnp.int32(0) for field in dataclasses.fields(cls)
+        } | {"key_slots": jnp.float32(0)}
+        return cls(**(nothing | entries))
+
+    def __add__(self, other: Work) -> Work:
+        return jax.tree.map(jnp.add, self, other)
 
 
 def stack_work(segments: Sequence[Work]) -> Work:

@@ -19,6 +19,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.sampling import DRAW, Sampling, draw, token_keys
 from utio_jax.decoding.segments import decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
+from utio_jax.policies.base import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,11 @@ class Setting:
 
 @runtime_checkable
 class Mode(Protocol):
-    """How a token loop spends its layers."""
+    """How a token loop spends its layers. `ModeBase` has answers for what a mode need not decide.
+
+    Modes are frozen dataclasses registered as pytrees: thresholds and weights are leaves, so that
+    new ones compile nothing.
+    """
 
     @property
     def name(self) -> str:
@@ -55,8 +60,27 @@ class Mode(Protocol):
         ...
 
     @property
-    def kv(self) -> str:
+    def prompt_kv(self) -> str:
         """What new tokens see of a prompt token that stopped early; `"full"`: none may have."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether the tokens are the full model's: greedy ones up to ties, drawn ones as likely."""
+        ...
+
+    @property
+    def depth_policy(self) -> Policy | None:
+        """What decides how deep tokens run, where text is scored, too; None: full depth."""
+        ...
+
+    @property
+    def projected_depth(self) -> int:
+        """Layers up to which K/V of stopped tokens are projected; 0: of none."""
+        ...
+
+    def gate_flops(self, decoder: Decoder, params: Params) -> float:
+        """Returns the FLOPs of a row's decisions in one round, heads apart."""
         ...
 
     def check(self, decoder: Decoder) -> None:
@@ -76,25 +100,34 @@ class Mode(Protocol):
         ...
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plain:
-    """Every token at full depth."""
-
-    @property
-    def name(self) -> str:
-        return "plain"
+class ModeBase:
+    """What most modes share: one token a round, the full model's tokens, nothing to remember."""
 
     @property
     def block(self) -> int:
         return 1
 
     @property
-    def kv(self) -> str:
+    def prompt_kv(self) -> str:
         return "propagate"
 
+    @property
+    def exact(self) -> bool:
+        return self.depth_policy is None
+
+    @property
+    def depth_policy(self) -> Policy | None:
+        return None
+
+    @property
+    def projected_depth(self) -> int:
+        return 0
+
+    def gate_flops(self, decoder: Decoder, params: Params) -> float:
+        return 0.0
+
     def check(self, decoder: Decoder) -> None:
-        del decoder  # Every decoder can.
+        """Accepts every decoder."""
 
     def segments(self, decoder: Decoder) -> int:
         return 1
@@ -102,7 +135,18 @@ class Plain:
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
         return state
 
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain(ModeBase):
+    """Ordinary decoding: every token at full depth, one a round."""
+
+    @property
+    def name(self) -> str:
+        return "plain"
+
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
+        """Runs the last token of every row through all layers, and draws the next one."""
         active, width = state.active, setting.width
         logits, cache = decode_step(
             setting.decoder,

@@ -47,17 +47,16 @@ class Generated:
       token_layers: token slots that ran a layer after prefill, padding and rejected drafts
         included.
       frozen_layers: K/V-only projections of frozen states.
+      mapped_layers: layers whose K/V were mapped from frozen states.
       attended: key slots attended over after prefill, summed over queries and layers.
       heads: token slots that went through the vocabulary head after prefill.
       exit_maps: states of an exit that were mapped for it.
       kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
       kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end,
-        its views and their heat included.
+        its views included.
       throttled: layers in which the token before each new one saw a compact view of the history
         only, `[new]`; the first is prefill's. All 0 without a throttle.
       view_bytes_read: those of `kv_bytes_read` that came from views, per row.
-      refresh_bytes_read: bytes read to find heavy hitters and to copy them, per row; not in
-        `kv_bytes_read`.
       bytes_per_slot: that keys and values of one token take in one layer.
       key_widths: numbers of key slots that attention could read, ascending.
       prompt_depths: decided layers of each prompt token, `[prompt]`.
@@ -78,6 +77,7 @@ class Generated:
     accepted: np.ndarray
     token_layers: np.ndarray
     frozen_layers: np.ndarray
+    mapped_layers: np.ndarray
     attended: np.ndarray
     heads: np.ndarray
     exit_maps: np.ndarray
@@ -85,7 +85,6 @@ class Generated:
     kv_bytes_held: np.ndarray
     throttled: tuple[np.ndarray, ...]
     view_bytes_read: np.ndarray
-    refresh_bytes_read: np.ndarray
     prompt_depths: tuple[np.ndarray, ...]
     prompt_width: int
     prompt_work: Work | None
@@ -266,12 +265,12 @@ def _collect(
     }
     views, view, per_slot = state.tally.views, state.cache.view, bytes_per_slot(state.cache)
     # A token's layers are noted at its own position, new tokens' counts one later.
-    layers = np.zeros_like(known) if views is None else np.roll(np.asarray(views.layers), 1, axis=1)
-    view_slots, refresh_bytes = (
-        (np.zeros(len(ends)),) * 2
-        if views is None
-        else (np.asarray(views.key_slots, np.float64), np.asarray(views.refresh_bytes, np.float64))
-    )
+    layers = np.zeros_like(known)
+    if views is not None:
+        layers = np.roll(np.asarray(views.layers)[:rows], 1, axis=1)
+    view_slots = np.zeros(len(ends))
+    if views is not None:
+        view_slots = np.asarray(views.key_slots, np.float64)[:rows]
     model_layers = state.cache.keys.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * model_layers
     held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // len(ends)
@@ -290,6 +289,7 @@ def _collect(
         accepted=tally["accepted"],
         token_layers=tally["token_layers"],
         frozen_layers=tally["frozen_layers"],
+        mapped_layers=tally["mapped_layers"],
         attended=tally["attended"],
         heads=tally["heads"],
         exit_maps=tally["exit_maps"],
@@ -297,7 +297,6 @@ def _collect(
         kv_bytes_held=held,
         throttled=_cut(layers, starts, ends),
         view_bytes_read=view_slots * per_slot,
-        refresh_bytes_read=refresh_bytes,
         prompt_depths=prompt_depths,
         prompt_width=round_up(int(starts.max()), lengths.prompt_step),
         prompt_work=prompt_work,

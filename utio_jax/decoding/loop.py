@@ -123,7 +123,7 @@ def run_chunks(
         raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
     mode.check(decoder)
     if prefill is not None:
-        prefill.check(decoder, kv=mode.kv)
+        prefill.check(decoder, kv=mode.prompt_kv)
     if mesh is not None and mesh.is_multi_process:
         raise ValueError(
             "Wanted a mesh of this process' devices, since its host reads tokens. Got "
@@ -211,7 +211,9 @@ def begin(
     if prefill is None:
         logits, cache = read_prompts(decoder, params, token_ids, lengths, cache)
     else:
-        logits, cache, prompt = prefill.read(decoder, params, token_ids, lengths, cache, kv=mode.kv)
+        logits, cache, prompt = prefill.read(
+            decoder, params, token_ids, lengths, cache, kv=mode.prompt_kv
+        )
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
     state = DecodeState(
         token_ids=jnp.pad(token_ids, ((0, 0), (0, slots - width))),

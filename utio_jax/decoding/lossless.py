@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill
 from utio_jax.core.arrays import flat, most_probable
-from utio_jax.core.decoder import Decoder, read_exit, reads_exits
-from utio_jax.decoding.base import Setting
+from utio_jax.core.decoder import Decoder, apply_exit_lens, has_exit_lens
+from utio_jax.decoding.base import ModeBase, Setting
 from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow
 from utio_jax.decoding.sampling import (
     ACCEPT,
@@ -42,7 +41,7 @@ from utio_jax.decoding.state import DecodeState, emit
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lossless:
+class Lossless(ModeBase):
     """Drafts at an exit, verified by all layers; any batch size, rows accept different lengths.
 
     Greedy: every token is the argmax of the full model on the tokens before it. Drawing: every
@@ -56,28 +55,14 @@ class Lossless:
         the prefix and the exit's distribution only, never the drawn token, which would bias what is
         accepted. None: never.
       controller: chooses exit and draft length from what was accepted so far.
-      kv: `"full"`, the only choice that loses nothing. Static.
-      throttle: None, likewise: drafting layers must be the full model's, with all of the history.
     """
 
     exit: int | None = dataclasses.field(default=None, metadata={"static": True})
     max_draft: int = dataclasses.field(default=4, metadata={"static": True})
     stop: EntropyAbove | GapBelow | None = None
     controller: Controller | None = None
-    kv: str = dataclasses.field(default="full", metadata={"static": True})
-    throttle: Any = None
 
     def __post_init__(self) -> None:
-        if self.kv != "full":
-            raise ValueError(
-                'Wanted kv="full": a lossless mode drafts with the full model\'s layers and K/V. '
-                f"Got kv={self.kv!r}. Use Adaptive for {self.kv!r}."
-            )
-        if self.throttle is not None:
-            raise ValueError(
-                "Wanted no throttle: a lossless mode drafts with the full model's layers, which "
-                f"read the whole history. Got throttle={self.throttle}. Use Adaptive for it."
-            )
         if self.max_draft < 1:
             raise ValueError(
                 f"Wanted a max_draft of at least 1 token. Got max_draft={self.max_draft}."
@@ -96,6 +81,10 @@ class Lossless:
     @property
     def block(self) -> int:
         return self.max_draft + 1
+
+    @property
+    def prompt_kv(self) -> str:
+        return "full"
 
     def exits(self, decoder: Decoder) -> tuple[int, ...]:
         """Returns the exits to choose from."""
@@ -164,7 +153,7 @@ class Lossless:
             key_slots=(runs * depth + num_layers - depth) * float(width),
             attended=layers * float(width),
             heads=jnp.minimum(runs, length) + tokens,
-            exit_maps=jnp.minimum(runs, length) * any(reads_exits(decoder, e) for e in exits),
+            exit_maps=jnp.minimum(runs, length) * any(has_exit_lens(decoder, e) for e in exits),
         )
         memory = state.memory
         if self.controller is not None:
@@ -263,7 +252,7 @@ class Lossless:
             stored = jax.lax.dynamic_update_slice(now.x, stored, (0, at, 0))
 
             def guess() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-                seen = read_exit(decoder, params, x[:, 0], depth)
+                seen = apply_exit_lens(decoder, params, x[:, 0], depth)
                 logits = decoder.unembed(params, seen).astype(jnp.float32)
                 hard = jnp.zeros((batch,), jnp.bool_) if self.stop is None else self.stop(logits)
                 if greedy:

@@ -17,15 +17,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill
+from utio_jax.attention.cache import KVCache, fill, write_prompt
+from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.layer import layer_at
 from utio_jax.decoding.segments import block_at, project_frozen
 from utio_jax.decoding.state import PromptPass
 from utio_jax.policies.base import Policy
-from utio_jax.policies.depth import Uniform
+from utio_jax.policies.depth import uniform
+from utio_jax.staircase.base import Tokens, rotated
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import positions_of
+from utio_jax.staircase.reference import FrozenKV, check_kv, positions_of
 from utio_jax.staircase.sparse import SparseAttention
 
 # Measured on two cores: 0.67x at one prompt of 448 tokens, 0.84x at 32 of 64, 1.3x at 8 of 192
@@ -41,12 +44,16 @@ class Prefill:
     Attributes:
       policy: how deep each prompt token runs; None: full depth. Under `kv="propagate"` new tokens
         see K/V of a stopped one's last state at deeper layers, under `kv="drop"` nothing.
-      attention: which prompt tokens attend to their history alone; None: nobody. Its segments are
+      kv: what new tokens see of a stopped prompt token at deeper layers; None: what they see of any
+        stopped token, which is the mode's to say. `"mapped"` needs a decoder that `HasKVMaps`.
+        Static.
+      attention: which prompt tokens attend to their history alone; None: none do. Its segments are
         the policy's: `never_stops(depths)` has them and runs every layer.
       executor: how live slots are run. Static.
     """
 
     policy: Policy | None = None
+    kv: FrozenKV | None = dataclasses.field(default=None, metadata={"static": True})
     attention: SparseAttention | None = None
     executor: MicroBatches = dataclasses.field(default=MicroBatches(), metadata={"static": True})
 
@@ -57,12 +64,18 @@ class Prefill:
 
     def depth_policy(self, decoder: Decoder) -> Policy:
         """Returns the policy, or the one that runs every layer."""
-        return self.policy or Uniform(depth=decoder.config.num_layers, name="full")
+        return self.policy or uniform(decoder.config.num_layers, name="full")
 
     def check(self, decoder: Decoder, *, kv: str) -> None:
         """Raises ValueError where it does not fit the model, or a mode with that `kv`."""
-        policy = self.depth_policy(decoder)
-        depths = check_policy(policy, decoder)
+        policy, mine = self.depth_policy(decoder), self.kv or kv
+        if self.kv is not None and "drop" in (kv, self.kv) and self.kv != kv:
+            raise ValueError(
+                f'Wanted the same kv for prompts and new tokens where either is "drop", which the '
+                f"mode has to keep up. Got Prefill(kv={self.kv!r}) and a mode with kv={kv!r}."
+            )
+        check_kv(mine, ("propagate", "drop", "mapped", "full"), decoder=decoder)
+        depths = check_policy(policy, decoder, kv=mine)
         if self.attention is not None:
             self.attention.index_of(0, depths)
         if not self.exact and kv == "full":
@@ -90,8 +103,9 @@ class Prefill:
           token_ids: right-padded prompts, no wider than the cache.
           lengths: tokens of each, at least 1.
           cache: an empty cache; donate it.
-          kv: what new tokens see of a stopped one at deeper layers.
+          kv: what new tokens see of a stopped one at deeper layers, unless this says so itself.
         """
+        kv = self.kv or ("propagate" if kv == "full" else kv)
         policy, last_layer = self.depth_policy(decoder), decoder.config.num_layers
         with jax.named_scope("prefill"):
             found = staircase(
@@ -100,7 +114,7 @@ class Prefill:
                 token_ids,
                 lengths,
                 policy,
-                kv="drop" if kv == "drop" else "propagate",
+                kv=kv,  # type: ignore[arg-type]
                 executor=self.executor,
                 attention=self.attention,
                 cache=cache,
@@ -109,19 +123,37 @@ class Prefill:
             cache, work = found.cache, found.work
             if kv != "drop" and policy.depths != (last_layer,):
                 # The pass ends where its deepest token does; new tokens may go on from there.
-                deepest = jnp.max(found.depths)
+                deepest, x = jnp.max(found.depths), found.tokens.x
                 block = block_at(decoder, *positions_of(token_ids, lengths))
-                cache = project_frozen(
-                    decoder, params, cache, found.x, block, start=deepest, stop=last_layer
-                )
-                rest = (last_layer - deepest) * token_ids.size
-                keys_values = jnp.asarray(work.keys_values).at[-1].add(rest)
-                work = dataclasses.replace(work, keys_values=keys_values)
+                if kv == "mapped":
+                    cache = _write_mapped(decoder, params, cache, found.tokens, start=deepest)
+                else:
+                    cache = project_frozen(
+                        decoder, params, cache, x, block, start=deepest, stop=last_layer
+                    )
+                    rest = (last_layer - deepest) * token_ids.size
+                    keys_values = jnp.asarray(work.keys_values).at[-1].add(rest)
+                    work = dataclasses.replace(work, keys_values=keys_values)
         last = jax.vmap(lambda row, length: row[length - 1])(found.x, lengths)
         logits = decoder.unembed(params, last).astype(jnp.float32)
         spread = lambda leaf: jnp.broadcast_to(leaf, (lengths.shape[0], *leaf.shape))  # noqa: E731
         done = PromptPass(depths=found.depths, work=jax.tree.map(spread, work))
         return logits, fill(cache, lengths), done
+
+
+def _write_mapped(
+    decoder: Decoder, params: Params, cache: KVCache, tokens: Tokens, *, start: Int[Array, ""]
+) -> KVCache:
+    """Returns the cache with mapped K/V of all tokens in the layers from `start` on."""
+    batch, width = tokens.positions.shape
+
+    def write(index: jax.Array, cache: KVCache) -> KVCache:
+        keys, values = tokens.mapped_at(index)
+        keys = rotated(decoder, layer_at(decoder, params, index), keys, flat(tokens.places))
+        keys, values = (y.reshape(batch, width, *y.shape[1:]) for y in (keys, values))
+        return write_prompt(cache, index, keys, values)
+
+    return jax.lax.fori_loop(start, decoder.config.num_layers, write, cache)
 
 
 def fastest_prefill(batch: int, width: int) -> Prefill | None:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill, read, write
-from utio_jax.attention.products import attend, visible_keys
-from utio_jax.core.arrays import flat, layer_at
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Params, Places
+from utio_jax.core.layer import layer_at, run_layer
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""
@@ -81,19 +82,18 @@ def run_segment(
       shown: layers at which each slot may be seen, for `kv="drop"`; the tokens in `x` themselves
         included. None means all.
     """
-    config = decoder.config
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
 
     def attend_cached(
         cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
     ) -> tuple[jax.Array, KVCache]:
         cache = write(cache, index, keys, values, positions=block.positions, valid=block.valid)
-        visible = visible_keys(block.positions, slots, config.window_at(index))
+        mix = mixer_at(decoder, index)
+        visible = mix.visible(block.positions, slots)
         if shown is not None:
             visible &= (shown[:, :width] > index)[:, None, :]
         keys, values = read(cache, index, width=width)
-        attended = attend(queries, keys, values, visible, softcap=config.attention_softcap)
-        return attended, cache
+        return mix(queries, keys, values, visible), cache
 
     return run_layers(
         decoder, params, cache, x, block, attend_cached, start=start, stop=stop, runs=runs
@@ -131,17 +131,21 @@ def run_layers(
     def rows(y: jax.Array) -> jax.Array:
         return y.reshape(*x.shape[:2], *y.shape[1:])
 
-    def run_layer(index: jax.Array, carry: tuple[jax.Array, Memory]) -> tuple[jax.Array, Memory]:
+    def run_one(index: jax.Array, carry: tuple[jax.Array, Memory]) -> tuple[jax.Array, Memory]:
         x, memory = carry
         layer = layer_at(decoder, params, index)
-        states, places = flat(x), flat(block.places)  # One 2D GEMM beats a batched 3D one.
+        states, places = flat(x), flat(block.places)
         keys, values = (rows(y) for y in decoder.keys_values(layer, states, places))
-        queries = rows(decoder.queries(layer, states, places))
-        attended, memory = attention(memory, index, keys, values, queries)
-        new = rows(decoder.finish_layer(layer, states, flat(attended)))
+
+        def attend(queries: jax.Array) -> jax.Array:
+            nonlocal memory
+            attended, memory = attention(memory, index, keys, values, rows(queries))
+            return flat(attended)
+
+        new = rows(run_layer(decoder, layer, states, places, attend))
         return jnp.where(runs[:, :, None], new, x), memory
 
-    return jax.lax.fori_loop(start, stop, run_layer, (x, memory))
+    return jax.lax.fori_loop(start, stop, run_one, (x, memory))
 
 
 def project_frozen(

@@ -55,17 +55,15 @@ def stop_rules(eos_ids: Sequence[int], sequences: Sequence[Sequence[int]] = ()) 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViewTally:
-    """What throttled tokens read, and what keeping views of the cache cost.
+    """What throttled tokens read.
 
     Attributes:
       layers: in which each token saw no more than its row's view, by its own position.
       key_slots: those of `Tally.key_slots` that were read from views.
-      refresh_bytes: read to find and copy heavy hitters: keys, values and heat.
     """
 
     layers: Int[Array, "batch slot"]
     key_slots: Float[Array, " batch"]
-    refresh_bytes: Float[Array, " batch"]
 
 
 @jax.tree_util.register_dataclass
@@ -85,12 +83,13 @@ class Tally:
       accepted: those that were right.
       token_layers: token slots that ran a layer, padding and rejected drafts included.
       frozen_layers: K/V-only projections of frozen states.
+      mapped_layers: layers whose K/V were mapped from frozen states.
       key_slots: key slots read, summed over layers; times `bytes_per_slot` these are bytes. A
         float: it outgrows int32.
       attended: key slots attended over, summed over queries and layers: what attention computes. At
         least `key_slots`, which the queries of one pass share.
       heads: token slots that went through the vocabulary head.
-      exit_maps: states of an exit that were mapped for it, see `utio_jax.core.decoder.ReadsExits`.
+      exit_maps: states of an exit that were mapped for it, see `utio_jax.core.decoder.HasExitLens`.
       views: of throttled tokens; None where there are none.
     """
 
@@ -102,6 +101,7 @@ class Tally:
     accepted: Int[Array, " batch"]
     token_layers: Int[Array, " batch"]
     frozen_layers: Int[Array, " batch"]
+    mapped_layers: Int[Array, " batch"]
     key_slots: Float[Array, " batch"]
     attended: Float[Array, " batch"]
     heads: Int[Array, " batch"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens read a compact view of the history instead of all of it, and what that costs.
 
-easy = Throttle(history=History(recent=64, heavy=34), signal=signal, thresholds=thresholds)
+easy = Throttle(history=History(recent=98), signal=signal, thresholds=thresholds)
 mode = Adaptive(policy=policy, throttle=easy)
 
 layers     [0, d1)          [d1, d2)          [d2, L)
@@ -17,22 +17,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import bytes_per_slot
 from utio_jax.attention.history import History
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.state import DecodeState, ViewTally
-from utio_jax.decoding.throttle_attention import observe, open_view, refresh
+from utio_jax.decoding.throttle_attention import open_view
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
-from utio_jax.policies.signals import static
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Throttle:
-    """Low-importance tokens read sinks, heavy hitters and recent tokens; the others everything.
+    """Low-importance tokens read sinks and recent tokens; the others everything.
 
     Decided anew for each segment of the depth policy: a token whose score at a boundary is at most
     the threshold runs the layers up to the next one throttled. In the first layers it has no score
@@ -42,28 +40,14 @@ class Throttle:
     Attributes:
       history: what they see, in tokens. Static.
       signal: scores tokens at the policy's boundaries: the one that steers depth, or another.
-      thresholds: one per segment, in the score's unit. -inf throttles nobody, +inf everybody, the
-        first token included; the first threshold is compared with the score at the first boundary
-        of the token before.
-      refresh: heavy hitters are chosen anew whenever a row's position is a multiple of it. Static.
-      observed: tokens at the prompt's end whose attention says what is heavy at first; from then on
-        every new token's adds to what it saw. Static.
-      chance: chooses the heavy hitters by chance: the control. None chooses by heat.
+      thresholds: one per segment, in the score's unit. -inf throttles no token, +inf every one, the
+        first included; the first threshold is compared with the score at the first boundary of the
+        token before.
     """
 
     signal: Signal
     thresholds: Float[Array, " segment"]
     history: History = dataclasses.field(metadata={"static": True})
-    refresh: int = static(default=32)
-    observed: int = static(default=16)
-    chance: PRNGKeyArray | None = None
-
-    def __post_init__(self) -> None:
-        if min(self.refresh, self.observed) < 1:
-            raise ValueError(
-                "Wanted a refresh and an observed of at least 1 token. "
-                f"Got refresh={self.refresh}, observed={self.observed}."
-            )
 
     def check(self, policy: Policy) -> None:
         """Raises ValueError where it does not fit the depth policy, or looks ahead."""
@@ -85,82 +69,33 @@ class Throttle:
                 "layer, take never_stops(depths); or throttle all (inf) or none (-inf)."
             )
 
-    @property
-    def seeks(self) -> bool:
-        """Whether heat is needed."""
-        return self.history.heavy > 0 and self.chance is None
-
     def open(self, setting: Setting, state: DecodeState, *, layers: int) -> DecodeState:
         """Returns the state with views of the first `layers`, once the prompts are in the cache."""
         batch, slots = state.token_ids.shape
-        heat, read = None, 0.0
-        if self.seeks:
-            with jax.named_scope("observe"):
-                heat = observe(
-                    setting.decoder,
-                    setting.params,
-                    state.cache,
-                    state.token_ids,
-                    state.lengths,
-                    queries=self.observed,
-                    layers=layers,
-                    width=setting.width,
-                )
-            read = float(layers * setting.width * bytes_per_slot(state.cache))
-        cache = open_view(state.cache, self.history, state.lengths, layers=layers, heat=heat)
         views = ViewTally(
-            layers=jnp.zeros((batch, slots), jnp.int32),
-            key_slots=jnp.zeros((batch,), jnp.float32),
-            refresh_bytes=jnp.full((batch,), read, jnp.float32),
+            layers=jnp.zeros((batch, slots), jnp.int32), key_slots=jnp.zeros((batch,), jnp.float32)
         )
         return dataclasses.replace(
-            state, cache=cache, tally=dataclasses.replace(state.tally, views=views)
+            state,
+            cache=open_view(state.cache, self.history, state.lengths, layers=layers),
+            tally=dataclasses.replace(state.tally, views=views),
         )
 
-    def begin(
-        self,
-        setting: Setting,
-        state: DecodeState,
-        scores: Float[Array, " batch"],
-        shown: Int[Array, "batch slot"] | None,
-    ) -> tuple[DecodeState, Watch]:
-        """Returns the state with fresh views where they are due, and who is throttled at first.
+    def begin(self, state: DecodeState, scores: Float[Array, " batch"]) -> Watch:
+        """Returns which tokens are throttled at first.
 
         Args:
-          setting: of the round.
-          state: before it.
+          state: before the round.
           scores: of each row's last token but one, at the first boundary; NaN for none.
-          shown: as in `run_segment`.
         """
-        positions, view = state.positions, state.cache.view
-        assert view is not None
-        if self.history.heavy:
-            # The first round of a row is always due: so far its heavy places are empty.
-            due = (positions % self.refresh == 0) | (positions == state.prompt_lengths)
-            due &= state.active
-            with jax.named_scope("refresh"):
-                cache = refresh(
-                    state.cache,
-                    positions,
-                    due,
-                    width=setting.width,
-                    shown=shown,
-                    chance=self.chance,
-                )
-            copied = self.history.heavy * bytes_per_slot(cache)
-            scanned = 4 * setting.width if self.seeks else 0
-            views = state.tally.views
-            assert views is not None
-            spent = views.refresh_bytes + due * float(view.num_layers * (copied + scanned))
-            tally = dataclasses.replace(
-                state.tally, views=dataclasses.replace(views, refresh_bytes=spent)
-            )
-            state = dataclasses.replace(state, cache=cache, tally=tally)
-        low = ~exceeds(scores, self.thresholds[0])[:, None]
+        positions = state.positions
         none = jnp.zeros_like(positions)
-        memory = self.signal.start(state.last_ids[:, None], positions[:, None])
-        return state, Watch(
-            low=low, scores=scores, memory=memory, layers=none, key_slots=none.astype(jnp.float32)
+        return Watch(
+            low=~exceeds(scores, self.thresholds[0])[:, None],
+            scores=scores,
+            memory=self.signal.start(state.last_ids[:, None], positions[:, None]),
+            layers=none,
+            key_slots=none.astype(jnp.float32),
         )
 
     def look(self, index: int, boundary: Boundary, watch: Watch) -> Watch:

@@ -99,9 +99,8 @@ def evaluate(
             work = found.work
             gates = gate_flops(decoder, params, policy, work)
             if choice is not None:
-                size = {"batch": ids.shape[0] // check_mesh(here), "width": ids.shape[1]}
                 segments = len(policy.depths)
-                gates += attention_flops(choice, decoder, params, work, segments=segments, **size)
+                gates += attention_flops(choice, decoder, params, work, segments=segments)
             # Gates, heads beyond one per token, and what maps an exit's states for the head.
             extra_heads = float(np.sum(work.heads)) - float(np.sum(full.work.heads))
             values, counts = np.unique(depths[depths > 0], return_counts=True)

@@ -27,7 +27,6 @@ from tqdm.auto import tqdm
 
 from utio_jax.accounting.ledger import Ledger
 from utio_jax.core.documents import Batch, batches_of, row_widths
-from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.sampling import Chain, Greedy, MinP, Sampling, Temperature, TopK, TopP
@@ -183,8 +182,9 @@ class UtioLM(TemplateLM):
         """Returns the log-likelihood of each item's last tokens, and whether all are greedy."""
         decoder, params = self.model.decoder, self.model.params
         policy, kv = full_depth(decoder), "propagate"
-        if isinstance(self.mode, Adaptive):
-            policy, kv = self.mode.policy, check_kv(self.mode.kv, ("propagate", "drop"))
+        if self.mode.depth_policy is not None:
+            policy = self.mode.depth_policy
+            kv = check_kv(self.mode.prompt_kv, ("propagate", "drop"))
         found: list[tuple[float, bool]] = [(0.0, True)] * len(items)
 
         def observe(_: str, batch: Batch, comparison: Comparison, __: np.ndarray) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 from utio_jax.accounting.generation import Spent, generation_ledger, spent_on
 from utio_jax.accounting.ledger import Ledger
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
@@ -21,25 +20,21 @@ from utio_jax.evaluation.evaluate import Quality
 WRITTEN = "generate_until"
 """The kind of request that writes; all others score."""
 
-_SCORED = {
-    "plain": "The full model's.",
-    "adaptive": (
-        "The routed model's, not the full model's: every token, those of the context too, ran at "
-        "the depth decided for it, so per-token log-likelihoods say nothing about the full model."
-    ),
-    "lossless": (
-        "The full model's: lossless decoding speeds up new tokens, and here are none, so these "
-        "requests ran at full depth."
-    ),
-}
-_WRITTEN = {
-    "plain": "The full model's.",
-    "adaptive": (
-        "The routed model's, not the full model's: prompts ran at full depth, new tokens at the "
-        "depth decided for each."
-    ),
-    "lossless": "The full model's, up to ties within 1e-4 nats; drafted at exits, and verified.",
-}
+_FULL = "The full model's."
+_SCORED_IN_FULL = (
+    "The full model's: this mode speeds up new tokens, and here are none, so these requests ran at "
+    "full depth."
+)
+_SCORED_ROUTED = (
+    "The routed model's, not the full model's: every token, those of the context too, ran at "
+    "the depth decided for it, so per-token log-likelihoods say nothing about the full model."
+)
+_WRITTEN_ROUTED = (
+    "The routed model's, not the full model's: prompts ran at full depth, new tokens at the "
+    "depth decided for each."
+)
+_WRITTEN_VERIFIED = "The full model's, up to ties within 1e-4 nats; drafted, and verified."
+_WRITTEN_OTHERWISE = "Not the full model's: the mode promises nothing."
 # Scored and written text differ in what these mean.
 _QUALITY = ("nll_full", "nll", "nll_increase_pct", "kl_full", "agreement", "speedup_ideal")
 
@@ -92,7 +87,7 @@ class RequestLedger:
         """
         if not self.scored.tokens and not self.written:
             raise ValueError("Wanted requests that were run. Got none so far.")
-        name = self.mode.policy.name if isinstance(self.mode, Adaptive) else "full"
+        name = "full" if self.mode.depth_policy is None else self.mode.depth_policy.name
         layers = self.decoder.config.num_layers
         if not self.written:
             return self.scored.ledger(name, budget=self.budget, num_layers=layers)
@@ -132,11 +127,21 @@ class RequestLedger:
         kinds = {}
         for kind, count in self.counts.items():
             writes = kind == WRITTEN
-            mode = self.mode.name if writes or isinstance(self.mode, Adaptive) else "plain"
+            mode = self.mode.name if writes or self.mode.depth_policy is not None else "plain"
             kinds[kind] = {
                 "requests": count,
                 "truncated": self.truncated[kind],
                 "executed": "full" if mode == "plain" else mode,
-                "meaning": (_WRITTEN if writes else _SCORED)[self.mode.name],
+                "meaning": _meaning(self.mode, writes=writes),
             }
         return {"requests": kinds, **self.ledger().to_dict()}
+
+
+def _meaning(mode: Mode, *, writes: bool) -> str:
+    """Returns whose numbers a request's are."""
+    routed, drafts = mode.depth_policy is not None, mode.block > 1
+    if not writes:
+        return _SCORED_ROUTED if routed else _SCORED_IN_FULL if drafts else _FULL
+    if mode.exact:
+        return _WRITTEN_VERIFIED if drafts else _FULL
+    return _WRITTEN_ROUTED if routed else _WRITTEN_OTHERWISE

@@ -296,6 +296,12 @@ class Transformer:
     ) -> tuple[jax.Array, jax.Array]:
         return self._apply(layer, x, self._places(layer, places), method="keys_values")
 
+    def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
+        """Returns keys with their positions in them, from keys before rotation."""
+        if self.config.positions != "rope":
+            return keys
+        return rotate(keys, self._places(layer, places))
+
     def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
         return self._apply(layer, x, attended, method="finish")
 

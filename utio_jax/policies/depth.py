@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth policies: frozen dataclasses that decide who runs deeper.
+"""Depth policies: which tokens run deeper. One class, `Thresholded`, around one of many signals.
 
-All policies of the literature are one class, `Thresholded`, around one of the signals in
-`utio_jax.policies.signals` and `utio_jax.policies.learned`, perhaps wrapped by
-`utio_jax.policies.wrappers`. The other three need no signal: they are controls and tools.
+`utio_jax.policies.signals` and `utio_jax.policies.learned` have the signals of the literature, and
+`utio_jax.policies.wrappers` what goes around them. The controls and tools (`uniform`,
+`given_depths`, `random_depths`, `never_stops`) are made of the same class.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,128 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import Decoder, Params, check_depths
 from utio_jax.policies.base import Boundary, Signal, exceeds
-from utio_jax.policies.signals import Position, draw_per_token
-
-
-def _static(**kwargs: Any) -> Any:
-    return dataclasses.field(metadata={"static": True}, **kwargs)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Uniform:
-    """Every token runs `depth` layers: the model truncated at one exit, or the full model.
-
-    Attributes:
-      depth: layers for everyone. Static.
-    """
-
-    depth: int = _static()
-    causal: bool = _static(default=True)
-    name: str = _static(default="uniform")
-
-    def __post_init__(self) -> None:
-        check_depths((self.depth,))
-
-    @property
-    def depths(self) -> tuple[int, ...]:
-        return (self.depth,)
-
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> None:
-        return None
-
-    def go_deeper(
-        self, index: int, boundary: Boundary, memory: None
-    ) -> tuple[Bool[Array, "batch token"], None]:
-        raise AssertionError("a uniform policy has no boundary")
-
-    def asks(self, index: int) -> bool:
-        return True
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return 0.0
-
-    def reads_logits(self, index: int) -> bool:
-        return False
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GivenDepths:
-    """Depths decided beforehand, by the caller: `depth_of_token` holds layers per token.
-
-    A depth that is not in `depths` runs to the next deeper one that is.
-    """
-
-    depth_of_token: Int[Array, "batch token"] = dataclasses.field(metadata={"row_axis": 0})
-    depths: tuple[int, ...] = _static()
-    causal: bool = _static(default=False)
-    name: str = _static(default="given")
-
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Int[Array, "batch token"]:
-        if token_ids.shape != self.depth_of_token.shape:
-            raise ValueError(
-                f"Wanted one depth per token of {token_ids.shape}. Got {self.depth_of_token.shape}."
-            )
-        return self.depth_of_token
-
-    def go_deeper(
-        self, index: int, boundary: Boundary, memory: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return memory > self.depths[index], memory
-
-    def asks(self, index: int) -> bool:
-        return True
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return 0.0
-
-    def reads_logits(self, index: int) -> bool:
-        return False
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Random:
-    """The control: depths drawn from a histogram, independent of the token.
-
-    Every token's draw depends on the key, its position and its id alone: causal, and the same
-    whoever shares the batch.
-
-    Attributes:
-      fractions: probability of each depth, shallowest first.
-      key: a PRNG key.
-      depths: where tokens may stop. Static.
-    """
-
-    fractions: Float[Array, " depth"]
-    key: PRNGKeyArray
-    depths: tuple[int, ...] = _static()
-    causal: bool = _static(default=True)
-    name: str = _static(default="random")
-
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Float[Array, "batch token"]:
-        return draw_per_token(self.key, token_ids, positions)
-
-    def go_deeper(
-        self, index: int, boundary: Boundary, memory: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return memory >= jnp.cumsum(self.fractions)[index], memory
-
-    def asks(self, index: int) -> bool:
-        return True
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return 0.0
-
-    def reads_logits(self, index: int) -> bool:
-        return False
+from utio_jax.policies.signals import Chance, DepthTable, Position, static
 
 
 @jax.tree_util.register_dataclass
@@ -157,7 +37,7 @@ class Thresholded:
 
     signal: Signal
     thresholds: Float[Array, " boundary"]
-    depths: tuple[int, ...] = _static()
+    depths: tuple[int, ...] = static()
 
     @property
     def name(self) -> str:
@@ -193,10 +73,62 @@ class Thresholded:
         return self.signal.reads_logits(index)
 
 
+def uniform(depth: int, *, name: str = "uniform") -> Thresholded:
+    """Returns the policy under which all tokens run `depth` layers: the model truncated at an exit.
+
+    >>> uniform(6).depths
+    (6,)
+    """
+    (depth,) = check_depths((depth,))
+    return Thresholded(signal=Position(name=name), thresholds=jnp.zeros(0), depths=(depth,))
+
+
 def never_stops(depths: tuple[int, ...], *, name: str = "full") -> Thresholded:
-    """Returns a policy that runs every token to the last depth, with boundaries on the way.
+    """Returns a policy that runs all tokens to the last depth, with boundaries on the way.
 
     Others may look at tokens there: a throttle, for one.
     """
-    nobody = jnp.full(len(depths) - 1, -jnp.inf, jnp.float32)
-    return Thresholded(signal=Position(name=name), thresholds=nobody, depths=depths)
+    none = jnp.full(len(depths) - 1, -jnp.inf, jnp.float32)
+    return Thresholded(signal=Position(name=name), thresholds=none, depths=depths)
+
+
+def given_depths(
+    depth_of_token: Int[Array, "batch token"], *, depths: Sequence[int], name: str = "given"
+) -> Thresholded:
+    """Returns the policy of depths that the caller has decided beforehand, in layers per token.
+
+    A depth that is not in `depths` runs to the next deeper one that is. Not causal: nothing says
+    how the depths came about.
+    """
+    depths = tuple(depths)
+    return Thresholded(
+        signal=DepthTable(depth_of_token=jnp.asarray(depth_of_token), name=name),
+        thresholds=jnp.asarray(depths[:-1], jnp.float32),
+        depths=depths,
+    )
+
+
+def random_depths(
+    fractions: Float[Array, " depth"] | Sequence[float],
+    *,
+    key: PRNGKeyArray,
+    depths: Sequence[int],
+    name: str = "random",
+) -> Thresholded:
+    """Returns the control: depths drawn from a histogram, independent of what the tokens are.
+
+    Every token's draw depends on the key, its position and its id alone: causal, and the same
+    whoever shares the batch.
+
+    Args:
+      fractions: probability of each depth, shallowest first.
+      key: a PRNG key.
+      depths: where tokens may stop.
+      name: of the policy.
+    """
+    ends = jnp.cumsum(jnp.asarray(fractions, jnp.float32))[:-1]
+    # Draws lie in [0, 1): below a threshold of 0, at which none may stop, there is no room for 0.
+    thresholds = jnp.where(ends > 0, ends, -jnp.inf)
+    return Thresholded(
+        signal=Chance(key=key, name=name), thresholds=thresholds, depths=tuple(depths)
+    )

@@ -326,6 +326,34 @@ def draw_per_token(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DepthTable(SignalBase):
+    """Depths decided by the caller: the score is a token's depth, in layers. Before the pass, free.
+
+    Attributes:
+      depth_of_token: layers per token.
+    """
+
+    depth_of_token: Int[Array, "batch token"] = dataclasses.field(metadata={"row_axis": 0})
+    name: str = static(default="given")
+    causal: bool = static(default=False)
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Float[Array, "batch token"]:
+        if token_ids.shape != self.depth_of_token.shape:
+            raise ValueError(
+                f"Wanted one depth per token of {token_ids.shape}. Got {self.depth_of_token.shape}."
+            )
+        return self.depth_of_token.astype(jnp.float32)
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return memory, memory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chance(SignalBase):
     """The control: a draw from [0, 1) per token, the same at every boundary. Before the pass, free.
 

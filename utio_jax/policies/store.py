@@ -16,7 +16,7 @@ import numpy as np
 from utio_jax.core.files import load_tensors, nest, read_owned, save_tensors
 from utio_jax.policies import learned, signals, wrappers
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import Random, Thresholded
+from utio_jax.policies.depth import Thresholded, random_depths
 
 _TYPES: dict[str, Any] = {
     name: found
@@ -58,11 +58,7 @@ class Calibration:
         if exits is not None and not (name in self.signals and self.signals[name].remembers):
             entry = entry.over(exits)
         if name == "random":  # The control: the learned policy's histogram, blindly dealt out.
-            return Random(
-                fractions=jnp.asarray(entry.fractions, jnp.float32),
-                key=jax.random.key(0),
-                depths=entry.depths,
-            )
+            return random_depths(entry.fractions, key=jax.random.key(0), depths=entry.depths)
         return Thresholded(
             signal=self.signals[name],
             thresholds=jnp.asarray(entry.thresholds, jnp.float32),

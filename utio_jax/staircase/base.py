@@ -8,16 +8,103 @@ traced loops; `utio_jax.staircase.capacity` a static prefix, through which gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jaxtyping import Array, Bool, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
-from utio_jax.attention.vertical_slash import SparseQueries
-from utio_jax.core.decoder import Decoder, Params, Places
+from utio_jax.core.decoder import Decoder, HasKVMaps, LayerParams, Params, Places
 from utio_jax.core.work import Work
+from utio_jax.staircase.reference import positions_of
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """All tokens of a pass, in text order; their states never move.
+
+    Attributes:
+      x: states; those of tokens that are not live are frozen, or padding.
+      positions: in their rows.
+      places: what the decoder made of the positions.
+      live: tokens that run on. At first all that are real.
+      shown: tokens whose keys and values others may see in the layers to come.
+      depth: layers that each token has run, once it is frozen; 0 for padding and live tokens.
+      mapped: under `kv="mapped"`, keys (before rotation) and values that frozen tokens show in all
+        layers from `mapped_from` on; None before the first stop, and otherwise.
+      mapped_from: see `mapped`. Static.
+    """
+
+    x: Float[Array, "batch token dim"]
+    positions: Int[Array, "batch token"]
+    places: Places
+    live: Bool[Array, "batch token"]
+    shown: Bool[Array, "batch token"]
+    depth: Int[Array, "batch token"]
+    mapped: Float[Array, "batch token layer 2 kv_head head_dim"] | None = None
+    mapped_from: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @classmethod
+    def embed(
+        cls,
+        decoder: Decoder,
+        params: Params,
+        token_ids: Int[Array, "batch token"],
+        lengths: Int[Array, " batch"],
+    ) -> Tokens:
+        """Returns the tokens at depth 0."""
+        positions, real = positions_of(token_ids, lengths)
+        return cls(
+            x=decoder.embed(params, token_ids, positions),
+            positions=positions,
+            places=decoder.encode_positions(positions),
+            live=real,
+            shown=real,
+            depth=jnp.zeros_like(positions),
+        )
+
+    def freeze(self, stops: Bool[Array, "batch token"], *, depth: int, kv: str) -> Tokens:
+        """Returns the tokens with some of them frozen at a depth.
+
+        Under `kv="drop"` frozen tokens are seen no more; otherwise the others go on to see what
+        their frozen states make of keys and values.
+        """
+        live = self.live & ~stops
+        return dataclasses.replace(
+            self,
+            live=live,
+            shown=live if kv == "drop" else self.shown,
+            depth=jnp.where(stops, depth, self.depth),
+        )
+
+    def show_mapped(
+        self,
+        stops: Bool[Array, "batch token"],
+        shown: Float[Array, "batch token layer 2 kv_head head_dim"],
+        *,
+        depth: int,
+    ) -> Tokens:
+        """Returns the tokens with what those that stop at a depth show in all layers behind it."""
+        if self.mapped is None:
+            return dataclasses.replace(self, mapped=shown, mapped_from=depth)
+        ahead = depth - self.mapped_from  # Layers that tokens have run, which stop only now.
+        shown = jnp.pad(shown, ((0, 0), (0, 0), (ahead, 0), (0, 0), (0, 0), (0, 0)))
+        mine = stops[:, :, None, None, None, None]
+        return dataclasses.replace(self, mapped=jnp.where(mine, shown, self.mapped))
+
+    def mapped_at(
+        self, index: int | Int[Array, ""]
+    ) -> tuple[Float[Array, "token kv_head head_dim"], Float[Array, "token kv_head head_dim"]]:
+        """Returns keys before rotation, and values, that all tokens show in a layer, flattened."""
+        assert self.mapped is not None
+        layer = jax.lax.dynamic_index_in_dim(self.mapped, index - self.mapped_from, 2, False)
+        layer = layer.reshape(-1, *layer.shape[2:])
+        return layer[:, 0], layer[:, 1]
 
 
 @runtime_checkable
@@ -34,26 +121,37 @@ class Executor(Protocol):
         ...
 
     def pack(
-        self, segment: int, live: Bool[Array, "batch token"], sparse: SparseQueries | None = None
+        self,
+        segment: int,
+        live: Bool[Array, "batch token"],
+        sparse: SparseQueries | None = None,
+        *,
+        causal: bool = True,
     ) -> Any:
-        """Returns the slots of a segment, for the tokens that run in it; who attends sparsely."""
+        """Returns the slots of a segment, for the tokens that run in it.
+
+        Args:
+          segment: of the pass.
+          live: these tokens.
+          sparse: which of them see a history alone; None: none may.
+          causal: whether tokens see earlier ones alone.
+        """
         ...
 
     def run_layers(
         self,
         decoder: Decoder,
         params: Params,
-        x: Float[Array, "batch token dim"],
-        places: Places,
-        keys_shown: Bool[Array, "batch token"],
+        tokens: Tokens,
         slots: Any,
         layers: tuple[int, int],
-        only_live_keys: bool,
         cache: KVCache | None = None,
+        *,
+        only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
         """Returns the states after layers `[start, stop)`; tokens without a slot are unchanged.
 
-        Keys are seen where `keys_shown`; with `only_live_keys` only the slots' own are projected.
+        Keys are seen where `tokens.shown`; with `only_live_keys` only the slots' own are projected.
         A cache receives all K/V that are projected, token by token from slot 0 on.
         """
         ...
@@ -69,22 +167,19 @@ class Executor(Protocol):
         """Returns the slots if `asked`, and none of them if not."""
         ...
 
-    def work(
-        self,
-        slots: Any,
-        layers: int,
-        only_live_keys: bool,
-        *,
-        deciding: Any = None,
-        heads: int = 0,
-        mapped: Sequence[Any] = (),
-    ) -> Work:
-        """Returns what running `layers` layers on the slots executes.
-
-        With the decision of the slots `deciding`, `heads` heads on each of these, and the exit's
-        map of the slots of each of `mapped`.
-        """
+    def slots_run(self, slots: Any) -> Int[Array, ""]:
+        """Returns the slots that one `map_slots` computes, padding included."""
         ...
+
+    def work(self, slots: Any, layers: int, *, only_live_keys: bool = False) -> Work:
+        """Returns what running `layers` layers on the slots executes."""
+        ...
+
+
+def rotated(decoder: Decoder, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
+    """Returns mapped keys of a layer as `Decoder.keys_values` returns its own."""
+    assert isinstance(decoder, HasKVMaps)
+    return decoder.rotate_keys(layer, keys, places)
 
 
 def check_min_bucket(min_bucket: int) -> int:

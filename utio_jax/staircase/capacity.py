@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
-from utio_jax.attention.products import attend, visible_keys
-from utio_jax.attention.vertical_slash import SparseQueries
-from utio_jax.core.arrays import flat, layer_at
-from utio_jax.core.decoder import Decoder, Params, Places
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.core.arrays import flat
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.layer import layer_at, run_layer
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import check_min_bucket
+from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
 
 
 @jax.tree_util.register_dataclass
@@ -54,8 +55,14 @@ class CapacityPrefix:
             )
 
     def pack(
-        self, segment: int, live: Bool[Array, "batch token"], sparse: SparseQueries | None = None
+        self,
+        segment: int,
+        live: Bool[Array, "batch token"],
+        sparse: SparseQueries | None = None,
+        *,
+        causal: bool = True,
     ) -> PrefixSlots:
+        del causal  # Whole rows of keys, whichever of them are visible.
         if sparse is not None:
             raise ValueError(
                 "Wanted dense attention, the only one that a static prefix has. Got a choice of "
@@ -103,13 +110,12 @@ class CapacityPrefix:
         self,
         decoder: Decoder,
         params: Params,
-        x: Float[Array, "batch token dim"],
-        places: Places,
-        keys_shown: Bool[Array, "batch token"],
+        tokens: Tokens,
         slots: PrefixSlots,
         layers: tuple[int, int],
-        only_live_keys: bool,
         cache: KVCache | None = None,
+        *,
+        only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
         if cache is not None:
             raise ValueError(
@@ -117,35 +123,41 @@ class CapacityPrefix:
                 "CapacityPrefix, through whose choices a cache would be copied whole. Use "
                 "executor=MicroBatches()."
             )
-        del only_live_keys  # K/V of hidden keys cost little here; `keys_shown` hides them.
-        batch, width, _ = x.shape
+        del only_live_keys  # K/V of hidden keys cost little here; `tokens.shown` hides them.
+        batch, width, _ = tokens.x.shape
         rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
         gather = jax.vmap(lambda leaf, order: leaf[order])
 
         def run(size: int) -> Callable[[], jax.Array]:
-            tokens = slots.token_of_slot[:, :size]
-            keep = gather(slots.live, tokens)[..., None]
-            config = decoder.config
+            chosen = slots.token_of_slot[:, :size]
+            keep = gather(slots.live, chosen)[..., None]
+            places = jax.tree.map(lambda leaf: gather(leaf, chosen), tokens.places)
+            every = jnp.broadcast_to(jnp.arange(width), (batch, width))
 
-            def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
-                layer = layer_at(decoder, params, index)
+            def run_one(index: jax.Array, x: jax.Array) -> jax.Array:
+                layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
                 keys, values = (
-                    rows(y, width) for y in decoder.keys_values(layer, flat(x), flat(places))
+                    rows(y, width) for y in decoder.keys_values(layer, flat(x), flat(tokens.places))
                 )
-                block = gather(x, tokens)
-                block_places = jax.tree.map(lambda leaf: gather(leaf, tokens), places)
-                queries = rows(decoder.queries(layer, flat(block), flat(block_places)), size)
-                every = jnp.broadcast_to(jnp.arange(width), (batch, width))
-                visible = visible_keys(tokens, every, config.window_at(index))
-                visible &= keys_shown[:, None, :]
-                attended = attend(queries, keys, values, visible, softcap=config.attention_softcap)
-                new = rows(decoder.finish_layer(layer, flat(block), flat(attended)), size)
+                if tokens.mapped is not None:
+                    new_keys, new_values = tokens.mapped_at(index)
+                    new_keys = rotated(decoder, layer, new_keys, flat(tokens.places))
+                    live = tokens.live[:, :, None, None]
+                    keys = jnp.where(live, keys, rows(new_keys, width))
+                    values = jnp.where(live, values, rows(new_values, width))
+                visible = mix.visible(chosen, every) & tokens.shown[:, None, :]
+                block = gather(x, chosen)
+
+                def attend(queries: jax.Array) -> jax.Array:
+                    return flat(mix(rows(queries, size), keys, values, visible))
+
+                new = rows(run_layer(decoder, layer, flat(block), flat(places), attend), size)
                 new = jnp.where(keep, new, block)
-                return jax.vmap(lambda row, order, new: row.at[order].set(new))(x, tokens, new)
+                return jax.vmap(lambda row, order, new: row.at[order].set(new))(x, chosen, new)
 
-            return lambda: jax.lax.fori_loop(*layers, run_layer, x)
+            return lambda: jax.lax.fori_loop(*layers, run_one, tokens.x)
 
-        return self._choose(slots, run, x), None
+        return self._choose(slots, run, tokens.x), None
 
     def map_slots(
         self, slots: PrefixSlots, function: Callable[..., Any], *arrays: jax.Array
@@ -181,30 +193,18 @@ class CapacityPrefix:
     def only_if(self, slots: PrefixSlots, asked: bool | Bool[Array, ""]) -> PrefixSlots:
         return dataclasses.replace(slots, live=slots.live & asked)
 
-    def work(
-        self,
-        slots: PrefixSlots,
-        layers: int,
-        only_live_keys: bool,
-        *,
-        deciding: PrefixSlots | None = None,
-        heads: int = 0,
-        mapped: Sequence[PrefixSlots] = (),
-    ) -> Work:
+    def slots_run(self, slots: PrefixSlots) -> Int[Array, ""]:
         batch, width = slots.live.shape
+        used = jnp.where(self._overflows(slots), width, slots.capacity)
+        return used.astype(jnp.int32) * batch
 
-        def used_by(slots: PrefixSlots) -> jax.Array:
-            used = jnp.where(self._overflows(slots), width, slots.capacity)
-            return used.astype(jnp.int32) * batch
-
-        used = used_by(slots)
-        return Work(
+    def work(self, slots: PrefixSlots, layers: int, *, only_live_keys: bool = False) -> Work:
+        batch, width = slots.live.shape
+        used = self.slots_run(slots)
+        return Work.of(
             queries=used * layers,
             keys_values=jnp.int32(batch * width * layers),
             key_slots=used.astype(jnp.float32) * width * layers,
-            decisions=used,
-            heads=used * heads,
-            exit_maps=sum(map(used_by, mapped), start=jnp.int32(0)),
         )
 
 

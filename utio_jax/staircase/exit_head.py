@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pass reads off its tokens' predictions, and how a decision shares the head with it."""
+"""The vocabulary head at the exits of a pass: shared by decisions and results, run once per token.
+
+`Head` is the head at one depth while a segment is traced; `Reading` collects, over the depths, what
+the pass' readout makes of every token's logits at its own depth.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from utio_jax.core.arrays import map_head
-from utio_jax.core.decoder import Decoder, Params
-from utio_jax.staircase.base import Executor
+from utio_jax.core.decoder import Decoder, HasKVMaps, Params, apply_exit_lens, has_exit_lens
+from utio_jax.core.work import Work
+from utio_jax.policies.base import Boundary
+from utio_jax.staircase.base import Executor, Tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,33 +37,169 @@ class Readout:
     arrays: tuple[Array, ...] = ()
 
 
-def map_logits(
-    decoder: Decoder,
-    params: Params,
-    executor: Executor,
-    slots: Any,
-    x: Float[Array, "batch token dim"],
-    readout: Readout | None,
-    looks: list[Any],
-    function: Callable[..., jax.Array],
-    *arrays: jax.Array,
-) -> jax.Array:
-    """Is `Boundary.map_logits`; what the readout makes of the same logits is added to `looks`."""
-    kept = () if readout is None else readout.arrays
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A decoder with its parameters and what runs it: the fixed parts of a pass."""
 
-    def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
-        decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
-        return decision, None if readout is None else readout.function(logits, *blocks[: len(kept)])
+    decoder: Decoder
+    params: Params
+    executor: Executor
 
-    decision, found = executor.map_slots(
-        slots, partial(map_head, decoder, params, look), x, *kept, *arrays
-    )
-    looks.append(found)
-    return decision
+    def map_head(self, slots: Any, function: Callable[..., Any], *arrays: jax.Array) -> Any:
+        """Returns `function(logits, ...)` of the slots' tokens; the first array holds states."""
+        head = partial(map_head, self.decoder, self.params, function)
+        return self.executor.map_slots(slots, head, *arrays)
+
+    def show_mapped(
+        self, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: int
+    ) -> tuple[Tokens, Work]:
+        """Returns the tokens with mapped K/V of those that stop at a depth, and what that took."""
+        decoder, layers = self.decoder, self.decoder.config.num_layers - depth
+        assert isinstance(decoder, HasKVMaps)
+        slots = self.executor.pack(0, stops)
+        shown = self.executor.map_slots(
+            slots, partial(decoder.map_keys_values, self.params, depth=depth), tokens.x
+        )
+        work = Work.of(kv_maps=self.executor.slots_run(slots) * layers)
+        return tokens.show_mapped(stops, shown, depth=depth), work
+
+    def map_exit(self, slots: Any, x: jax.Array, *, depth: int) -> jax.Array:
+        """Returns the slots' states as the head reads them at a depth."""
+        lens = partial(apply_exit_lens, self.decoder, self.params, depth=depth)
+        return self.executor.map_slots(slots, lens, x)
 
 
-def where_read(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
-    """Returns what was read of the chosen tokens from `new`, of the others from `old`."""
+class Head:
+    """The vocabulary head at one depth, while a segment is traced.
+
+    It runs nothing until it is asked: what no policy looks at costs nothing here. A policy that
+    looks at logits and the readout get the same ones, and a lens maps states for both; a policy
+    that looks twice runs it twice.
+
+    Attributes:
+      seen: tokens whose logits were looked at.
+      found: what the readout made of these; None where nothing was looked at.
+      work: what all of it executed.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokens: Tokens,
+        slots: Any,
+        *,
+        depth: int,
+        asks: bool | Bool[Array, ""] = True,
+        readout: Readout | None = None,
+    ) -> None:
+        """Prepares the head at `depth` for the tokens of `slots`; with `asks` False for none."""
+        self._model, self._tokens, self._depth, self._readout = model, tokens, depth, readout
+        self._asks, self._slots = asks, model.executor.only_if(slots, asks)
+        self._states: jax.Array | None = None  # Through a lens, once a policy has looked.
+        self.seen: Bool[Array, "batch token"] | None = None
+        self.found: Any = None
+        self.work = Work.of()
+
+    @property
+    def slots_asked(self) -> jax.Array:
+        """How many slots a decision here evaluates, padding included."""
+        return self._model.executor.slots_run(self._slots)
+
+    def boundary(self) -> Boundary:
+        """Returns what a policy or a signal may look at here."""
+        tokens, model = self._tokens, self._model
+        return Boundary(
+            x=jax.lax.stop_gradient(tokens.x),  # Decisions are thresholds: nothing flows through.
+            positions=tokens.positions,
+            live=tokens.live,
+            params=jax.lax.stop_gradient(model.params),
+            depth=self._depth,
+            decoder=model.decoder,
+            map_live=partial(model.executor.map_slots, self._slots),
+            map_logits=self._look,
+        )
+
+    def _look(self, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+        """Is `Boundary.map_logits`; the readout gets the same logits."""
+        model, readout = self._model, self._readout
+        if self._states is None and has_exit_lens(model.decoder, self._depth):
+            self._states = model.map_exit(self._slots, self._tokens.x, depth=self._depth)
+            self.work += Work.of(exit_maps=self.slots_asked)
+        kept = () if readout is None else readout.arrays
+
+        def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
+            decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
+            if readout is None:
+                return decision, None
+            return decision, readout.function(logits, *blocks[: len(kept)])
+
+        states = self._tokens.x if self._states is None else self._states
+        decision, self.found = model.map_head(self._slots, look, states, *kept, *arrays)
+        self.seen = self._tokens.live & self._asks
+        self.work += Work.of(heads=self.slots_asked)
+        return decision
+
+    def states_of(self, stops: Bool[Array, "batch token"]) -> Float[Array, "batch token dim"]:
+        """Returns states as the head reads them, of tokens that stop here; others' mean nothing."""
+        model, x = self._model, self._tokens.x
+        if not has_exit_lens(model.decoder, self._depth):
+            return x
+        rest = stops if self._states is None else stops & ~jnp.asarray(self._asks)
+        slots = model.executor.pack(0, rest)
+        mapped = model.map_exit(slots, x, depth=self._depth)
+        self.work += Work.of(exit_maps=model.executor.slots_run(slots))
+        return where_tokens(rest, mapped, x if self._states is None else self._states)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What the head reads of every token at its depth, and what a readout made of it so far.
+
+    Attributes:
+      states: mapped by the lens of each token's exit; None where there is no lens: then they are
+        the tokens' own.
+      found: the readout's, of tokens that a policy looked at before they stopped; None: of none.
+      unread: tokens of which the readout knows nothing yet.
+    """
+
+    states: Float[Array, "batch token dim"] | None
+    found: Any
+    unread: Bool[Array, "batch token"]
+
+    @classmethod
+    def start(cls, model: Model, tokens: Tokens, depths: tuple[int, ...]) -> Reading:
+        """Returns the reading of nothing; a second array of states only where there is a lens."""
+        through_lens = any(has_exit_lens(model.decoder, depth) for depth in depths)
+        return cls(states=tokens.x if through_lens else None, found=None, unread=tokens.live)
+
+    def add(self, head: Head, stops: Bool[Array, "batch token"]) -> Reading:
+        """Returns the reading with the tokens that stop at this head."""
+        states, found, unread = self.states, self.found, self.unread
+        if head.found is not None and head.seen is not None:
+            known = stops & head.seen
+            found = where_tokens(known, head.found, head.found if found is None else found)
+            unread = unread & ~known
+        if states is not None:
+            states = where_tokens(stops, head.states_of(stops), states)
+        return Reading(states=states, found=found, unread=unread)
+
+    def finish(
+        self, model: Model, tokens: Tokens, readout: Readout | None
+    ) -> tuple[jax.Array, Any, list[Work]]:
+        """Returns the states that the head reads, what was read of them, and the work of that."""
+        states = tokens.x if self.states is None else self.states
+        if readout is None:
+            return states, None, []
+        with jax.named_scope("head"):
+            slots = model.executor.pack(0, self.unread)
+            found = model.map_head(slots, readout.function, states, *readout.arrays)
+            if self.found is not None:
+                found = where_tokens(self.unread, found, self.found)
+        return states, found, [Work.of(heads=model.executor.slots_run(slots))]
+
+
+def where_tokens(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
+    """Returns pytrees of `[batch, token, ...]` merged: the chosen tokens' entries from `new`."""
 
     def pick(new: jax.Array, old: jax.Array) -> jax.Array:
         return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 2)), new, old)

@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, write_prompt
-from utio_jax.attention.vertical_slash import SparseQueries
-from utio_jax.core.arrays import flat, layer_at
-from utio_jax.core.decoder import Decoder, Params, Places
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.core.arrays import flat
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.layer import layer_at
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import check_min_bucket
-from utio_jax.staircase.query_blocks import QueryBlocks, attend_blocks, cover
+from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
+from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +34,6 @@ class PackedSlots:
         margin that lets blocks overhang, one past its end.
       total: live tokens.
       query_blocks: which slots attend together, whole blocks first, then the rows' rests.
-      sparse: who attends to a history alone; None where nobody may.
       batch: rows. Static.
       width: tokens per row. Static.
     """
@@ -41,7 +41,6 @@ class PackedSlots:
     token_of_slot: Int[Array, " slot"]
     total: Int[Array, ""]
     query_blocks: tuple[QueryBlocks, ...]
-    sparse: SparseQueries | None
     batch: int = dataclasses.field(metadata={"static": True})
     width: int = dataclasses.field(metadata={"static": True})
 
@@ -80,7 +79,12 @@ class MicroBatches:
             raise ValueError(f"Wanted a key_step of at least 1 key. Got key_step={self.key_step}.")
 
     def pack(
-        self, segment: int, live: Bool[Array, "batch token"], sparse: SparseQueries | None = None
+        self,
+        segment: int,
+        live: Bool[Array, "batch token"],
+        sparse: SparseQueries | None = None,
+        *,
+        causal: bool = True,
     ) -> PackedSlots:
         batch, width = live.shape
         counts = jnp.sum(live, axis=1, dtype=jnp.int32)
@@ -101,25 +105,25 @@ class MicroBatches:
         token_of_slot = token_of_slot.at[slot_of_token].set(
             jnp.arange(packed.size, dtype=jnp.int32), mode="drop", unique_indices=True
         )
-        groups = partial(
-            cover,
-            token_of_slot,
+        cover = Cover(
             width=width,
             sizes=(self.query_block, self.min_bucket),
-            key_widths=self.key_widths(width),
+            key_widths=tuple(self.key_widths(width)),
+            causal=causal,
         )
-        query_blocks = groups(first_slot, dense_counts)
+        query_blocks = cover.blocks(token_of_slot, first_slot, dense_counts)
         if sparse is not None:
-            chunks = -(-width // sparse.chunk)
-            rest = jnp.pad(rest, ((0, 0), (0, chunks * sparse.chunk - width)))
+            chunk = self.query_block
+            chunks = -(-width // chunk)
+            rest = jnp.pad(rest, ((0, 0), (0, chunks * chunk - width)))
             per_chunk = jnp.sum(rest.reshape(batch, chunks, -1), axis=2, dtype=jnp.int32)
             begin = jnp.cumsum(per_chunk, axis=1) - per_chunk + (first_slot + dense_counts)[:, None]
-            query_blocks += groups(begin.reshape(-1), per_chunk.reshape(-1), sparse=sparse)
+            cover = dataclasses.replace(cover, history=sparse.history, chunk=chunk)
+            query_blocks += cover.blocks(token_of_slot, begin.reshape(-1), per_chunk.reshape(-1))
         return PackedSlots(
             token_of_slot=token_of_slot,
             total=jnp.sum(counts),
             query_blocks=query_blocks,
-            sparse=sparse,
             batch=batch,
             width=width,
         )
@@ -145,25 +149,26 @@ class MicroBatches:
         self,
         decoder: Decoder,
         params: Params,
-        x: Float[Array, "batch token dim"],
-        places: Places,
-        keys_shown: Bool[Array, "batch token"],
+        tokens: Tokens,
         slots: PackedSlots,
         layers: tuple[int, int],
-        only_live_keys: bool,
         cache: KVCache | None = None,
+        *,
+        only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
-        batch, width, _ = x.shape
-        config = decoder.config
+        batch, width, _ = tokens.x.shape
+        config, dtype = decoder.config, tokens.x.dtype
         margin = slots.token_of_slot.shape[0]
-        places = flat(places)
+        places = flat(tokens.places)
         slot = jax.lax.dynamic_slice_in_dim
         put = jax.lax.dynamic_update_slice_in_dim
         pack = lambda leaf: leaf.at[slots.token_of_slot].get(mode="clip")  # noqa: E731
         slot_places = jax.tree.map(pack, places)
         rows = lambda y: y.reshape(batch, width, *y.shape[1:])  # noqa: E731
 
-        # Live states are carried twice: packed, for blocks to read, and in token order, for K/V.
+        # `run_layer` of `utio_jax.core.layer` in three loops, since each has blocks of its own:
+        # queries of packed slots, attention row by row, outputs of packed slots. Live states are
+        # carried twice: packed, for blocks to read, and in token order, for K/V.
         def run_layer(
             index: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache | None]
         ) -> tuple[jax.Array, jax.Array, KVCache | None]:
@@ -175,32 +180,33 @@ class MicroBatches:
                 block = slot(packed, start, size)
                 block_places = jax.tree.map(lambda leaf: slot(leaf, start, size), slot_places)
                 queries = put(queries, decoder.queries(layer, block, block_places), start, 0)
-                if only_live_keys:
-                    tokens = slot(slots.token_of_slot, start, size)
+                if only_live_keys or tokens.mapped is not None:
+                    chosen = slot(slots.token_of_slot, start, size)
                     new_keys, new_values = decoder.keys_values(layer, block, block_places)
-                    keys = keys.at[tokens].set(new_keys, mode="drop")
-                    values = values.at[tokens].set(new_values, mode="drop")
+                    keys = keys.at[chosen].set(new_keys, mode="drop")
+                    values = values.at[chosen].set(new_values, mode="drop")
                 return queries, keys, values
 
-            if only_live_keys:
-                keys = jnp.zeros((batch * width, config.num_kv_heads, config.head_dim), x.dtype)
+            if tokens.mapped is not None:
+                keys, values = tokens.mapped_at(index)
+                keys = rotated(decoder, layer, keys, places)
+            elif only_live_keys:
+                keys = jnp.zeros((batch * width, config.num_kv_heads, config.head_dim), dtype)
                 values = keys
             else:
                 keys, values = decoder.keys_values(layer, states, places)
-            queries = jnp.zeros((margin, config.num_heads, config.head_dim), x.dtype)
+            queries = jnp.zeros((margin, config.num_heads, config.head_dim), dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
             if cache is not None:
                 cache = write_prompt(cache, index, rows(keys), rows(values))
             attended = attend_blocks(
+                mixer_at(decoder, index),
                 queries,
                 rows(keys),
                 rows(values),
                 slots.token_of_slot,
                 slots.query_blocks,
-                keys_shown,
-                sparse=slots.sparse,
-                window=config.window_at(index),
-                softcap=config.attention_softcap,
+                tokens.shown,
             )
 
             def finish(start: jax.Array, size: int, carry: tuple[jax.Array, jax.Array]) -> Any:
@@ -214,12 +220,12 @@ class MicroBatches:
 
             return *self._over_blocks(slots.total, finish, (states, packed)), cache
 
-        states, (start, stop) = flat(x), layers
-        # Where nobody has come this far, nobody needs the K/V of those who stopped.
+        states, (start, stop) = flat(tokens.x), layers
+        # Where no token has come this far, none needs the K/V of those that stopped.
         stop = jnp.where(slots.total > 0, stop, start)
         carry = (states, pack(states), cache)
         states, _, cache = jax.lax.fori_loop(start, stop, run_layer, carry)
-        return states.reshape(x.shape), cache
+        return states.reshape(tokens.x.shape), cache
 
     def map_slots(
         self, slots: PackedSlots, function: Callable[..., Any], *arrays: jax.Array
@@ -242,30 +248,17 @@ class MicroBatches:
     def only_if(self, slots: PackedSlots, asked: bool | Bool[Array, ""]) -> PackedSlots:
         return dataclasses.replace(slots, total=jnp.where(asked, slots.total, 0))
 
-    def work(
-        self,
-        slots: PackedSlots,
-        layers: int,
-        only_live_keys: bool,
-        *,
-        deciding: PackedSlots | None = None,
-        heads: int = 0,
-        mapped: Sequence[PackedSlots] = (),
-    ) -> Work:
-        padded, decided, *maps = (
-            -(-each.total // self.min_bucket) * self.min_bucket
-            for each in (slots, deciding or slots, *mapped)
-        )
-        verticals = 0 if slots.sparse is None else slots.sparse.verticals.shape[-1]
+    def slots_run(self, slots: PackedSlots) -> Int[Array, ""]:
+        return -(-slots.total // self.min_bucket) * self.min_bucket
+
+    def work(self, slots: PackedSlots, layers: int, *, only_live_keys: bool = False) -> Work:
+        run = self.slots_run(slots)
         key_slots = jnp.zeros((), jnp.float32)
         for blocks in slots.query_blocks:
-            key_slots += blocks.key_slots(verticals)
-        everyone = jnp.where(slots.total > 0, slots.batch * slots.width, 0).astype(jnp.int32)
-        return Work(
-            queries=padded * layers,
-            keys_values=(padded if only_live_keys else everyone) * layers,
+            key_slots += blocks.key_slots(slots.width)
+        every = jnp.where(slots.total > 0, slots.batch * slots.width, 0).astype(jnp.int32)
+        return Work.of(
+            queries=run * layers,
+            keys_values=(run if only_live_keys else every) * layers,
             key_slots=key_slots * layers,
-            decisions=decided,
-            heads=decided * heads,
-            exit_maps=sum(maps, start=jnp.int32(0)),
         )

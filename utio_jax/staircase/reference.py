@@ -1,37 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Full-width programs: the plain model, and the oracle that says what a staircase must compute."""
+"""Full-width programs: the plain model, and the reference that defines the staircase."""
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.products import attend, visible_keys
-from utio_jax.attention.vertical_slash import SparseQueries
-from utio_jax.core.arrays import flat, layer_at
-from utio_jax.core.decoder import Decoder, LayerParams, Params, Places, read_exit, reads_exits
+from utio_jax.attention.band import SparseQueries
+from utio_jax.attention.history import visible_history
+from utio_jax.attention.mixing import Mixer, mixer_at
+from utio_jax.attention.products import NOWHERE
+from utio_jax.core.arrays import flat
+from utio_jax.core.decoder import (
+    Decoder,
+    HasKVMaps,
+    LayerParams,
+    Params,
+    Places,
+    apply_exit_lens,
+    has_exit_lens,
+)
+from utio_jax.core.layer import layer_at, run_layer
 
-FrozenKV = Literal["propagate", "drop", "full"]
-"""What others see of a token at layers beyond its depth: K/V projected from its frozen state,
-nothing, or the K/V of its own full-depth states."""
-
-# Above every position: a key there is visible to no query.
-_NOWHERE = jnp.iinfo(jnp.int32).max
+FrozenKV = Literal["propagate", "drop", "full", "mapped"]
+"""What other tokens see of one at layers beyond its depth: K/V projected from its frozen state,
+nothing, the K/V of its own full-depth states, or K/V mapped from its frozen state by an affine map
+per layer (`utio_jax.core.kv_maps`)."""
 
 
-def check_kv(kv: str, allowed: tuple[str, ...] = get_args(FrozenKV)) -> str:
-    """Returns `kv`, once it is known to be one of `allowed`.
+def check_kv(
+    kv: str, allowed: tuple[str, ...] = get_args(FrozenKV), *, decoder: Decoder | None = None
+) -> str:
+    """Returns `kv`, once it is known to be one of `allowed`, and one that the decoder can.
 
     Raises:
       ValueError: it is not.
     """
     if kv not in allowed:
         raise ValueError(f"Wanted kv to be one of {', '.join(map(repr, allowed))}. Got kv={kv!r}.")
+    if kv == "mapped" and decoder is not None and not isinstance(decoder, HasKVMaps):
+        raise ValueError(
+            'Wanted a decoder with KV maps for kv="mapped". Got one without. Fit some: utio-jax '
+            "fit-prompt; and load them: load(..., kv_maps=FILE), or with_kv_maps(decoder, params, "
+            "maps)."
+        )
     return kv
+
+
+def mapped_keys_values(
+    decoder: Decoder,
+    params: Params,
+    layer: LayerParams,
+    x: Float[Array, "batch token dim"],
+    places: Places,
+    depths: Int[Array, "batch token"],
+    index: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns which tokens have stopped before a layer, and the keys and values that they show.
+
+    By the maps from each token's own stop; `kv="mapped"`, as it is defined.
+
+    Args:
+      decoder: a model that `HasKVMaps`.
+      params: its parameters.
+      layer: one layer's parameters.
+      x: states; of stopped tokens, those at their stops.
+      places: of all tokens.
+      depths: each token's.
+      index: of the layer.
+    """
+    assert isinstance(decoder, HasKVMaps)
+    frozen = depths <= index
+    shape = (*depths.shape, decoder.config.num_kv_heads, decoder.config.head_dim)
+    keys = values = jnp.zeros(shape, x.dtype)
+    for stop in decoder.stops:
+        if stop <= index:
+            shown = decoder.map_keys_values(params, x, stop)[:, :, index - stop]
+            mine = (depths == stop)[..., None, None]
+            rotated = decoder.rotate_keys(layer, shown[:, :, 0], places)
+            keys, values = jnp.where(mine, rotated, keys), jnp.where(mine, shown[:, :, 1], values)
+    return frozen, keys, values
+
+
+def positions_of(
+    token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
+) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
+    """Returns positions 0, 1, ... of right-padded rows, and which tokens are real."""
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32), token_ids.shape)
+    return positions, positions < lengths[:, None]
 
 
 def apply_layer(
@@ -39,17 +98,38 @@ def apply_layer(
     layer: LayerParams,
     x: Float[Array, "batch token dim"],
     places: Places,
+    mix: Mixer,
     visible: Bool[Array, "#batch token token"],
+    *,
+    source: Float[Array, "batch token dim"] | None = None,
+    frozen: tuple[jax.Array, jax.Array, jax.Array] | None = None,
 ) -> Float[Array, "batch token dim"]:
-    """Returns one dense layer's output for every token."""
-    # One 2D product [batch * token, dim] beats a batched 3D one 1.4 times on CPU.
-    packed, packed_places = flat(x), flat(places)
+    """Returns one dense layer's output for every token.
+
+    Args:
+      decoder: the model.
+      layer: one layer's parameters.
+      x: states before it.
+      places: of all tokens.
+      mix: how tokens of this layer see each other.
+      visible: which keys each token sees.
+      source: states that keys and values are projected from; None: `x`.
+      frozen: which tokens `[batch, token]` show other keys and values, and these.
+    """
     rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
-    keys, values = decoder.keys_values(layer, packed, packed_places)
-    queries = decoder.queries(layer, packed, packed_places)
-    cap = decoder.config.attention_softcap
-    attended = attend(rows(queries), rows(keys), rows(values), visible, softcap=cap)
-    return rows(decoder.finish_layer(layer, packed, flat(attended)))
+    shown = flat(x if source is None else source)
+    keys, values = (rows(y) for y in decoder.keys_values(layer, shown, flat(places)))
+    if frozen is not None:
+        is_frozen = frozen[0][..., None, None]
+        keys, values = (
+            jnp.where(is_frozen, frozen[1], keys),
+            jnp.where(is_frozen, frozen[2], values),
+        )
+
+    def attend(queries: jax.Array) -> jax.Array:
+        return flat(mix(rows(queries), keys, values, visible))
+
+    return rows(run_layer(decoder, layer, flat(x), flat(places), attend))
 
 
 def dense_states(
@@ -63,30 +143,23 @@ def dense_states(
     """Returns every token's state after each of `depths`, by the plain full-width program."""
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
-    key_positions = jnp.where(valid, positions, _NOWHERE)
+    key_positions = jnp.where(valid, positions, NOWHERE)
 
-    def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
-        visible = visible_keys(positions, key_positions, decoder.config.window_at(index))
-        return apply_layer(decoder, layer_at(decoder, params, index), x, places, visible)
+    def run_one(index: jax.Array, x: jax.Array) -> jax.Array:
+        mix = mixer_at(decoder, index)
+        visible = mix.visible(positions, key_positions)
+        return apply_layer(decoder, layer_at(decoder, params, index), x, places, mix, visible)
 
     x = decoder.embed(params, token_ids, positions)
     states, done = [], 0
     for depth in depths:
-        x = jax.lax.fori_loop(done, depth, run_layer, x)
+        x = jax.lax.fori_loop(done, depth, run_one, x)
         states.append(x)
         done = depth
     return tuple(states)
 
 
-def positions_of(
-    token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
-) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
-    """Returns positions 0, 1, ... of right-padded rows, and which tokens are real."""
-    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32), token_ids.shape)
-    return positions, positions < lengths[:, None]
-
-
-def oracle(
+def reference_states(
     decoder: Decoder,
     params: Params,
     token_ids: Int[Array, "batch token"],
@@ -96,45 +169,50 @@ def oracle(
     kv: FrozenKV = "propagate",
     sparse: SparseQueries | None = None,
 ) -> Float[Array, "batch token dim"]:
-    """Returns what the head reads of each token. Slow and obvious: this defines the semantics.
+    """Returns what the head reads of tokens of given depths. Slow and obvious: the definition.
 
-    That is the token's state at its own depth, mapped where the decoder `ReadsExits`. All layers
+    That is each token's state at its own depth, mapped where the decoder `HasExitLens`. All layers
     run on all tokens under masks. Token `i` changes only while `layer < depths[i]`; at the layers
     beyond, the others see of it what `kv` says. Differentiable.
+
+    A token that is frozen is a token like any other for what mixes a layer: attention finds its
+    keys and values there, a recurrent layer (`utio_jax.core.decoder.Mixes`) its contribution to
+    the state; under `"drop"` neither is there, and a recurrent state passes the token by unchanged.
 
     Args:
       decoder: the model.
       params: its parameters.
       token_ids: right-padded rows.
-      lengths: real tokens per row; the rest is padding, seen by nobody.
+      lengths: real tokens per row; the rest is padding, which no token sees.
       depths: each token's decided depth, in layers; 0 is the embedding.
-      kv: `"propagate"`, `"drop"` or `"full"`.
-      sparse: who sees only a history in which layer: leaves lead with `[layer]`. None: nobody. K/V
-        of full-depth states (`kv="full"`) are made densely all the same.
+      kv: `"propagate"`, `"drop"`, `"full"`, or `"mapped"` for a decoder that `HasKVMaps`.
+      sparse: which tokens see only a history in which layer: leaves lead with `[layer]`. None: none
+        do. K/V of full-depth states (`kv="full"`) are made densely all the same.
     """
-    check_kv(kv)
+    check_kv(kv, decoder=decoder)
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
     x = decoder.embed(params, token_ids, positions)
     source = x  # What K/V are projected from; differs from x only under "full".
     for index in range(decoder.config.num_layers):
-        layer = layer_at(decoder, params, index)
+        layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
         runs = valid & (index < depths)
-        shown = runs if kv == "drop" else valid
-        window, cap = decoder.config.window_at(index), decoder.config.attention_softcap
-        key_positions = jnp.where(shown, positions, _NOWHERE)
-        visible = seen = visible_keys(positions, key_positions, window)
+        key_positions = jnp.where(runs if kv == "drop" else valid, positions, NOWHERE)
+        visible = seen = mix.visible(positions, key_positions)
         if sparse is not None:
-            here = jax.tree.map(itemgetter(index), sparse)
-            history = here.visible(positions, key_positions, window)
-            seen = jnp.where(here.sparse[..., None], history, visible)
-        keys, values = decoder.keys_values(layer, source, places)
-        attended = attend(decoder.queries(layer, x, places), keys, values, seen, softcap=cap)
-        x = jnp.where(runs[..., None], decoder.finish_layer(layer, x, attended), x)
-        source = apply_layer(decoder, layer, source, places, visible) if kv == "full" else x
+            history = visible_history(sparse.history, positions, key_positions, mix.window)
+            seen = jnp.where(sparse.sparse[index][..., None], history, visible)
+        frozen = None
+        if kv == "mapped":
+            frozen = mapped_keys_values(decoder, params, layer, x, places, depths, index)
+        new = apply_layer(decoder, layer, x, places, mix, seen, source=source, frozen=frozen)
+        if kv == "full":
+            source = apply_layer(decoder, layer, source, places, mix, visible)
+        x = jnp.where(runs[..., None], new, x)
+        source = source if kv == "full" else x
     read = x
     for depth in decoder.config.exits:
-        if reads_exits(decoder, depth):
+        if has_exit_lens(decoder, depth):
             at_exit = (depths == depth)[..., None]
-            read = jnp.where(at_exit, read_exit(decoder, params, x, depth), read)
+            read = jnp.where(at_exit, apply_exit_lens(decoder, params, x, depth), read)
     return read

@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.vertical_slash import SparseQueries
+from utio_jax.attention.band import SparseQueries
 from utio_jax.core.arrays import flat, map_head, most_probable
-from utio_jax.core.decoder import Decoder, Params, read_exit
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 from utio_jax.core.work import Work
 from utio_jax.devices.rows import Rows, over_rows
 from utio_jax.policies.base import Policy
-from utio_jax.policies.depth import Uniform
+from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import staircase
@@ -133,8 +133,10 @@ def score_dense(
         keys_values=slots * depth,
         key_slots=slots * float(depth * token_ids.shape[1]),
         decisions=slots * 0,
+        choices=slots * 0,
         heads=slots,
         exit_maps=slots * 0,
+        kv_maps=slots * 0,
     )
     with jax.named_scope("head"):
         labels, predicted = labels_of(token_ids, lengths)
@@ -258,15 +260,15 @@ def exit_nll(
     """
     exits = decoder.config.exits
     states = dense_states(decoder, params, token_ids, lengths, depths=exits)
-    states = [read_exit(decoder, params, *pair) for pair in zip(states, exits, strict=True)]
+    states = [apply_exit_lens(decoder, params, *pair) for pair in zip(states, exits, strict=True)]
     labels, predicted = labels_of(token_ids, lengths)
     nll = jnp.stack([_read_all(decoder, params, next_token_nll, x, labels) for x in states])
     return jnp.where(predicted, nll, 0.0)
 
 
-def full_depth(decoder: Decoder) -> Uniform:
+def full_depth(decoder: Decoder) -> Thresholded:
     """Returns the policy that runs every layer for every token."""
-    return Uniform(depth=decoder.config.num_layers, name="full")
+    return uniform(decoder.config.num_layers, name="full")
 
 
 # Timing runs the same program, and must not compile it again.

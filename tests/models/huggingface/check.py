@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exits with 1 unless transformers reads a folder that this library wrote as this library does.
 
-    python tests/huggingface/check.py FOLDER
+    python tests/models/huggingface/check.py FOLDER
 
 Run by `make parity`, on a model that was loaded, fine-tuned for a few steps, and saved.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes small random models of each family with transformers, and what transformers says of them.
 
-    python tests/huggingface/make.py FOLDER
+    python tests/models/huggingface/make.py FOLDER
 
 Needs torch and transformers, which neither the library nor its tests do: the result is committed
 beside this script. `make parity` runs it with a fresh transformers and tests against that.

@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 from optax import contrib
 from tqdm.auto import tqdm
 
-from utio_jax.attention.products import visible_keys
+from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.decoder import Params
 from utio_jax.models.training.corpus import Document
 from utio_jax.models.transformer import Transformer
@@ -103,8 +103,8 @@ def exit_states(
     @jax.checkpoint
     def one(x: jax.Array, xs: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
         layer, kept_rows, index = xs
-        visible = visible_keys(positions, positions, decoder.config.window_at(index))
-        new = apply_layer(decoder, layer, x, places, visible)
+        mix = mixer_at(decoder, index)
+        new = apply_layer(decoder, layer, x, places, mix, mix.visible(positions, positions))
         return jnp.where(kept_rows[:, None, None], new, x)
 
     def body(x: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:

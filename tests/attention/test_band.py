@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over sinks and recent keys equals attention under the mask that defines it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax import History
+from utio_jax.attention.band import attend_band, slice_width
+from utio_jax.attention.history import visible_history
+from utio_jax.attention.mixing import SoftmaxMixer
+from utio_jax.attention.products import NOWHERE, attend
+from utio_jax.core.flops import count_matmul_flops
+
+# tokens, block, recent, sinks, heads, K/V heads, softcap, layer window
+CASES = (
+    (64, 16, 8, 2, 4, 2, None, None),
+    (64, 16, 8, 0, 4, 1, None, None),  # No sink at all.
+    (61, 16, 5, 4, 2, 2, None, None),  # Ragged last block.
+    (40, 8, 1, 0, 4, 4, None, None),  # The band is the query's own key.
+    (33, 16, 100, 3, 4, 2, None, None),  # A band longer than the row.
+    (33, 64, 7, 2, 4, 2, None, None),  # A block longer than the row.
+    (48, 16, 12, 2, 4, 2, 5.0, None),
+    (48, 16, 12, 2, 4, 2, None, 20),  # The layer's window is wider than the band,
+    (48, 16, 12, 2, 4, 2, 3.0, 6),  # or narrower.
+    (3, 4, 2, 8, 2, 1, None, None),  # More sinks than tokens.
+    (1, 1, 1, 0, 1, 1, None, None),
+)
+
+
+def draw(case: tuple[Any, ...], seed: int) -> dict[str, jax.Array]:
+    """Returns two rows of tensors, with lengths and holes among the keys."""
+    tokens, _, _, _, heads, kv_heads, _, _ = case
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, tokens + 1, 2) if seed % 2 else np.full(2, tokens)
+    shown = (np.arange(tokens) < lengths[:, None]) & (rng.random((2, tokens)) < 0.9)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    return {
+        "queries": normal(2, tokens, heads, 8),
+        "keys": normal(2, tokens, kv_heads, 8),
+        "values": normal(2, tokens, kv_heads, 8),
+        "shown": jnp.asarray(shown),
+    }
+
+
+def parts(case: tuple[Any, ...]) -> tuple[History, SoftmaxMixer]:
+    _, _, recent, sinks, _, _, softcap, window = case
+    mix = SoftmaxMixer(
+        window=None if window is None else jnp.int32(window), causal=True, softcap=softcap
+    )
+    return History(recent=recent, sinks=sinks), mix
+
+
+def by_blocks(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array:
+    """Returns what `attend_band` makes of all queries, a block of each row at a time."""
+    tokens, block = case[:2]
+    history, mix = parts(case)
+    prepared = mix.prepare(tensors["values"])
+    rows = []
+    for row in range(2):
+        found = []
+        for begin in range(0, tokens, block):
+            end = min(begin + block, tokens)
+            found.append(
+                attend_band(
+                    mix,
+                    tensors["queries"][row, begin:end],
+                    jnp.arange(begin, end, dtype=jnp.int32),
+                    tensors["keys"],
+                    prepared,
+                    tensors["shown"],
+                    row=jnp.int32(row),
+                    width=slice_width(history, end - begin, tokens),
+                    history=history,
+                )
+            )
+        rows.append(jnp.concatenate(found))
+    return jnp.stack(rows)
+
+
+def masked(case: tuple[Any, ...], tensors: dict[str, jax.Array]) -> jax.Array:
+    """Returns attention under `visible_history`, over all keys."""
+    history, mix = parts(case)
+    shown = tensors["shown"]
+    positions = jnp.broadcast_to(jnp.arange(shown.shape[1]), shown.shape)
+    hidden = jnp.where(shown, positions, NOWHERE)
+    visible = visible_history(history, positions, hidden, mix.window)
+    queries, keys, values = (tensors[name] for name in ("queries", "keys", "values"))
+    return attend(queries, keys, values, visible, softcap=mix.softcap)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_attention_under_the_mask_that_defines_it(case: tuple[Any, ...]) -> None:
+    run = jax.jit(lambda tensors: (by_blocks(case, tensors), masked(case, tensors)))
+    for seed in range(12):
+        found, wanted = run(draw(case, seed))
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_queries_that_see_nothing_get_zeros() -> None:
+    tensors = draw(CASES[0], 0) | {"shown": jnp.zeros((2, 64), bool)}
+    assert not jax.jit(lambda t: by_blocks(CASES[0], t))(tensors).any()
+
+
+def test_costs_sinks_and_a_slice_per_query_whatever_the_row() -> None:
+    """Neither more nor fewer products than `block + recent - 1 + sinks` keys per query."""
+    per_key = 2 * 4 * 8 + 2 * 4 * 9  # Scores, and the mix of values with their count.
+    for tokens in (64, 256):
+        case = (tokens, *CASES[0][1:])
+        found = count_matmul_flops(lambda t, case=case: by_blocks(case, t), draw(case, 0))
+        assert found == 2 * tokens * (16 + 8 - 1 + 2) * per_key
+
+
+@pytest.mark.parametrize("sizes", [{"recent": 0}, {"recent": 4, "sinks": -1}])
+def test_impossible_histories_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least 1 recent token, and no negative number"):
+        History(**sizes)

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen tokens that show mapped keys and values: what the reference defines, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.counting import Counting, read_counts
+from helpers.models import Model, gated, live_params, with_random_maps
+
+from utio_jax import CapacityPrefix, MicroBatches, given_depths, score, staircase, uniform
+from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.kv_maps import KVMap, with_kv_maps
+from utio_jax.core.lens import Lens, lensed
+from utio_jax.models import TINY, Transformer
+
+STOPS = (1, 2, 3)
+SHAPES = tuple(
+    dataclasses.replace(shape, kv="mapped") for shape in cases.SHAPES if shape.kv == "drop"
+)
+
+
+@pytest.fixture(scope="module")
+def mapped(tiny: Any) -> Model:
+    return with_random_maps(tiny, STOPS)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.batch}x{s.token}")
+def test_equals_the_reference(mapped: Model, shape: cases.Shape, count_compiles: Any) -> None:
+    next(cases.compare_cases(mapped, shape, range(1)))
+    with count_compiles() as compiles:
+        assert max(error for _, error in cases.compare_cases(mapped, shape, range(32))) < 1e-4
+    assert compiles.count == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s.batch}x{s.token}")
+def test_equals_the_reference_in_a_thousand_cases(mapped: Model, shape: cases.Shape) -> None:
+    assert max(error for _, error in cases.compare_cases(mapped, shape, range(250))) < 1e-4
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "windows, capped, normed keys": {
+        "windows": (0, 5, 0, 9),
+        "attention_softcap": 3.0,
+        "qk_norm": True,
+    },
+    "learned positions": {"positions": "learned"},
+    "two rotations": {"windows": (4, 0, 4, 0), "local_rope_theta": 100.0},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_equals_the_reference_whatever_turns_states_into_keys(name: str) -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
+    model = with_random_maps(Model(decoder, live_params(decoder, seed=4)), STOPS)
+    assert max(error for _, error in cases.compare_cases(model, SHAPES[1], range(12))) < 1e-4
+
+
+def test_the_static_prefix_is_the_same(mapped: Model) -> None:
+    executor = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
+    shape = dataclasses.replace(SHAPES[1], executor=executor)
+    assert max(error for _, error in cases.compare_cases(mapped, shape, range(12))) < 1e-4
+
+
+def test_maps_that_repeat_the_layers_own_projection_are_propagation(tiny: Any) -> None:
+    """The model without norms, so that keys and values are linear in the state."""
+
+    class Plain(Transformer):
+        def keys_values(self, layer: Any, x: jax.Array, places: Any) -> tuple[jax.Array, jax.Array]:
+            shape = (*x.shape[:-1], self.config.num_kv_heads, self.config.head_dim)
+            keys = (x @ layer["k_proj"]["kernel"]).reshape(shape)
+            values = (x @ layer["v_proj"]["kernel"]).reshape(shape)
+            return self.rotate_keys(layer, keys, places), values
+
+    decoder, params = Plain(tiny.decoder.config), tiny.params
+    heads = (decoder.config.num_kv_heads, decoder.config.head_dim)
+
+    def kernel(name: str, stop: int) -> jax.Array:
+        return jnp.moveaxis(params["layers"][name]["kernel"][stop:], 0, 1)
+
+    maps = {}
+    for stop in (1, 2):
+        stacked = jnp.stack([kernel("k_proj", stop), kernel("v_proj", stop)], axis=2)
+        stacked = stacked.reshape(*stacked.shape[:3], *heads)
+        maps[stop] = KVMap(kernel=stacked, bias=jnp.zeros(stacked.shape[1:]))
+    model = Model(*with_kv_maps(decoder, params, maps))
+    ids, lengths = tiny.tokens(3, 17), jnp.asarray([17, 9, 4])
+    depths = jnp.asarray(np.random.default_rng(0).choice([1, 2, 4], (3, 17)))
+    policy, executor = given_depths(depths, depths=(1, 2, 4)), SHAPES[1].executor
+    run = partial(cases.run_staircase, ids=ids, lengths=lengths, policy=policy, executor=executor)
+    through_maps = run(model.decoder, model.params, kv="mapped").x
+    projected = run(decoder, params, kv="propagate").x
+    real = np.arange(17) < np.asarray(lengths)[:, None]
+    np.testing.assert_allclose(
+        np.asarray(through_maps)[real], np.asarray(projected)[real], atol=1e-4
+    )
+
+
+def test_full_depth_does_not_know_of_maps(mapped: Model, tiny: Any) -> None:
+    ids, lengths = tiny.tokens(3, 17), jnp.asarray([17, 9, 4])
+    run = jax.jit(score, static_argnums=0, static_argnames="kv")
+    plain = run(tiny.decoder, tiny.params, ids, lengths, uniform(4))
+    same = run(mapped.decoder, mapped.params, ids, lengths, uniform(4), kv="mapped")
+    np.testing.assert_array_equal(same.log_likelihood, plain.log_likelihood)
+    assert not np.asarray(same.work.kv_maps).any()
+
+
+def test_a_token_that_stops_runs_one_product_and_no_projection(tiny: Any) -> None:
+    counting = with_random_maps(Model(Counting(tiny.decoder.config), tiny.params), STOPS)
+    executor = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=32)
+    ids, lengths = tiny.tokens(3, 17), jnp.asarray([17, 9, 4])
+    depths = np.random.default_rng(1).choice([1, 2, 4], (3, 17))
+    real = np.arange(17) < np.asarray(lengths)[:, None]
+    policy = given_depths(jnp.asarray(depths), depths=(1, 2, 4))
+    run = jax.jit(
+        lambda policy: staircase(
+            counting.decoder, counting.params, ids, lengths, policy, kv="mapped", executor=executor
+        )
+    )
+    jax.block_until_ready(run(policy))
+    read_counts()
+    found = jax.block_until_ready(run(policy))
+    counts, work = read_counts(), found.work
+    up = lambda n: -(-int(n) // 4) * 4  # noqa: E731
+    live = [up((real & (depths > start)).sum()) for start in (0, 1, 2)]
+    # The first segment projects K/V of all; behind it of those that run alone.
+    assert np.asarray(work.keys_values).tolist() == [3 * 17, live[1], 2 * live[2]]
+    assert counts["keys_values"] == np.asarray(work.keys_values).sum()
+    stops = [up((real & (depths == depth)).sum()) for depth in (1, 2)]
+    assert np.asarray(work.kv_maps).tolist() == [3 * stops[0], 2 * stops[1], 0]
+    cost = token_cost(counting.decoder, counting.params)
+    config = tiny.decoder.config
+    of_one = 4 * config.embed_dim * config.num_kv_heads * config.head_dim
+    bare = dataclasses.replace(work, kv_maps=np.zeros(3))
+    assert pass_flops(cost, work) - pass_flops(cost, bare) == of_one * sum(
+        np.asarray(work.kv_maps).tolist()
+    )
+
+
+def test_a_lens_and_maps_go_together(tiny: Any) -> None:
+    exits, dim = tiny.decoder.config.exits[:-1], tiny.decoder.config.embed_dim
+    matrix = 0.1 * jax.random.normal(jax.random.key(3), (len(exits), dim, dim))
+    lens = Lens(matrix=matrix, bias=jnp.zeros((len(exits), dim)), exits=exits)
+    both = with_random_maps(Model(*lensed(tiny.decoder, tiny.params, lens)), (1, 2))
+    shape = dataclasses.replace(SHAPES[1], depths=(1, 2, 4))
+    assert max(error for _, error in cases.compare_cases(both, shape, range(8))) < 1e-4
+    policy = gated(both)
+    found = jax.jit(score, static_argnums=0, static_argnames="kv")(
+        both.decoder, both.params, tiny.tokens(3, 17), jnp.full(3, 17), policy, kv="mapped"
+    )
+    assert len(set(np.asarray(found.depths).ravel().tolist())) == 3
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_does_not_fit_is_refused(tiny: Any, mapped: Model) -> None:
+    inputs = tiny.tokens(1, 5), jnp.asarray([5])
+    with pytest.raises(ValueError, match='KV maps for kv="mapped".*utio-jax fit-prompt'):
+        staircase(tiny.decoder, tiny.params, *inputs, uniform(2), kv="mapped")
+    few = with_random_maps(tiny, (2,))
+    with pytest.raises(ValueError, match=r"stops at depths \(2,\).*Got \[1\]"):
+        staircase(few.decoder, few.params, *inputs, uniform(1), kv="mapped")
+    wrong = KVMap(kernel=jnp.zeros((32, 2, 2, 2, 9)), bias=jnp.zeros((2, 2, 2, 9)))
+    with pytest.raises(ValueError, match=r"maps from depth 2 of shape \(32, 2, 2, 2, 8\)"):
+        with_kv_maps(tiny.decoder, tiny.params, {2: wrong})
+
+    class NoRotation:
+        config = tiny.decoder.config
+
+    with pytest.raises(ValueError, match="rotate_keys.*NoRotation"):
+        with_kv_maps(NoRotation(), tiny.params, {})  # type: ignore[arg-type]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sliding-window attention with sinks, for blocks of queries: one product over gathered keys.
+
+    key      0 1 2 3 4 5 6 7 8 9     # queries at positions 7 to 9, recent=3, one sink
+    query 7  |         # # #         # "|" the sinks: gathered, behind the band
+    query 8  |           # # #       # "#" the band: one slice for the whole block of queries
+    query 9  |             # # #
+
+Dense products of static shapes over `[sinks | slice]`; they equal masked attention under
+`utio_jax.attention.history.visible_history`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.history import History
+from utio_jax.attention.mixing import Mixer
+from utio_jax.attention.products import visible_keys
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseQueries:
+    """Which tokens see a history alone.
+
+    Attributes:
+      sparse: these tokens.
+      history: how much they see. Static.
+    """
+
+    sparse: Bool[Array, "*lead batch token"]
+    history: History = dataclasses.field(metadata={"static": True})
+
+
+def slice_width(history: History, span: int, tokens: int) -> int:
+    """Returns the keys that a block of queries over `span` positions needs besides the sinks.
+
+    >>> slice_width(History(recent=96), 128, 512)
+    223
+    """
+    return min(history.recent + span - 1, tokens)
+
+
+def attend_band(
+    mix: Mixer,
+    queries: Float[Array, "query head head_dim"],
+    positions: Int[Array, " query"],
+    keys: Float[Array, "batch token kv_head head_dim"],
+    prepared: Float[Array, "batch token kv_head prepared"],
+    shown: Bool[Array, "batch token"],
+    *,
+    row: Int[Array, ""],
+    width: int,
+    history: History,
+) -> Float[Array, "query head head_dim"]:
+    """Returns the attention of one block of one row's queries over sinks and recent keys.
+
+    One softmax over the gathered keys. Two products merged by log-sum-exp spare the copy of the
+    slice and are no faster (34.7 ms in one, 36.7 in two; 4,096 tokens, two CPU cores).
+
+    Args:
+      mix: of the layer.
+      queries: scaled, of one row, in text order.
+      positions: of the queries; the slice holds their bands.
+      keys: of all rows, rotated.
+      prepared: values, through `mix.prepare`.
+      shown: keys that may be seen at all.
+      row: of the queries.
+      width: of the slice, from `slice_width`. Static.
+      history: how much the queries see. Static.
+    """
+    sinks, tokens = min(history.sinks, keys.shape[1]), keys.shape[1]
+    start = jnp.clip(positions[0] - (history.recent - 1), 0, tokens - width)
+
+    def gather(leaf: jax.Array) -> jax.Array:
+        tail = leaf.shape[2:]
+        first, band = (
+            jax.lax.dynamic_slice(leaf, (row, begin, *(0,) * len(tail)), (1, size, *tail))[0]
+            for begin, size in ((0, sinks), (start, width))
+        )
+        return jnp.concatenate([first, band])
+
+    visible = _visible(mix, history, positions, sinks, start, width) & gather(shown)[None, :]
+    return mix.mix_prepared(queries, gather(keys), gather(prepared), visible)
+
+
+def _visible(
+    mix: Mixer,
+    history: History,
+    positions: Int[Array, " query"],
+    sinks: int,
+    start: Int[Array, ""],
+    width: int,
+) -> Bool[Array, "query key"]:
+    """Returns what queries see of the gathered keys: the band, and the sinks behind it."""
+    first = jnp.arange(sinks, dtype=jnp.int32)
+    behind = visible_keys(positions - history.recent, first) & mix.visible(positions, first)
+    band = start + jnp.arange(width, dtype=jnp.int32)
+    near = mix.visible(positions, band) & visible_keys(positions, band, jnp.int32(history.recent))
+    return jnp.concatenate([behind, near], axis=-1)

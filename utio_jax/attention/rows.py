@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of some rows of a batch to their slots of the K/V cache, a row at a time.
+
+A gather of the rows' keys and values would copy them; a mask over all rows would read those of all.
+A loop with a traced trip count reads the chosen rows where they are, and stays in a core's cache.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.cache import KVCache
+from utio_jax.attention.mixing import Mixer
+
+
+def attend_rows(
+    mix: Mixer,
+    cache: KVCache,
+    attended: Float[Array, "batch query head head_dim"],
+    queries: Float[Array, "batch query head head_dim"],
+    positions: Int[Array, "batch query"],
+    *,
+    layer: int | Int[Array, ""],
+    rows: tuple[Int[Array, " batch"], Int[Array, ""]],
+    width: int,
+    shown: Int[Array, "batch slot"] | None = None,
+) -> Float[Array, "batch query head head_dim"]:
+    """Returns `attended` with the results of the chosen rows put in.
+
+    Args:
+      mix: of the layer.
+      cache: keys and values.
+      attended: what stays of the other rows.
+      queries: of all rows, scaled.
+      positions: of the queries.
+      layer: of the cache.
+      rows: an order of rows, and how many of the first ones are meant, see `chosen_first`.
+      width: slots to attend over; more than every position. Static.
+      shown: layers at which each slot may be seen; None: all.
+    """
+    slots = jnp.arange(width, dtype=jnp.int32)
+    order, count = rows
+
+    def one(number: jax.Array, attended: jax.Array) -> jax.Array:
+        row = order[number]
+
+        def of_row(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
+
+        size = (1, 1, width, *cache.keys.shape[3:])
+        keys, values = (
+            jax.lax.dynamic_slice(leaf, (layer, row, 0, 0, 0), size)[0, 0]
+            for leaf in (cache.keys, cache.values)
+        )
+        visible = mix.visible(of_row(positions), slots)
+        if shown is not None:
+            visible &= (of_row(shown)[:width] > layer)[None, :]
+        new = mix(of_row(queries), keys, values, visible)
+        return jax.lax.dynamic_update_index_in_dim(attended, new.astype(attended.dtype), row, 0)
+
+    return jax.lax.fori_loop(0, count, one, attended)
+
+
+def chosen_first(chosen: Bool[Array, " batch"]) -> tuple[Int[Array, " batch"], Int[Array, ""]]:
+    """Returns rows in an order in which the chosen ones come first, and how many these are."""
+    order = jnp.argsort(~chosen, stable=True).astype(jnp.int32)
+    return order, jnp.sum(chosen, dtype=jnp.int32)

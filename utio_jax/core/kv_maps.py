@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV maps: keys and values of skipped layers, predicted from the state at which a token stopped.
+
+A token that stops early still has to show keys and values to others in the layers that it skips.
+Projecting them from its frozen state (`kv="propagate"`) is exact only for a model trained so. Here
+an affine map for each skipped layer takes the state at the stop to what the full model would show
+there, as SwiftKV (arXiv 2410.03960) trains it; `utio_jax.calibration.prompts` fits the maps in
+closed form. All skipped layers of a token are one product `[dim] x [dim, layer * 2 * kv]`. Tokens
+that run on keep the model's own weights, so full depth stays what it is, bit by bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import Decoder, HasExitLens, Params
+from utio_jax.core.lens import Wrapped
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KVMap:
+    """The maps of one stop depth, to each of the layers behind it.
+
+    Keys are those before the rotation by position, and behind a norm of keys where a model has one.
+
+    Attributes:
+      kernel: from a state to keys (index 0) and values (1).
+      bias: likewise.
+    """
+
+    kernel: Float[Array, "dim layer 2 kv_head head_dim"]
+    bias: Float[Array, "layer 2 kv_head head_dim"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KVMapped(Wrapped):
+    """A decoder with KV maps: what `kv="mapped"` needs. See `with_kv_maps`.
+
+    Its parameters are `{"model": ..., "kv_maps": {depth: {"kernel", "bias"}}}`.
+
+    Attributes:
+      decoder: the model.
+      stops: depths that there are maps for.
+    """
+
+    stops: tuple[int, ...]
+
+    def map_keys_values(
+        self, params: Params, x: Float[Array, "*lead dim"], depth: int
+    ) -> Float[Array, "*lead layer 2 kv_head head_dim"]:
+        """Returns keys before rotation, and values, of all layers behind `depth`.
+
+        Raises:
+          ValueError: there are no maps for that depth.
+        """
+        check_stops((depth,), self.stops)
+        maps = params["kv_maps"][str(depth)]
+        kernel, bias = (maps[name].astype(x.dtype) for name in ("kernel", "bias"))
+        shown = x @ kernel.reshape(kernel.shape[0], -1)
+        shown = shown.reshape(*x.shape[:-1], *bias.shape)
+        return shown + jnp.broadcast_to(bias, shown.shape)
+
+    def rotate_keys(self, layer: Any, keys: jax.Array, places: Any) -> jax.Array:
+        """Returns one layer's keys with their positions in them, as `keys_values` returns them."""
+        inner: Any = self.decoder
+        return inner.rotate_keys(layer, keys, places)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVMappedLens(KVMapped):
+    """The same around a decoder whose exits are read through a lens."""
+
+    def translate(
+        self, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
+    ) -> jax.Array:
+        inner: Any = self.decoder
+        return inner.translate(params["model"], x, depth)
+
+
+def with_kv_maps(
+    decoder: Decoder, params: Params, maps: Mapping[int, KVMap]
+) -> tuple[KVMapped, Params]:
+    """Returns the decoder and parameters of a model with KV maps.
+
+    Raises:
+      ValueError: the maps are of other sizes than the model, or it cannot rotate keys.
+    """
+    config, stops = decoder.config, tuple(sorted(maps))
+    for stop in stops:
+        layers = config.num_layers - stop
+        wanted = (config.embed_dim, layers, 2, config.num_kv_heads, config.head_dim)
+        if maps[stop].kernel.shape != wanted or maps[stop].bias.shape != wanted[1:]:
+            raise ValueError(
+                f"Wanted maps from depth {stop} of shape {wanted}, of this model's sizes. Got "
+                f"{maps[stop].kernel.shape} and {maps[stop].bias.shape}. Fit them for this model: "
+                "utio-jax fit-prompt."
+            )
+    inner = decoder
+    while isinstance(inner, Wrapped):
+        inner = inner.decoder
+    if not hasattr(inner, "rotate_keys"):
+        raise ValueError(
+            "Wanted a decoder with a method rotate_keys(layer, keys, places), which turns keys "
+            f"before rotation into those of keys_values. Got a {type(inner).__name__}."
+        )
+    kind = KVMappedLens if isinstance(decoder, HasExitLens) else KVMapped
+    stored = {str(stop): {"kernel": m.kernel, "bias": m.bias} for stop, m in maps.items()}
+    return kind(decoder, stops), {"model": params, "kv_maps": stored}
+
+
+def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
+    """Checks that there are maps for some depths.
+
+    Raises:
+      ValueError: there are none for one of them.
+    """
+    missing = [stop for stop in stops if stop not in known]
+    if missing:
+        raise ValueError(
+            f"Wanted stops at depths {known}, for which there are KV maps. Got {missing}. Fit maps "
+            "for these: utio-jax fit-prompt --stop."
+        )

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompt compression in depth: only the important tokens of a prompt run all layers.
+
+Of a prompt only what it shows to later tokens counts, not what its own tokens would predict. So
+most of them may stop early, if what they show in the layers that they skip is good (`kv="mapped"`),
+and if the right ones go deep: the first tokens (sinks), the last one, from which the first new
+token is drawn, and those that matter to the rest.
+
+    token    0 1 2 3 4 5 6 7 8 9 | 10 11     # a prompt of ten tokens, two that continue it
+    [20,30)  # # . . # . . . # # |  #  #     # "#" computed, "." shown by maps
+    [0, 20)  # # # # # # # # # # |  #  #
+
+The whole prompt is known before anything follows it, so tokens are chosen by rank within it. That
+looks ahead within the prompt: such a policy is not causal, and is for prompts alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.products import attention_received
+from utio_jax.core.arrays import flat
+from utio_jax.core.decoder import Decoder, Params, check_depths
+from utio_jax.core.flops import count_matmul_flops, token_cost
+from utio_jax.core.layer import layer_at
+from utio_jax.policies.base import Boundary, Signal
+from utio_jax.policies.signals import SignalBase, static
+
+_EVERYTHING = jnp.iinfo(jnp.int32).max
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptImportance:
+    """At each boundary a share of a prompt's tokens goes deeper: the most important, by rank.
+
+    The first `sinks` tokens and the last one always do, and so does everything behind the prompt.
+    They count among the share. Scores of NaN go deeper first.
+
+    Attributes:
+      signal: scores tokens, the higher the more important; asked at each boundary.
+      deep: share of the prompt's tokens that goes deeper at each boundary; 1: all, and there is no
+        difference from full depth.
+      at_least: tokens that go deeper however small the share is: shorter prompts run in full.
+      prompt_tokens: of each row, at most; what lies behind is no prompt. By default all is.
+      depths: where tokens may stop, ending at the last layer. Static.
+      sinks: see above. Static.
+    """
+
+    signal: Signal
+    deep: Float[Array, " boundary"]
+    at_least: Int[Array, ""] | int = 16
+    prompt_tokens: Int[Array, ""] | int = _EVERYTHING
+    depths: tuple[int, ...] = static()
+    sinks: int = static(default=4)
+
+    def __post_init__(self) -> None:
+        check_depths(self.depths)
+
+    @property
+    def name(self) -> str:
+        return f"prompt_{self.signal.name}"
+
+    @property
+    def causal(self) -> bool:
+        return False
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Any:
+        if jnp.shape(self.deep) != (len(self.depths) - 1,):
+            raise ValueError(
+                f"Wanted a share of deeper tokens for each of depths={self.depths} but the last. "
+                f"Got shares of shape {jnp.shape(self.deep)}."
+            )
+        return self.signal.start(token_ids, positions), None
+
+    def go_deeper(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[Bool[Array, "batch token"], Any]:
+        memory, lengths = memory
+        if lengths is None:  # At the first boundary all real tokens are live.
+            real = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
+            lengths = jnp.minimum(real, self.prompt_tokens)
+        prompt = boundary.live & (boundary.positions < lengths[:, None])
+        asked = dataclasses.replace(boundary, live=prompt)
+        score, memory = self.signal(index, asked, memory)
+        always = boundary.positions < self.sinks
+        always |= boundary.positions == lengths[:, None] - 1
+        score = jnp.where(always | jnp.isnan(score), jnp.inf, score)
+        score = jnp.where(prompt, score, -jnp.inf)
+        count = jnp.ceil(self.deep[index] * lengths.astype(jnp.float32)).astype(jnp.int32)
+        count = jnp.maximum(count, self.at_least)
+        goes = prompt & (rank_of(score) < count[:, None]) | prompt & always
+        return goes | boundary.live & ~prompt, (memory, lengths)
+
+    def asks(self, index: int) -> bool | Bool[Array, ""]:
+        return self.signal.remembers or self.deep[index] < 1.0
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return self.signal.flops(index, decoder, params)
+
+    def reads_logits(self, index: int) -> bool:
+        return self.signal.reads_logits(index)
+
+
+def rank_of(score: Float[Array, "batch token"]) -> Int[Array, "batch token"]:
+    """Returns each token's rank within its row, the highest score first; of equals the later first.
+
+    >>> rank_of(jnp.array([[0.5, 2.0, 0.5]]))
+    Array([[2, 0, 1]], dtype=int32)
+    """
+    width = score.shape[1]
+    order = jnp.argsort(score[:, ::-1], axis=1, stable=True, descending=True)
+    order = (width - 1 - order).astype(jnp.int32)
+    rank = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), order.shape)
+    rows = jnp.arange(order.shape[0])[:, None]
+    return jnp.zeros_like(order).at[rows, order].set(rank, unique_indices=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recency(SignalBase):
+    """The position: later tokens of a prompt matter more. Before the pass, free."""
+
+    name: str = static(default="sinks_recent")
+    causal: bool = static(default=False)
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Float[Array, "batch token"]:
+        return positions.astype(jnp.float32)
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return memory, memory
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionHeat(SignalBase):
+    """Attention that a token receives from the prompt's last queries: SnapKV's observation window.
+
+    Queries and keys are those of the layers right behind the boundary, projected from the states
+    there (SnapKV, arXiv 2404.14469, reads them off layers that ran). UTIO's second signal, here
+    with a causal use: what follows a prompt looks where its end looks.
+
+    Attributes:
+      queries: of the prompt's last tokens that ask. Static.
+      layers: behind the boundary, whose attention is added up. Static.
+    """
+
+    queries: int = static(default=32)
+    layers: int = static(default=2)
+    name: str = static(default="heat")
+    causal: bool = static(default=False)
+
+    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
+        decoder, params, x = boundary.decoder, boundary.params, boundary.x
+        batch, width = boundary.live.shape
+        lengths = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
+        last = jnp.max(jnp.where(boundary.live, boundary.positions, -1), axis=1)
+        behind = jnp.arange(min(self.queries, width), dtype=jnp.int32)[None, :]
+        asking = last[:, None] - behind
+        valid = (asking >= 0) & (lengths[:, None] > 0)
+        asking = jnp.maximum(asking, 0)
+        rows = jnp.arange(batch, dtype=jnp.int32)[:, None]
+        keys_at = jnp.where(boundary.live, boundary.positions, jnp.iinfo(jnp.int32).max)
+        places, asking_places = (
+            decoder.encode_positions(each) for each in (boundary.positions, asking)
+        )
+        heat = jnp.zeros((batch, width), jnp.float32)
+        for number in range(boundary.depth, self._stop(boundary.depth, decoder)):
+            layer, mix = layer_at(decoder, params, number), mixer_at(decoder, number)
+            keys, _ = decoder.keys_values(layer, flat(x), flat(places))
+            queries = decoder.queries(layer, flat(x[rows, asking]), flat(asking_places))
+            visible = mix.visible(asking, keys_at) & valid[:, :, None]
+            heat += attention_received(
+                queries.reshape(*asking.shape, *queries.shape[1:]),
+                keys.reshape(batch, width, *keys.shape[1:]),
+                visible,
+                softcap=decoder.config.attention_softcap,
+            )
+        return heat, None
+
+    def _stop(self, depth: int, decoder: Decoder) -> int:
+        return min(depth + self.layers, decoder.config.num_layers)
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        # Keys of every token, scores of `queries` queries with it, and one query: at least
+        # `queries` tokens are live wherever it matters.
+        cost = token_cost(decoder, params)
+        x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
+        query = count_matmul_flops(
+            lambda params, x: decoder.queries(
+                layer_at(decoder, params, 0), x, decoder.encode_positions(jnp.zeros(1, jnp.int32))
+            ),
+            params,
+            x,
+        )
+        score = self.queries * cost.attention_per_key / 2
+        return self.layers * (cost.keys_values + query + score)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Interleaved(SignalBase):
+    """Two signals take turns: tokens rank as high as either of them ranks it.
+
+    Attributes:
+      first: the one whose best token comes first.
+      second: the other.
+      share: of places that the first one's favourites get, between 0 and 1.
+    """
+
+    first: Signal
+    second: Signal
+    share: Float[Array, ""] | float = 0.5
+    causal: bool = static(default=False)
+    name: str = static(default="interleaved")
+
+    @property
+    def remembers(self) -> bool:
+        return self.first.remembers or self.second.remembers
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Any:
+        return self.first.start(token_ids, positions), self.second.start(token_ids, positions)
+
+    def __call__(self, index: int, boundary: Boundary, memory: Any) -> tuple[jax.Array, Any]:
+        scores, kept = [], []
+        for signal, mine in zip((self.first, self.second), memory, strict=True):
+            score, mine = signal(index, boundary, mine)
+            score = jnp.where(jnp.isnan(score), jnp.inf, score)
+            scores.append(rank_of(jnp.where(boundary.live, score, -jnp.inf)).astype(jnp.float32))
+            kept.append(mine)
+        turns = (scores[0] / self.share, (scores[1] + 0.5) / (1.0 - self.share))
+        return -jnp.minimum(*turns), tuple(kept)
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        signals = (self.first, self.second)
+        return sum(signal.flops(index, decoder, params) for signal in signals)
+
+    def reads_logits(self, index: int) -> bool:
+        return self.first.reads_logits(index) or self.second.reads_logits(index)
