@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,18 @@ print((read("VmHWM") - before) / size)
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert float(found.stdout) < 1.25
+
+
+def test_the_examples_of_the_docs_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = FOLDER.parents[1]
+    monkeypatch.chdir(root)
+    text = (root / "docs" / "gguf_and_chat.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile("\n".join(blocks), "gguf_and_chat.md", "exec"), {"__name__": "__main__"})
+    first, second, *rendered = capsys.readouterr().out.splitlines()
+    assert first == "The capital of France is Paris."
+    assert "Rome" in second
+    assert rendered[0] == "<|user|>What is the capital of France?"
+    assert rendered[-1] == "<|assistant|>"

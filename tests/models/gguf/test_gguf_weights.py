@@ -125,7 +125,6 @@ def test_gemma_3_with_its_own_pattern_of_windows(tmp_path: Path) -> None:
     )
     config = load(tmp_path / "plain.gguf").decoder.config
     assert config.windows == (5, 5, 5, 5), "of six, the last attends to all"
-    assert isinstance(config, type(load(folder).decoder.config))
 
 
 def test_the_largest_gemmas_scale_queries_by_the_width_of_states(tmp_path: Path) -> None:
@@ -312,6 +311,25 @@ def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
     assert through.decoder.config.exits == (2, 3)
     assert through.sha256 != model.sha256
     assert load(file, lens=False).sha256 == model.sha256
+
+
+def test_calibrate_writes_beside_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, FOLDER / "llama", arch="llama")
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 48, 40).tolist() for _ in range(60)]
+    (tmp_path / "ids.json").write_text(json.dumps(ids))
+    arguments = ["--model", str(file), "--token-ids", str(tmp_path / "ids.json"), "--context", "32"]
+    options = ["--exits", "1", "3", "--policy", "position", "--budget", "0.8", "--fit-lens"]
+    assert main(["calibrate", *arguments, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["out"] == str(tmp_path / "m.policies.json")
+    assert found["lens"] == str(tmp_path / "m.lens.json")
+    model = load(file)
+    assert model.decoder.config.exits == (1, 3)
+    assert set(model.calibration.entries) == {"position"}
 
 
 def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> None:
