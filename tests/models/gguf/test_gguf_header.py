@@ -200,7 +200,7 @@ def test_200_damaged_files_are_refused_or_differ_where_they_were_damaged(
         found = weights(header)
         off = sum(int(np.sum(found[name] != wanted[name])) for name in wanted)
         if what == "flip":  # A key, or two where its own name was hit; and no weight.
-            harmless = ("general.", "tokenizer.")
+            harmless = ("general.", "tokenizer.chat_template", "tokenizer.ggml.padding")
             assert len(hit) == 1 or all(name.startswith(harmless) for name in hit)
             assert off == 0
         else:

@@ -28,6 +28,16 @@ from tokenizers import (
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SPACE = "\u2581"  # How SentencePiece writes a space.
 
+# Keys of `tokenizer.ggml` that are read here, or say nothing of how text becomes ids.
+_KNOWN = (
+    *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
+    *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix"),
+    *("remove_extra_whitespaces", "precompiled_charsmap"),
+)
+_PREFIX = "tokenizer.ggml."
+# Real ones have at most some 250 characters; what follows takes the square of that.
+_LONGEST_PIECE = 512
+
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -84,6 +94,7 @@ def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer
     try:
         if not isinstance(kind, str) or kind not in builders:
             raise _UnsupportedError(f"tokenizer.ggml.model={kind!r}, not {' or '.join(builders)}")
+        _check_known(keys)
         pieces, kinds = _vocabulary(keys)
         tokenizer, opens = builders[kind](keys, pieces, kinds)
         special = (_UNKNOWN, _CONTROL, _USER_DEFINED)
@@ -112,11 +123,24 @@ class _UnsupportedError(Exception):
     """What keeps a tokenizer from being built."""
 
 
+def _check_known(keys: Mapping[str, Any]) -> None:
+    """Refuses keys that could change how text becomes ids, and are not understood."""
+    ours = [name.removeprefix(_PREFIX) for name in keys if name.startswith(_PREFIX)]
+    strange = [name for name in ours if name not in _KNOWN and not name.endswith("_token_id")]
+    if strange:
+        named = ", ".join(f"{_PREFIX}{name}" for name in strange[:8])
+        raise _UnsupportedError(f"{named}, not understood")
+    if keys.get(f"{_PREFIX}add_sep_token"):
+        raise _UnsupportedError(f"{_PREFIX}add_sep_token, which ends texts with another token")
+
+
 def _vocabulary(keys: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
     """Returns the pieces, and the type of each."""
     pieces = keys.get("tokenizer.ggml.tokens")
     if not isinstance(pieces, list) or not pieces:
         raise _UnsupportedError("no tokenizer.ggml.tokens")
+    if max(map(len, pieces)) > _LONGEST_PIECE:
+        raise _UnsupportedError(f"a piece of {max(map(len, pieces))} characters")
     if len(set(pieces)) != len(pieces):
         raise _UnsupportedError("tokenizer.ggml.tokens with the same piece twice")
     kinds = keys.get("tokenizer.ggml.token_type", np.ones(len(pieces), np.int32))
