@@ -222,7 +222,7 @@ def test_all_that_is_not_understood_is_named_at_once(tmp_path: Path) -> None:
     for part in (
         "llama.expert_count=8, of which only 0 is supported",
         "llama.attention.scale=0.5, which is not understood",
-        "llama.rope.scaling.type='yarn', of which only none and linear",
+        "llama.rope.scaling.type='yarn', of which only 'none' or 'linear' is supported",
         "split.count=3, of which only one file is supported",
         "tokenizer.ggml.eos_token_id=48 in a vocabulary of 48",
         "my.note='who knows', which is not understood",
@@ -246,6 +246,10 @@ def test_sizes_that_are_not_the_tensors_are_refused_before_they_are_used(tmp_pat
         ("attention.head_count_kv", np.asarray([1, 2, 2]), "of which only one number"),
         ("attention.layer_norm_rms_epsilon", float("nan"), "of which only finite numbers above 0"),
         ("context_length", None, "llama.context_length is missing"),
+        ("expert_count", np.asarray([0, 0]), "llama.expert_count=[0, 0], of which only 0 is"),
+        ("rope.scaling.type", np.asarray([1, 2]), "llama.rope.scaling.type=[1, 2], of which only"),
+        ("rope.scaling.factor", np.asarray([1.0, 2.0]), "llama.rope.scaling.factor=[1.0, 2.0], of"),
+        ("rope.freq_base", "ten", "llama.rope.freq_base='ten', of which only finite numbers"),
     ):
         keys = {**header.keys, f"llama.{name}": value}
         _, problems = read_keys({k: v for k, v in keys.items() if v is not None}, header.tensors)

@@ -74,7 +74,7 @@ class Keys:
     def need(self, name: str, *allowed: Any) -> None:
         """Notes a key that is present and not one of the allowed."""
         value = self.stored(name)
-        if value is not None and value not in allowed:
+        if not _among(value, None, *allowed):
             self._refuse(name, value, f"{' or '.join(map(repr, allowed))} is")
 
     def _refuse(self, name: str, value: Any, wanted: str) -> None:
@@ -214,16 +214,13 @@ def _rope(keys: Keys) -> dict[str, Any]:
         "rope_theta": keys.scale("rope.freq_base", 10_000.0),
     }
     keys.need("rope.scaling.attn_factor", 1.0)
-    kind = keys.stored("rope.scaling.type") or "linear"
-    factor = keys.stored("rope.scaling.factor") or keys.stored("rope.scale_linear") or 0.0
+    keys.need("rope.scaling.type", "none", "linear")
     keys.stored("rope.scaling.original_context_length")  # Of kinds that are refused.
-    if kind not in ("none", "linear"):
-        keys.problems.append(
-            f"{keys.arch}.rope.scaling.type={kind!r}, of which only none and linear are supported"
-        )
-    elif kind == "linear" and factor not in (0.0, 1.0):
-        name = "rope.scaling.factor" if keys.stored("rope.scaling.factor") else "rope.scale_linear"
-        rope |= {"rope_type": "linear", "factor": keys.scale(name)}
+    names = ("rope.scaling.factor", "rope.scale_linear")
+    given = [name for name in names if not _among(keys.stored(name), None, 0.0)]
+    if given and not _among(keys.stored("rope.scaling.type"), "none"):
+        factor = keys.scale(given[0])
+        rope |= {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     return {"rope_parameters": rope}
 
 
@@ -326,16 +323,16 @@ def read_keys(
 
 def _check_general(read: Keys) -> None:
     kind, version = (read.keys.get(f"general.{name}") for name in ("type", "quantization_version"))
-    if kind not in (None, "model"):
+    if not _among(kind, None, "model"):
         read.problems.append(f"general.type={_short(kind)}, of which only 'model' is supported")
-    if version not in (None, 2):
+    if not _among(version, None, 2):
         read.problems.append(
             f"general.quantization_version={_short(version)}, of which only 2 is supported"
         )
     parts = read.keys.get("split.count")
     if parts is not None:
         read.used |= {"split.no", "split.count", "split.tensors.count"}
-        if parts != 1:
+        if not _among(parts, 1):
             read.problems.append(
                 f"split.count={_short(parts)}, of which only one file is supported: merge them, "
                 "for example with llama-gguf-split --merge"
@@ -429,6 +426,11 @@ def llama3_scaling(factors: np.ndarray, *, theta: float) -> dict[str, Any] | Non
     again = np.clip((context * turns - 1.0) / (rope["high_freq_factor"] - 1.0), 0.0, 1.0)
     same = np.allclose(1 / (again + (1 - again) / factor), divisors, rtol=1e-4)
     return rope if same else None
+
+
+def _among(value: Any, *allowed: Any) -> bool:
+    """Whether a value of a file is one of the allowed, which arrays are not."""
+    return not isinstance(value, np.ndarray | list) and value in allowed
 
 
 def _short(value: Any) -> str:
