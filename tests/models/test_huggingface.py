@@ -406,13 +406,14 @@ config |= dict(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hi
 folder = Path({str(tmp_path)!r})
 (folder / "config.json").write_text(json.dumps(config))
 from utio_jax.models.families import FAMILIES, read_config
-from utio_jax.models.huggingface import _names, _stored_shape, _used, flatten
+from utio_jax.core.files import flatten
+from utio_jax.models.stacking import source_names, stored_shape, used_rules
 from utio_jax.models import Transformer, load
 import jax
 decoder = Transformer(read_config(config, source=""))
 shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
-names = [(name, _stored_shape(rule, shapes)) for rule in _used(FAMILIES["llama"].rules, shapes)
-         for name in _names(rule, 24)]
+names = [(name, stored_shape(rule, shapes)) for rule in used_rules(FAMILIES["llama"].rules, shapes)
+         for name in source_names(rule, 24)]
 size, where = 0, {{}}
 for part in range(3):
     tensors = {{name: np.ones(shape, np.float32) for name, shape in names[part::3]}}

@@ -36,8 +36,8 @@ class Calibrate(OfWindows):
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
         half of the documents; the policies get the other half. Written beside --out.
       seed: of the gates, and of the halves.
-      out: JSON file to write, its weights beside it; policies.json in the model's folder by
-        default.
+      out: JSON file to write, its weights beside it; by default policies.json in the model's
+        folder, or NAME.policies.json beside its NAME.gguf.
       resume: keep the policies that an interrupted run has written to --out.
     """
 
@@ -151,7 +151,8 @@ class Calibrate(OfWindows):
         from utio_jax.core.lens import lens_file, save_lens
         from utio_jax.staircase.score import exit_nll
 
-        file, config = lens_file(out.parent), model.decoder.config
+        file = lens_file(model.folder if self.out is None else out.parent)
+        config = model.decoder.config
         if not (self.resume and file.is_file()):
             lens = fit_lens(
                 model.decoder,

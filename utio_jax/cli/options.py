@@ -26,8 +26,8 @@ class OfModel:
     """Which model a command is about.
 
     Attributes:
-      model: a model folder of this package or of Hugging Face, a name of the hub, or the shipped
-        model's.
+      model: a model folder of this package or of Hugging Face, a GGUF file, a name of the hub, or
+        the shipped model's.
       exits: depths at which a stock model may be read, ending at its last layer; by default those
         that its config names, or its lens.
       lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is

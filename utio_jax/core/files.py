@@ -135,6 +135,18 @@ def read_owned(
     return stored
 
 
+def json_file(path: str | Path, name: str) -> Path:
+    """Returns the JSON file that a path means.
+
+    It is the path itself where that ends so, `MODEL.name.json` beside a model that is one file, and
+    `name.json` in a folder.
+    """
+    found = Path(path)
+    if found.suffix == ".json":
+        return found
+    return found.with_suffix(f".{name}.json") if found.is_file() else found / f"{name}.json"
+
+
 def hash_file(file: str | Path) -> str:
     """Returns a file's SHA-256, by which artifacts recognise their model."""
     with Path(file).open("rb") as opened:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, Places
-from utio_jax.core.files import load_tensors, read_owned, save_tensors
+from utio_jax.core.files import json_file, load_tensors, read_owned, save_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,9 +181,11 @@ def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:
 
 
 def lens_file(path: str | Path) -> Path:
-    """Returns the JSON file that a path means: itself, or `lens.json` in a folder."""
-    found = Path(path)
-    return found if found.suffix == ".json" else found / "lens.json"
+    """Returns the JSON file that a path means: itself, or that of a model's folder or file.
+
+    These are `lens.json` in a folder, and `NAME.lens.json` beside `NAME.gguf`.
+    """
+    return json_file(path, "lens")
 
 
 def load_lens(path: str | Path, *, model_sha256: str) -> Lens:

@@ -26,6 +26,9 @@ Ids = Sequence[int] | np.ndarray
 # What byte-level tokenizers decode an unfinished character to.
 _UNFINISHED = "\ufffd"
 
+# Tokens before a new one that may change what it adds: a character has up to four bytes.
+_CONTEXT = 8
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
@@ -154,3 +157,31 @@ def pieces_of(tokenizer: Tokenizer, prompt: Ids, new: Ids) -> list[str]:
         pieces.append(text[done:])
         done = max(done, len(text))
     return pieces
+
+
+class PieceReader:
+    """Reads new tokens one at a time; each piece costs the same, however long the text.
+
+    The pieces are those of `pieces_of`, joined to the same text. Only the tokens since the last
+    whole character are decoded again, with a few before them: what a token adds depends on those.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Ids):
+        self._tokenizer = tokenizer
+        self._ids = [int(i) for i in prompt][-_CONTEXT:]
+        self._shown = len(tokenizer.decode(self._ids))
+
+    def add(self, token: int) -> str:
+        """Returns what the token adds; nothing while a character is unfinished."""
+        self._ids.append(int(token))
+        text = self._tokenizer.decode(self._ids)
+        piece = text[self._shown :].rstrip(_UNFINISHED)
+        self._shown += len(piece)
+        if self._shown == len(text) and len(self._ids) > 2 * _CONTEXT:
+            self._ids = self._ids[-_CONTEXT:]
+            self._shown = len(self._tokenizer.decode(self._ids))
+        return piece
+
+    def rest(self) -> str:
+        """Returns what is left at the end of a text: characters that were never finished."""
+        return self._tokenizer.decode(self._ids)[self._shown :]

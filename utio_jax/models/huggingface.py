@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import (
-    broken_file,
-    check_shapes,
-    flatten,
-    nest,
-    refuse_pickle,
-    save_tensors,
-)
+from utio_jax.core.files import broken_file, flatten, refuse_pickle, save_tensors
 from utio_jax.models.families import FAMILIES, Rule, read_config
-from utio_jax.models.tensor_parallel import Sharding, place_of
+from utio_jax.models.stacking import place_tensors, source_names, used_rules
+from utio_jax.models.tensor_parallel import Sharding
 from utio_jax.models.transformer import Transformer
 
 _WEIGHTS = "model.safetensors"
@@ -106,40 +99,15 @@ def load_folder(
     home = _where_tensors_are(weight_files(folder), prefix=_prefix(config["model_type"]))
     if settings.tie_embeddings and _head_differs(home, FAMILIES[config["model_type"]].rules[0]):
         settings = dataclasses.replace(settings, tie_embeddings=False)
-    decoder = Transformer(settings)
-    shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
-    rules = list(_used(FAMILIES[config["model_type"]].rules, shapes))
-    layers = decoder.config.num_layers
-    wanted = {
-        name: jax.ShapeDtypeStruct(_stored_shape(rule, shapes), jnp.float32)
-        for rule in rules
-        for name in _names(rule, layers)
-    }
-    found = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (*_, shape) in home.items()}
-    check_shapes(found, wanted, source=str(folder))
-
-    place_by = place_of(sharding, settings)
-
-    def place(path: str) -> Any:
-        return place_by(path, shapes[path].shape)
-
-    params: dict[str, jax.Array] = {}
-    # Whole tensors first: the largest, embeddings, pass through while there is little else.
-    for rule in sorted(rules, key=lambda rule: "{layer}" in rule.source):
-        if "{layer}" in rule.source:
-            for path in rule.targets:
-                params[path] = jnp.zeros(shapes[path].shape, dtype, device=place(path))
-        for index, name in enumerate(_names(rule, layers)):
-            file, stored, _ = home[name]
-            for path, piece in zip(rule.targets, _pieces(rule, _read(file, stored)), strict=True):
-                if "{layer}" in rule.source:
-                    stack = params[path]
-                    piece = jax.device_put(piece.astype(dtype), _of_slice(stack.sharding))
-                    # Else the host reads ahead, and what it has read piles up.
-                    params[path] = jax.block_until_ready(_put(stack, piece, index))
-                else:
-                    params[path] = jax.device_put(piece.astype(dtype), place(path))
-    return decoder, nest({path: params[path] for path in shapes})
+    return place_tensors(
+        settings,
+        FAMILIES[config["model_type"]].rules,
+        {name: shape for name, (*_, shape) in home.items()},
+        lambda name: _read(*home[name][:2]),
+        dtype=dtype,
+        sharding=sharding,
+        source=str(folder),
+    )
 
 
 def save_folder(
@@ -162,8 +130,8 @@ def save_folder(
     dtype = jnp.dtype(dtype)
     arrays = flatten(params)
     tensors: dict[str, np.ndarray] = {}
-    for rule in _used(FAMILIES[config["model_type"]].rules, arrays):
-        for index, name in enumerate(_names(rule, decoder.config.num_layers)):
+    for rule in used_rules(FAMILIES[config["model_type"]].rules, arrays):
+        for index, name in enumerate(source_names(rule, decoder.config.num_layers)):
             leaves = [arrays[path] for path in rule.targets]
             if "{layer}" in rule.source:
                 leaves = [leaf[index] for leaf in leaves]
@@ -215,44 +183,7 @@ def _head_differs(home: dict[str, tuple[Path, str, tuple[int, ...]]], embedding:
     return True
 
 
-def _used(rules: tuple[Rule, ...], shapes: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yields the rules of which the model has the parameters."""
-    for rule in rules:
-        if all(path in shapes for path in rule.targets):
-            yield rule
-
-
-def _names(rule: Rule, layers: int) -> list[str]:
-    if "{layer}" not in rule.source:
-        return [rule.source]
-    return [rule.source.format(layer=index) for index in range(layers)]
-
-
-def _stored_shape(rule: Rule, shapes: Mapping[str, Any]) -> tuple[int, ...]:
-    each = [shapes[path].shape[1 if "{layer}" in rule.source else 0 :] for path in rule.targets]
-    shape = (*each[0][:-1], sum(one[-1] for one in each))
-    return shape[::-1] if rule.transpose else shape
-
-
 def _read(file: Path, name: str) -> np.ndarray:
     # Opened anew for each tensor: what is mapped into memory would stay there.
     with safe_open(str(file), framework="numpy") as opened:
         return opened.get_tensor(name)
-
-
-def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:
-    """Returns the parameters in a tensor."""
-    return np.split(tensor.T if rule.transpose else tensor, len(rule.targets), axis=-1)
-
-
-def _of_slice(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Returns the sharding of one layer of a stack."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
-        return jax.sharding.NamedSharding(sharding.mesh, spec)
-    return sharding
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, piece: jax.Array, index: jax.typing.ArrayLike) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, piece, index, axis=0)

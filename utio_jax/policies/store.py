@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.core.files import load_tensors, nest, read_owned, save_tensors
+from utio_jax.core.files import json_file, load_tensors, nest, read_owned, save_tensors
 from utio_jax.policies import learned, signals, wrappers
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, random_depths
@@ -125,9 +125,11 @@ class Calibration:
 
 
 def calibration_file(path: str | Path) -> Path:
-    """Returns the JSON file that a path means: itself, or `policies.json` in a folder."""
-    found = Path(path)
-    return found if found.suffix == ".json" else found / "policies.json"
+    """Returns the JSON file that a path means: itself, or that of a model's folder or file.
+
+    These are `policies.json` in a folder, and `NAME.policies.json` beside `NAME.gguf`.
+    """
+    return json_file(path, "policies")
 
 
 def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
