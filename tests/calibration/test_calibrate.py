@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from helpers.cases import EXECUTOR, calibrated, run_dense
 from helpers.models import plain_nll
 
-from utio_jax import Entropy, KeepFirst, PositionDecay
+from utio_jax import Entropy, KeepFirst, Learned, Position, PositionDecay, StateGate
 from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
 from utio_jax.calibration.hindsight import oracle_policies
 from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
@@ -249,6 +251,85 @@ def test_wrapped_signals_survive_their_files(tiny: Any, tmp_path: Path) -> None:
     stored["signals"]["kept"]["type"] = "os.system"
     (tmp_path / "policies.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="do not fit each other.*Calibrate again"):
+        load_calibration(tmp_path, model_sha256="b")
+
+
+def gates(dim: int = 3, hidden: int = 2, exits: int = 2) -> StateGate:
+    return StateGate(
+        hidden=jnp.ones((exits, dim, hidden)),
+        hidden_bias=jnp.ones((exits, hidden)),
+        output=jnp.ones((exits, hidden)),
+        output_bias=jnp.ones(exits),
+    )
+
+
+def test_weights_are_those_that_a_calibration_was_saved_with(tmp_path: Path) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+
+    def calibration(gate: StateGate) -> Calibration:
+        signal = Learned(gates=gate, exits=(1, 2), name="learned")
+        return Calibration(
+            entries={"learned": {0.5: entry}},
+            signals={"learned": signal},
+            info={"model_sha256": "b"},
+        )
+
+    calibration(gates()).save(tmp_path / "one.json")
+    calibration(jax.tree.map(lambda leaf: 2 * leaf, gates())).save(tmp_path / "two.json")
+    load_calibration(tmp_path / "one.json", model_sha256="b")
+    shutil.copyfile(tmp_path / "two.safetensors", tmp_path / "one.safetensors")
+    with pytest.raises(ValueError, match="one.json was written with, beside it.*Copy both files"):
+        load_calibration(tmp_path / "one.json", model_sha256="b")
+    with pytest.raises(ValueError, match="finite weights .*Got NaN .*in learned.gates.output"):
+        calibration(dataclasses.replace(gates(), output=jnp.full((2, 2), jnp.nan))).save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"output": jnp.ones((2, 5))}, "learned.gates.output has shape \\(2, 5\\), wanted"),
+        ({"hidden": jnp.ones((3, 2))}, "learned.gates has shapes .* for exits \\(1, 2\\)"),
+        ({"output_bias": jnp.ones((2, 1))}, "learned.gates.output_bias has shape \\(2, 1\\)"),
+        ({"hidden": jnp.ones((2, 3, 2), jnp.int32)}, "learned.gates.hidden has shape"),
+    ],
+)
+def test_misshaped_gates_are_named(
+    tmp_path: Path, change: dict[str, Any], match: str, unchecked_shapes: None
+) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    signal = Learned(gates=dataclasses.replace(gates(), **change), exits=(1, 2), name="learned")
+    Calibration(
+        entries={"learned": {0.5: entry}},
+        signals={"learned": signal},
+        info={"model_sha256": "b"},
+    ).save(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        load_calibration(tmp_path, model_sha256="b")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"thresholds": ["0.5"]}, "Wanted a number for each but the last"),
+        ({"thresholds": [math.nan]}, "Wanted a number for each but the last"),
+        ({"thresholds": []}, "Wanted a number for each but the last"),
+        ({"fractions": [1.0]}, "and one for each as fractions"),
+        ({"depths": [4, 1]}, "strictly increasing depths"),
+    ],
+)
+def test_entries_that_no_policy_can_have_are_refused(
+    tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    Calibration(
+        entries={"position": {0.5: entry}},
+        signals={"position": Position()},
+        info={"model_sha256": "b"},
+    ).save(tmp_path)
+    stored = json.loads((tmp_path / "policies.json").read_text())
+    stored["entries"]["position"]["0.5"] |= change
+    (tmp_path / "policies.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=match):
         load_calibration(tmp_path, model_sha256="b")
 
 

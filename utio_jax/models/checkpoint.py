@@ -21,7 +21,17 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import check_shapes, flatten, hash_file, load_tensors, nest, save_tensors
+from utio_jax.core.files import (
+    check_floats,
+    check_shapes,
+    dump_tensors,
+    flatten,
+    hash_file,
+    kinds_of,
+    load_tensors,
+    nest,
+    replacing,
+)
 from utio_jax.core.lens import Lensed, lens_file, lensed, load_lens
 from utio_jax.models import huggingface
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
@@ -161,6 +171,7 @@ def load(
     file = folder / "model.safetensors"
     found = load_tensors(file)
     check_shapes(found, wanted, source=str(file))
+    check_floats(kinds_of(file), source=str(file))
     place = place_of(sharding, decoder.config)
     params = nest(
         {
@@ -237,14 +248,14 @@ def save(
     like: str | Path | None = None,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> None:
-    """Writes `config.json` and `model.safetensors`.
+    """Writes `config.json` and `model.safetensors`; a folder with a config is whole.
 
     Args:
-      folder: made where it is missing.
+      folder: made where it is missing; what it held before is replaced at the end, all at once.
       decoder: the model.
       params: its parameters.
-      like: a folder that the model was loaded from: the new one has its tokenizer, and its layout,
-        which transformers loads if it is Hugging Face's.
+      like: a folder that the model was loaded from: the new one has its tokenizer and chat
+        template, and its layout, which transformers loads if it is Hugging Face's.
       dtype: of the weights.
 
     Raises:
@@ -256,18 +267,30 @@ def save(
             "utio_jax.core.lens.save_lens writes the lens."
         )
     out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
+    metadata, config, carried = {}, dataclasses.asdict(decoder.config), dict[str, Path]()
+    tensors: Any = None
     if like is not None:
-        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            if (Path(like) / file).is_file() and out.resolve() != Path(like).resolve():
-                shutil.copyfile(Path(like) / file, out / file)
-        config = read_json(Path(like) / "config.json", "a config")
-        if is_huggingface(config):
-            huggingface.save_folder(out, decoder, params, config=config, dtype=dtype)
-            return
-    (out / "config.json").write_text(
-        json.dumps(dataclasses.asdict(decoder.config), indent=1) + "\n"
-    )
-    save_tensors(
-        out / "model.safetensors", jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
-    )
+        if out.resolve() != Path(like).resolve():
+            found = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
+            carried = {file.relative_to(like).as_posix(): file for file in found}
+        theirs = read_json(Path(like) / "config.json", "a config")
+        if is_huggingface(theirs):
+            metadata = {"format": "pt"}
+            tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)
+    if tensors is None:
+        tensors = jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
+    # The config is last: a folder that has one is whole.
+    names = [*carried, "model.safetensors", "config.json"]
+    with replacing(*(out / name for name in names)) as partial:
+        for path, source in zip(partial, carried.values(), strict=False):
+            shutil.copyfile(source, path)
+        dump_tensors(partial[-2], tensors, metadata=metadata)
+        partial[-1].write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+_CARRIED = (
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "generation_config.json"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+"""What a model is read and written with, beside its weights, as transformers names the files."""
