@@ -85,7 +85,7 @@ class Calibration:
         if budget not in fitted:
             raise ValueError(
                 f"Wanted a budget of {sorted(fitted)}, for which {name!r} was calibrated. "
-                f"Got {budget}. `utio-jax calibrate --budgets ...` fits others."
+                f"Got {budget}. `utio-jax calibrate --budget ...` fits others."
             )
         return fitted[budget]
 
