@@ -266,15 +266,17 @@ def _collect(
     }
     views, view, per_slot = state.tally.views, state.cache.view, bytes_per_slot(state.cache)
     # A token's layers are noted at its own position, new tokens' counts one later.
-    layers = np.zeros_like(known) if views is None else np.roll(np.asarray(views.layers), 1, axis=1)
-    view_slots, refresh_bytes = (
-        (np.zeros(len(ends)),) * 2
-        if views is None
-        else (np.asarray(views.key_slots, np.float64), np.asarray(views.refresh_bytes, np.float64))
-    )
+    layers, view_slots, refresh_bytes = np.zeros_like(known), np.zeros(rows), np.zeros(rows)
+    if views is not None:
+        layers = np.roll(np.asarray(views.layers)[:rows], 1, axis=1)
+        view_slots, refresh_bytes = (
+            np.asarray(leaf, np.float64)[:rows] for leaf in (views.key_slots, views.refresh_bytes)
+        )
     model_layers = state.cache.keys.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * model_layers
-    held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // len(ends)
+    # Of all rows, those included that fill up a mesh.
+    all_rows = state.lengths.shape[0]
+    held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // all_rows
     prompt_depths, prompt_work = tuple(np.full(end, model_layers, np.int32) for end in starts), None
     if state.prompt is not None:
         prompt_depths = _cut(np.asarray(state.prompt.depths)[:rows], np.zeros_like(starts), starts)
@@ -304,7 +306,7 @@ def _collect(
         bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
-        group=state.lengths.shape[0] // devices,
+        group=all_rows // devices,
     )
 
 
