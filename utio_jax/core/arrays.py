@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, LayerParams, Params
+from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
 
 
 def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
@@ -39,8 +39,41 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
     )
 
 
+def keys_values_of(
+    decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+) -> tuple[Float[Array, "*lead kv_head head_dim"], Float[Array, "*lead kv_head head_dim"]]:
+    """Returns a layer's keys and values, those of a state that overflowed visible to nobody else.
+
+    A weight of zero times an infinite value is NaN: padding or a later token, whose states overflow
+    in float16, would reach the tokens before it through a mask that hides it. So values that are
+    not finite become 0, and their keys NaN: who sees the token gets NaN, as it should be.
+    """
+    keys, values = decoder.keys_values(layer, x, places)
+    finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
+    return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0)
+
+
 # Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] not.
 _HEAD_BLOCK = 128
+
+
+def head_blocks(slots: int) -> tuple[int, int]:
+    """Returns in how many blocks, and of how many slots each, `map_head` reads `slots`.
+
+    Of one size and as few as hold them all, so that little is padded: their product is what runs,
+    and what a ledger has to charge.
+
+    >>> head_blocks(512), head_blocks(200), head_blocks(150)
+    ((4, 128), (2, 100), (2, 75))
+    """
+    blocks = max(1, -(-slots // _HEAD_BLOCK))
+    return blocks, -(-slots // blocks)
+
+
+def executed_heads(slots: int) -> int:
+    """Returns the slots that go through the head where `map_head` reads so many."""
+    blocks, size = head_blocks(slots)
+    return blocks * size
 
 
 def map_head(
@@ -56,13 +89,12 @@ def map_head(
         return function(decoder.unembed(params, x).astype(jnp.float32), *arrays)
 
     total = x.shape[0]
-    if total <= _HEAD_BLOCK:
+    count, size = head_blocks(total)
+    if count == 1:
         return block(x, *arrays)
-    missing = -total % _HEAD_BLOCK
+    missing = count * size - total
     blocks = [
-        jnp.pad(a, ((0, missing),) + ((0, 0),) * (a.ndim - 1)).reshape(
-            -1, _HEAD_BLOCK, *a.shape[1:]
-        )
+        jnp.pad(a, ((0, missing),) + ((0, 0),) * (a.ndim - 1)).reshape(count, size, *a.shape[1:])
         for a in (x, *arrays)
     ]
     mapped = jax.lax.map(lambda xs: block(*xs), tuple(blocks))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill, read, write
 from utio_jax.attention.products import attend, visible_keys
-from utio_jax.core.arrays import flat, layer_at
+from utio_jax.core.arrays import flat, keys_values_of, layer_at
 from utio_jax.core.decoder import Decoder, Params, Places
 
 Depth = int | Int[Array, ""]
@@ -135,7 +135,7 @@ def run_layers(
         x, memory = carry
         layer = layer_at(decoder, params, index)
         states, places = flat(x), flat(block.places)  # One 2D GEMM beats a batched 3D one.
-        keys, values = (rows(y) for y in decoder.keys_values(layer, states, places))
+        keys, values = (rows(y) for y in keys_values_of(decoder, layer, states, places))
         queries = rows(decoder.queries(layer, states, places))
         attended, memory = attention(memory, index, keys, values, queries)
         new = rows(decoder.finish_layer(layer, states, flat(attended)))
@@ -158,7 +158,7 @@ def project_frozen(
 
     def project(index: jax.Array, cache: KVCache) -> KVCache:
         layer = layer_at(decoder, params, index)
-        keys, values = decoder.keys_values(layer, flat(x), flat(block.places))
+        keys, values = keys_values_of(decoder, layer, flat(x), flat(block.places))
         keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in (keys, values))
         return write(cache, index, keys, values, positions=block.positions, valid=block.valid)
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache
 from utio_jax.attention.products import attend, visible_keys
 from utio_jax.attention.vertical_slash import SparseQueries
-from utio_jax.core.arrays import flat, layer_at
+from utio_jax.core.arrays import executed_heads, flat, keys_values_of, layer_at
 from utio_jax.core.decoder import Decoder, Params, Places
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import check_min_bucket
@@ -130,7 +130,7 @@ class CapacityPrefix:
             def run_layer(index: jax.Array, x: jax.Array) -> jax.Array:
                 layer = layer_at(decoder, params, index)
                 keys, values = (
-                    rows(y, width) for y in decoder.keys_values(layer, flat(x), flat(places))
+                    rows(y, width) for y in keys_values_of(decoder, layer, flat(x), flat(places))
                 )
                 block = gather(x, tokens)
                 block_places = jax.tree.map(lambda leaf: gather(leaf, tokens), places)
@@ -197,13 +197,17 @@ class CapacityPrefix:
             used = jnp.where(self._overflows(slots), width, slots.capacity)
             return used.astype(jnp.int32) * batch
 
+        def headed_by(slots: PrefixSlots) -> jax.Array:
+            sizes = (executed_heads(batch * size) for size in (width, slots.capacity))
+            return jnp.where(self._overflows(slots), *sizes).astype(jnp.int32)
+
         used = used_by(slots)
         return Work(
             queries=used * layers,
             keys_values=jnp.int32(batch * width * layers),
             key_slots=used.astype(jnp.float32) * width * layers,
             decisions=used,
-            heads=used * heads,
+            heads=headed_by(slots) * heads,
             exit_maps=sum(map(used_by, mapped), start=jnp.int32(0)),
         )
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, write_prompt
 from utio_jax.attention.vertical_slash import SparseQueries
-from utio_jax.core.arrays import flat, layer_at
+from utio_jax.core.arrays import executed_heads, flat, keys_values_of, layer_at
 from utio_jax.core.decoder import Decoder, Params, Places
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import check_min_bucket
@@ -177,7 +177,7 @@ class MicroBatches:
                 queries = put(queries, decoder.queries(layer, block, block_places), start, 0)
                 if only_live_keys:
                     tokens = slot(slots.token_of_slot, start, size)
-                    new_keys, new_values = decoder.keys_values(layer, block, block_places)
+                    new_keys, new_values = keys_values_of(decoder, layer, block, block_places)
                     keys = keys.at[tokens].set(new_keys, mode="drop")
                     values = values.at[tokens].set(new_values, mode="drop")
                 return queries, keys, values
@@ -186,7 +186,7 @@ class MicroBatches:
                 keys = jnp.zeros((batch * width, config.num_kv_heads, config.head_dim), x.dtype)
                 values = keys
             else:
-                keys, values = decoder.keys_values(layer, states, places)
+                keys, values = keys_values_of(decoder, layer, states, places)
             queries = jnp.zeros((margin, config.num_heads, config.head_dim), x.dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
             if cache is not None:
@@ -252,10 +252,15 @@ class MicroBatches:
         heads: int = 0,
         mapped: Sequence[PackedSlots] = (),
     ) -> Work:
+        deciding = deciding or slots
         padded, decided, *maps = (
             -(-each.total // self.min_bucket) * self.min_bucket
-            for each in (slots, deciding or slots, *mapped)
+            for each in (slots, deciding, *mapped)
         )
+        # Each block's logits are made in smaller ones of one size, which may be padded again.
+        whole = deciding.total // self.block
+        rest = decided // self.min_bucket - whole * (self.block // self.min_bucket)
+        headed = whole * executed_heads(self.block) + rest * executed_heads(self.min_bucket)
         verticals = 0 if slots.sparse is None else slots.sparse.verticals.shape[-1]
         key_slots = jnp.zeros((), jnp.float32)
         for blocks in slots.query_blocks:
@@ -266,6 +271,6 @@ class MicroBatches:
             keys_values=(padded if only_live_keys else everyone) * layers,
             key_slots=key_slots * layers,
             decisions=decided,
-            heads=decided * heads,
+            heads=headed * heads,
             exit_maps=sum(maps, start=jnp.int32(0)),
         )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.products import attend, visible_keys
 from utio_jax.attention.vertical_slash import SparseQueries
-from utio_jax.core.arrays import flat, layer_at
+from utio_jax.core.arrays import flat, keys_values_of, layer_at
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places, read_exit, reads_exits
 
 FrozenKV = Literal["propagate", "drop", "full"]
@@ -45,7 +45,7 @@ def apply_layer(
     # One 2D product [batch * token, dim] beats a batched 3D one 1.4 times on CPU.
     packed, packed_places = flat(x), flat(places)
     rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
-    keys, values = decoder.keys_values(layer, packed, packed_places)
+    keys, values = keys_values_of(decoder, layer, packed, packed_places)
     queries = decoder.queries(layer, packed, packed_places)
     cap = decoder.config.attention_softcap
     attended = attend(rows(queries), rows(keys), rows(values), visible, softcap=cap)
@@ -128,7 +128,7 @@ def oracle(
             here = jax.tree.map(itemgetter(index), sparse)
             history = here.visible(positions, key_positions, window)
             seen = jnp.where(here.sparse[..., None], history, visible)
-        keys, values = decoder.keys_values(layer, source, places)
+        keys, values = keys_values_of(decoder, layer, source, places)
         attended = attend(decoder.queries(layer, x, places), keys, values, seen, softcap=cap)
         x = jnp.where(runs[..., None], decoder.finish_layer(layer, x, attended), x)
         source = apply_layer(decoder, layer, source, places, visible) if kv == "full" else x
