@@ -211,7 +211,7 @@ def from_hub(name: str) -> Path:
             "pip install 'utio-jax[cli]'."
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{wanted} There is no folder {name}; as a hub model it is neither cached nor to be "
