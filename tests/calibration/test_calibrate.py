@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, calibrated, run_dense
 from helpers.models import plain_nll
+from scipy import stats
 
 from utio_jax import Entropy, KeepFirst, Learned, Position, PositionDecay, StateGate
 from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
@@ -100,7 +101,9 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
     root = np.abs(unit @ rng.normal(size=16) * 0.2) + 0.1
     gates = fit_gates(states, root, hidden=16, steps=800)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
-        assert rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target) > 0.9
+        found = rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target)
+        assert found is not None
+        assert found > 0.9
     classifier = fit_gates(states, root > 0.3, loss="logistic", hidden=16, steps=800)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         logit = np.asarray(classifier.at(index)(jnp.asarray(x)))
@@ -141,7 +144,23 @@ def test_rank_correlation_of_monotone_and_of_unrelated_values() -> None:
     values = np.random.default_rng(2).normal(size=2000)
     assert rank_correlation(values, np.exp(values)) == pytest.approx(1)
     assert rank_correlation(values, -values) == pytest.approx(-1)
-    assert abs(rank_correlation(values, np.random.default_rng(3).normal(size=2000))) < 0.1
+    unrelated = rank_correlation(values, np.random.default_rng(3).normal(size=2000))
+    assert unrelated is not None
+    assert abs(unrelated) < 0.1
+
+
+def test_rank_correlation_of_tied_values_is_spearmans() -> None:
+    rng = np.random.default_rng(0)
+    few = np.sort(rng.integers(0, 3, 4000))  # A long document whose tokens need few depths.
+    scores = rng.normal(size=4000) + 0.1 * few
+    assert rank_correlation(scores, few) == pytest.approx(stats.spearmanr(scores, few)[0])
+    # By hand: tied values have the mean of the ranks that they take together.
+    found = rank_correlation(np.asarray([1, 1, 2]), np.asarray([1, 2, 3]))
+    assert found == pytest.approx(0.75**0.5)
+    assert rank_correlation(np.asarray([5, 5, 5]), np.arange(3)) is None, "not defined"
+    assert rank_correlation(np.arange(3), np.full(3, 2.0)) is None
+    assert rank_correlation(np.asarray([0.0, np.nan, 2.0]), np.arange(3)) is None
+    assert rank_correlation(np.zeros(0), np.zeros(0)) is None
 
 
 def numbers_of(leaf: jax.Array) -> np.ndarray:
@@ -252,6 +271,35 @@ def test_wrapped_signals_survive_their_files(tiny: Any, tmp_path: Path) -> None:
     (tmp_path / "policies.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="do not fit each other.*Calibrate again"):
         load_calibration(tmp_path, model_sha256="b")
+
+
+def test_states_beyond_float16_are_kept_as_they_are(tiny: Any, text: list[Batch]) -> None:
+    """The second batch's states are too large for it; the first one's stay in float16."""
+    scale = np.float32(1e6)
+    params = dict(tiny.params)
+    embedding = np.array(params["embedding"]["embedding"])
+    hot = int(text[1].token_ids[0, 3])
+    embedding[hot] *= scale
+    params["embedding"] = {"embedding": jnp.asarray(embedding)}
+    cold = dataclasses.replace(
+        text[0], token_ids=np.where(text[0].token_ids == hot, hot ^ 1, text[0].token_ids)
+    )
+    found = study_exits(tiny.decoder, params, [cold, text[1]])
+    assert [study.states.dtype for study in found] == [np.float16, np.float32]
+    for study, batch in zip(found, (cold, text[1]), strict=True):
+        real = np.arange(32) < batch.lengths[:, None]
+        states = run_dense(
+            tiny.decoder, params, batch.token_ids, batch.lengths, depths=tiny.decoder.config.exits
+        )
+        for mine, theirs in zip(study.states, states, strict=False):
+            np.testing.assert_allclose(mine[real], np.asarray(theirs)[real], rtol=2e-3, atol=1e-2)
+    assert np.abs(found[1].states).max() > 65504
+    merged = predicted_tokens(found, [study.states for study in found])
+    assert np.isfinite(merged).all()
+    assert merged.dtype == np.float32
+    params["embedding"] = {"embedding": jnp.asarray(embedding).at[hot].set(jnp.inf)}
+    with pytest.raises(ValueError, match="finite states at every exit.*in batch 1 of the text"):
+        study_exits(tiny.decoder, params, [cold, text[1]])
 
 
 def gates(dim: int = 3, hidden: int = 2, exits: int = 2) -> StateGate:

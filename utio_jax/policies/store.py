@@ -96,7 +96,7 @@ class Calibration:
         entries: Mapping[float, Thresholds],
         *,
         goal: Mapping[str, Any],
-        correlations: Mapping[str, float],
+        correlations: Mapping[str, float | None],
     ) -> Calibration:
         """Returns the calibration with one policy more, and the record of how it was fitted."""
         info = dict(self.info)
