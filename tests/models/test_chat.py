@@ -14,7 +14,7 @@ import pytest
 from helpers.gguf_files import describe_pieces, write_gguf
 
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.text import PieceReader, new_text
+from utio_jax.decoding.text import new_text
 from utio_jax.models import Model, load
 from utio_jax.models.chat import (
     encode_chat,
@@ -23,7 +23,6 @@ from utio_jax.models.chat import (
     stream_answer,
     turn_ends,
 )
-from utio_jax.models.tokenizer import train_tokenizer
 
 FOLDER = Path(__file__).parent / "huggingface"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -212,35 +211,3 @@ def test_a_streamed_answer_is_the_same_text_with_a_depth_per_token(
     streamed = list(stream_answer(model, HELLO, max_new_tokens=20, chunk=chunk))
     assert "".join(piece for piece, _ in streamed) == reply.text
     assert [depth for _, depth in streamed][:20] == reply.generated.decided[0].tolist()
-
-
-def test_pieces_are_read_one_by_one_whatever_came_before() -> None:
-    """Characters of several tokens appear once they are whole, in texts of any length."""
-    tokenizer = train_tokenizer(["a few words, é 漢字 🚀🚀"], vocab_size=262)
-    text = "é漢 words 🚀字 few " * 20
-    ids = tokenizer.encode(text).ids
-    for split in (0, 1, 7, 50):
-        reader = PieceReader(tokenizer, ids[:split])
-        pieces = [reader.add(token) for token in ids[split:]]
-        shown = tokenizer.decode(ids[:split])
-        whole = shown.rstrip("\ufffd")
-        assert (whole + "".join(pieces)).endswith(text[len(whole) + 4 :])
-        assert all("\ufffd" not in piece for piece in pieces)
-        assert reader.rest() == ""
-    reader = PieceReader(tokenizer, [])
-    assert reader.add(tokenizer.encode("é").ids[0]) == ""
-    assert reader.rest() == "\ufffd"
-
-
-def test_reading_a_piece_costs_the_same_in_a_long_text() -> None:
-    class Counting:
-        longest = 0
-
-        def decode(self, ids: Any) -> str:
-            self.longest = max(self.longest, len(ids))
-            return "x" * len(ids)
-
-    tokenizer = Counting()
-    reader = PieceReader(tokenizer, range(1000))
-    assert "".join(reader.add(token) for token in range(500)) == "x" * 500
-    assert tokenizer.longest < 20

@@ -22,7 +22,7 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from utio_jax.decoding.generate import Generated, stream
-from utio_jax.decoding.text import PieceReader, generate_until, read_text
+from utio_jax.decoding.text import TextReader, generate_until, read_text
 from utio_jax.models.huggingface import read_json
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def stream_answer(
     """
     prompt = encode_chat(model, messages, **(variables or {}))
     options = {"eos_ids": turn_ends(model), **options}
-    reader = PieceReader(model.tokenizer, prompt)
+    reader = TextReader(model.tokenizer, prompt)
     for chunk in stream(model.decoder, model.params, [prompt], **options):
         for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
             yield reader.add(int(token)), int(depth)

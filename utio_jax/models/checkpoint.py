@@ -22,7 +22,17 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import check_shapes, flatten, hash_file, load_tensors, nest, save_tensors
+from utio_jax.core.files import (
+    check_floats,
+    check_shapes,
+    dump_tensors,
+    flatten,
+    hash_file,
+    kinds_of,
+    load_tensors,
+    nest,
+    replacing,
+)
 from utio_jax.core.lens import Lensed, lens_file, lensed, load_lens
 from utio_jax.models import huggingface
 from utio_jax.models.gguf import files as gguf_files
@@ -39,14 +49,6 @@ if TYPE_CHECKING:
 
 SHIPPED = "stdlib-16"
 """The model that comes with the package."""
-
-# What a folder may have beside config and weights.
-_BESIDE_WEIGHTS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,7 @@ def load(
     file = folder / "model.safetensors"
     found = load_tensors(file)
     check_shapes(found, wanted, source=str(file))
+    check_floats(kinds_of(file), source=str(file))
     place = place_of(sharding, decoder.config)
     params = nest(
         {
@@ -281,10 +284,10 @@ def save(
     like: str | Path | None = None,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> None:
-    """Writes `config.json` and `model.safetensors`.
+    """Writes `config.json` and `model.safetensors`; a folder with a config is whole.
 
     Args:
-      folder: made where it is missing.
+      folder: made where it is missing; what it held before is replaced at the end, all at once.
       decoder: the model.
       params: its parameters.
       like: what the model was loaded from: the new folder has its tokenizer and chat template, and
@@ -300,22 +303,39 @@ def save(
             "utio_jax.core.lens.save_lens writes the lens."
         )
     out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
-    if like is not None and Path(like).is_file():
-        config = gguf_files.write_beside_weights(Path(like), out)
-        huggingface.save_folder(out, decoder, params, config=config, dtype=dtype)
-        return
+    config: dict[str, Any] = dataclasses.asdict(decoder.config)
+    tensors: Any = None
+    metadata = dict[str, str]()
+    copied, written = dict[str, Path](), dict[str, str]()
     if like is not None:
-        for file in _BESIDE_WEIGHTS:
-            if (Path(like) / file).is_file() and out.resolve() != Path(like).resolve():
-                shutil.copyfile(Path(like) / file, out / file)
-        config = read_json(Path(like) / "config.json", "a config")
-        if is_huggingface(config):
-            huggingface.save_folder(out, decoder, params, config=config, dtype=dtype)
-            return
-    (out / "config.json").write_text(
-        json.dumps(dataclasses.asdict(decoder.config), indent=1) + "\n"
-    )
-    save_tensors(
-        out / "model.safetensors", jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
-    )
+        if Path(like).is_file():
+            theirs, written = gguf_files.files_beside_weights(Path(like))
+        else:
+            theirs = read_json(Path(like) / "config.json", "a config")
+            if out.resolve() != Path(like).resolve():
+                found = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
+                copied = {file.relative_to(like).as_posix(): file for file in found}
+        if is_huggingface(theirs):
+            metadata = {"format": "pt"}
+            tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)
+    if tensors is None:
+        tensors = jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
+    # The config is last: a folder that has one is whole.
+    names = [*copied, *written, "model.safetensors", "config.json"]
+    with replacing(*(out / name for name in names)) as partial:
+        place = dict(zip(names, partial, strict=True))
+        for name, source in copied.items():
+            shutil.copyfile(source, place[name])
+        for name, text in written.items():
+            place[name].write_text(text, encoding="utf-8")
+        dump_tensors(place["model.safetensors"], tensors, metadata=metadata)
+        text = json.dumps(config, indent=1) + "\n"
+        place["config.json"].write_text(text, encoding="utf-8")
+
+
+_CARRIED = (
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "generation_config.json"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+"""What a model is read and written with, beside its weights, as transformers names the files."""

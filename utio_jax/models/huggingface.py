@@ -8,7 +8,6 @@ parameters. `utio_jax.models.families` says what goes where.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import broken_file, flatten, refuse_pickle, save_tensors
+from utio_jax.core.files import (
+    broken_file,
+    check_floats,
+    flatten,
+    load_json,
+    refuse_pickle,
+)
 from utio_jax.models.families import FAMILIES, Rule, read_config
 from utio_jax.models.stacking import place_tensors, source_names, used_rules
 from utio_jax.models.tensor_parallel import Sharding
@@ -33,12 +38,7 @@ _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
     """Reads a JSON object. Raises ValueError where the file is missing or something else."""
-    if not file.is_file():
-        raise ValueError(f"Wanted {what} at {file}. There is none.")
-    try:
-        found = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"Wanted {what} at {file}. It is not JSON: {error}.") from error
+    found = load_json(file, what)
     if not isinstance(found, dict):
         raise ValueError(f"Wanted {what} at {file}. Got a JSON {type(found).__name__}.")
     return found
@@ -58,14 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
-    if not (folder / _INDEX).is_file():
-        for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
-            refuse_pickle(pickle)
-        raise ValueError(f"Wanted {_WEIGHTS} or {_INDEX} in {folder}. There is neither.")
-    where = read_json(folder / _INDEX, "an index of shards").get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise ValueError(f"Wanted a weight_map from tensors to files in {folder / _INDEX}.")
-    names = sorted(set(where.values()))
+    names = sorted(set(_weight_map(folder).values()))
     outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
     if outside or not names:
         raise ValueError(
@@ -77,6 +70,18 @@ def weight_files(folder: Path) -> list[Path]:
     if absent:
         raise ValueError(f"Wanted the shards {', '.join(absent)} in {folder}. They are missing.")
     return [folder / name for name in names]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Returns which shard holds each tensor, as the index says."""
+    if not (folder / _INDEX).is_file():
+        for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
+            refuse_pickle(pickle)
+        raise ValueError(f"Wanted {_WEIGHTS} or {_INDEX} in {folder}. There is neither.")
+    where = read_json(folder / _INDEX, "an index of shards").get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise ValueError(f"Wanted a weight_map from tensors to files in {folder / _INDEX}.")
+    return where
 
 
 def load_folder(
@@ -96,7 +101,7 @@ def load_folder(
         ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
     settings = read_config(config, source=str(folder / "config.json"), exits=exits)
-    home = _where_tensors_are(weight_files(folder), prefix=_prefix(config["model_type"]))
+    home = _where_tensors_are(folder, prefix=_prefix(config["model_type"]))
     if settings.tie_embeddings and _head_differs(home, FAMILIES[config["model_type"]].rules[0]):
         settings = dataclasses.replace(settings, tie_embeddings=False)
     return place_tensors(
@@ -110,18 +115,16 @@ def load_folder(
     )
 
 
-def save_folder(
-    folder: Path,
+def stored_form(
     decoder: Transformer,
     params: Params,
     *,
     config: Mapping[str, Any],
     dtype: jax.typing.DTypeLike,
-) -> None:
-    """Writes a folder that `load_folder` and transformers read.
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Returns tensors and config as `load_folder` and transformers read them.
 
     Args:
-      folder: exists.
       decoder: the model; its exits are written into the config.
       params: its parameters.
       config: the `config.json` that it came with.
@@ -137,10 +140,9 @@ def save_folder(
                 leaves = [leaf[index] for leaf in leaves]
             joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
             tensors[name] = (joined.T if rule.transpose else joined).astype(dtype)
-    save_tensors(folder / _WEIGHTS, tensors, metadata={"format": "pt"})
     stored = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     stored.pop("torch_dtype", None)
-    (folder / "config.json").write_text(json.dumps(stored, indent=1) + "\n")
+    return tensors, stored
 
 
 def _prefix(kind: str) -> str:
@@ -149,18 +151,41 @@ def _prefix(kind: str) -> str:
 
 
 def _where_tensors_are(
-    files: list[Path], *, prefix: str
+    folder: Path, *, prefix: str
 ) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
-    """Returns each tensor's file, name there and shape, by the name that rules know."""
-    home = {}
+    """Returns each tensor's file, name there and shape, by the name that rules know.
+
+    A tensor may lie in several shards, as where one was renamed and the old one left: the index
+    says in which of them it counts.
+
+    Raises:
+      ValueError: files are missing or broken, tensors are no floating-point numbers, are not where
+        the index says, or are in several shards without its saying which counts.
+    """
+    files = weight_files(folder)
+    where = {} if files == [folder / _WEIGHTS] else _weight_map(folder)
+    home, kinds, doubtful = {}, dict[str, str](), list[str]()
     for file in files:
         try:
             with safe_open(str(file), framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    if not name.endswith(_NOT_PARAMETERS):
-                        home[name] = file, name, tuple(opened.get_slice(name).get_shape())
+                    if name.endswith(_NOT_PARAMETERS) or where.get(name, file.name) != file.name:
+                        continue
+                    if name in home:
+                        doubtful.append(f"{name} in {home[name][0].name} and {file.name}")
+                    part = opened.get_slice(name)
+                    home[name] = file, name, tuple(part.get_shape())
+                    kinds[name] = part.get_dtype()
         except (SafetensorError, OSError) as error:
             raise broken_file(file, error) from error
+    lost = [name for name in where if name not in home and not name.endswith(_NOT_PARAMETERS)]
+    if lost or doubtful:
+        raise ValueError(
+            f"Wanted each tensor in the shard that {folder / _INDEX} names. Got "
+            + "; ".join([*(f"no {name} in {where[name]}" for name in lost[:8]), *doubtful[:8]])
+            + ". Fetch the index or the shards again."
+        )
+    check_floats(kinds, source=str(folder))
     if any(name.startswith(prefix) for name in home):
         return home
     return {prefix + name: entry for name, entry in home.items()}

@@ -32,35 +32,33 @@ def tokenizer_of(file: Path) -> Tokenizer:
     return build_tokenizer(keys_of(file), source=file)
 
 
-def write_beside_weights(file: Path, folder: Path) -> dict[str, Any]:
-    """Writes a file's tokenizer and chat template into a folder, as transformers has them.
+def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the `config.json` of a file's model, and the text files that go beside it, by name.
 
-    What the file lacks, or what cannot be had exactly, the folder lacks too.
-
-    Returns:
-      The `config.json` that goes with them.
+    These are tokenizer, chat template and settings as transformers has them. What the file lacks,
+    or what cannot be had exactly, is not among them.
     """
     from utio_jax.models.chat import find_template
 
     header = read_header(file)
-    config = config_of(header)
-    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config, texts = config_of(header), dict[str, str]()
+    settings: dict[str, Any] = {}
     try:
-        tokenizer_of(file).save(str(folder / "tokenizer.json"))
+        texts["tokenizer.json"] = tokenizer_of(file).to_str(pretty=True)
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     except ValueError:
-        settings = {}
+        pass
     try:
         chat = find_template(file, header.keys)
         settings |= chat.special_tokens
-        (folder / "chat_template.jinja").write_text(chat.template)
+        texts["chat_template.jinja"] = chat.template
     except ValueError:
         pass
-    if settings:
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
     ends = {
         name: config[name]
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if config[name] is not None
     }
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n")
-    return config
+    each = {"tokenizer_config.json": settings, "generation_config.json": ends}
+    texts |= {name: json.dumps(value, indent=1) + "\n" for name, value in each.items() if value}
+    return config, texts
