@@ -43,7 +43,7 @@ class Scoring(OfWindows):
       budget: target flops_ratio, for the fitted policies. By default 0.6, or the only one.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
-      batch: rows per pass.
+      batch: rows per pass, at most.
       kv: what others see of a token beyond its depth: propagate or drop.
       min_tokens: passes of fewer tokens run at full depth.
       profit: a profit.json that `utio-jax bench` measured here; passes that it predicts not to pay
