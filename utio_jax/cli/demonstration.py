@@ -183,7 +183,7 @@ def write_texts(
 
 
 def draw_depths(model: Any, policy: Policy, file: Path) -> None:
-    """Draws the start of this project's own `staircase/base.py`, each token coloured by its depth."""
+    """Draws the start of `staircase/base.py`, each token coloured by its depth."""
     text = "\n".join(Path(base.__file__).read_text().split("\n")[:_DRAWN_LINES])
     encoded = model.tokenizer.encode(text, add_special_tokens=False)
     config = model.decoder.config

@@ -94,7 +94,7 @@ def uniform(
     depths = (depth,) if exits is None else check_depths(exits)
     if depth not in depths:
         raise ValueError(f"Wanted a depth among the exits {depths}. Got depth={depth}.")
-    thresholds = [-jnp.inf if exit < depth else jnp.inf for exit in depths[:-1]]
+    thresholds = [-jnp.inf if each < depth else jnp.inf for each in depths[:-1]]
     return Thresholded(
         signal=Position(name=name), thresholds=jnp.asarray(thresholds, jnp.float32), depths=depths
     )
