@@ -175,10 +175,12 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
     assert found.entries["position"] == marked.entries["position"], "not fitted again"
     assert found.entries["utio_before"] == whole.entries["utio_before"]
     assert set(found.info["goals"]) == {"position", "utio_before"}
-    with pytest.raises(ValueError, match="resume a calibration with .*'seed': 1.*'seed': 0"):
+    with pytest.raises(ValueError, match="add to a calibration with .*'seed': 1.*'seed': 0"):
         fit(done=done, seed=1)
     for goal in (Budgets(budgets=(0.8, 0.9)), MaxLoss(nll_increase_pct=5.0)):
-        with pytest.raises(ValueError, match="resume a calibration with .*'goal': .*Start anew"):
+        with pytest.raises(
+            ValueError, match="add to a calibration with .*'goal': .*Name another --out"
+        ):
             fit(done=done, goal=goal)
     old = dataclasses.replace(done, info={k: v for k, v in done.info.items() if k != "goal"})
     with pytest.raises(ValueError, match="Got one with {'goal': None}"):
