@@ -47,7 +47,9 @@ def test_a_calibration_of_its_own_is_made_compared_and_used(
 ) -> None:
     out = tmp_path / "mine.json"
     model = ["--model", str(folder)]
-    train, read = ([str(source(n)) for n in names] for names in (("colorsys",), TEXTS))
+    # Intervals are taken over at least five documents.
+    others = [name for name in SOURCES if name != "colorsys"]
+    train, read = ([str(source(n)) for n in names] for names in (("colorsys",), others))
     arguments = ["calibrate", "--text", *train, "--policy", "position", "--out", str(out)]
     assert main([*arguments, *model, "--max-nll-increase-pct", "1"]) == 0
     fitted = last_line(capsys)
@@ -103,9 +105,14 @@ def test_score_token_ids_are_taken_as_they_are(
     file = tmp_path / "ids.json"
     file.write_text(json.dumps([ids, ids[:7]]))
     losses = {}
-    for policy in ("full", "uniform", "learned", "random"):
+    for policy, more in {
+        "full": [],
+        "uniform": ["--depth", "2"],
+        "learned": ["--budget", "0.8"],
+        "random": ["--budget", "0.8"],
+    }.items():
         arguments = ["score", "--token-ids", str(file), "--model", str(bare), "--policy", policy]
-        assert main([*arguments, "--budget", "0.8", "--depth", "2"]) == 0
+        assert main([*arguments, *more]) == 0
         found = last_line(capsys)
         assert [d["tokens"] for d in found["documents"]] == [90, 7]
         losses[policy] = found["nll"]
@@ -350,7 +357,10 @@ def test_a_model_without_exits_cannot_draft(
         (["generate", "x", "--enable-utio", "--lossless", "--profit", "p.json"], "Got --lossless"),
         (["generate", "x", "--enable-utio", "--kv", "full", "--profit", "p.json"], "Got --kv"),
         (
-            ["generate", "x", "--enable-utio", "--policy", "uniform", "--profit", "p.json"],
+            [
+                *("generate", "x", "--enable-utio", "--policy", "uniform", "--depth", "2"),
+                *("--profit", "p.json"),
+            ],
             "a calibrated policy with --profit",
         ),
         (["generate", "x", "--enable-utio", "--profit", "p.json"], "No such file"),
