@@ -441,6 +441,7 @@ ELSEWHERE = {
 }
 
 
+FIRST_CALLS = ("first_call.py", "startup.py", "bench_subjects.py")
 WHOLE_COMMAND = r"utio-jax ([a-z-]+)((?:(?!utio-jax|\. |`|: |; ).)*)"
 
 

@@ -151,7 +151,8 @@ def read_documents(
       token_ids: a JSON file with a list of id lists instead.
       split: of the standard library.
     """
-    from utio_jax.models.training.corpus import describe, read_files, standard_library
+    from utio_jax.models.texts import describe, read_files
+    from utio_jax.models.training.corpus import standard_library
 
     if token_ids is not None:
         if files:
@@ -206,7 +207,7 @@ def calibration_of(model: Any, file: Path | None) -> Calibration:
 
 def _same_without_lens(model: Any, file: Path) -> str:
     """Returns a hint where a calibration is of the same weights, but not of the same lens."""
-    plain = dataclasses.replace(model, lens=None)
+    plain = dataclasses.replace(model, lens=None, lens_sha256=None)
     try:
         owner = load_json(file, "a calibration")["info"]["model_sha256"]
         if model.lens is not None:
@@ -293,9 +294,7 @@ def policy_named(
     if name == "uniform" and depth is not None:
         return uniform(depth), None, None
     fitted = calibration_of(model, calibration)
-    if budget is None:
-        known = [*fitted.entries.get("learned" if name == "random" else name, ())]
-        budget = known[0] if len(known) == 1 else 0.6
+    budget = fitted.budget_of(name, budget)
     return fitted.policy(name, budget), budget, fitted.entry(name, budget).fractions
 
 

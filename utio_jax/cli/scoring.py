@@ -76,7 +76,7 @@ class Scoring(OfWindows):
         from utio_jax.accounting.profit import Profit
         from utio_jax.devices.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
-        from utio_jax.models.training.corpus import read_files
+        from utio_jax.models.texts import read_files
         from utio_jax.staircase.reference import check_kv
 
         kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))

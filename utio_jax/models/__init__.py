@@ -4,13 +4,14 @@
 from utio_jax.core.extras import missing_library
 
 try:
-    from utio_jax.models.checkpoint import SHIPPED, Model, load, load_config, save
-    from utio_jax.models.presets import STDLIB_16, TINY
-    from utio_jax.models.transformer import Transformer, TransformerConfig
+    import flax  # noqa: F401
+    import tokenizers  # noqa: F401
 except ModuleNotFoundError as error:  # A base install: the core needs none of this.
-    if (error.name or "").startswith("utio_jax"):
-        raise
     raise missing_library(error, "utio_jax.models") from error
+
+from utio_jax.models.checkpoint import SHIPPED, Model, load, load_config, save
+from utio_jax.models.presets import STDLIB_16, TINY
+from utio_jax.models.transformer import Transformer, TransformerConfig
 
 __all__ = [
     "SHIPPED",
