@@ -166,11 +166,11 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         "adaptive": ["--enable-utio", "--budget", "0.8"],
         "throttled": [
             *("--enable-utio", "--policy", "full", "--throttle", "inf"),
-            *("--history", "5", "2", "4"),
+            *("--history", "5", "2"),
         ],
         "prompts": [
             *("--enable-utio", "--budget", "0.8", "--route-prompt"),
-            *("--sparse-prompt", "inf", "--history", "5", "2", "0"),
+            *("--sparse-prompt", "inf", "--history", "5", "2"),
         ],
     }.items():
         assert main([*arguments, *more]) == 0
@@ -314,9 +314,9 @@ def test_a_model_without_exits_cannot_draft(
         ),
         (
             ["calibrate", "--text", "SOURCE", "--max-disagreement", "0.05"],
-            "at least 63 documents for max_disagreement=0.05 at confidence 0.95",
+            "at least 77 documents for max_disagreement=0.05 at confidence 0.95",
         ),
-        (["compare", "--text", "SOURCE"], "at least two documents"),
+        (["compare", "--text", "SOURCE"], "Wanted at least 5 documents"),
         (["compare", "--budgets", "0.123"], "some of the budgets [0.8]"),
         (["score", "SOURCE", "--calibration", "nowhere.json"], "There is none"),
         (["train", "--preset", "huge"], "Wanted a preset of"),
@@ -336,7 +336,7 @@ def test_a_model_without_exits_cannot_draft(
         ),
         (["generate", "x", "--throttle", "inf"], "--enable-utio with --throttle"),
         (["generate", "x", "--lossless", "--throttle", "1"], "without a policy or a throttle"),
-        (["generate", "x", "--enable-utio", "--history", "9", "1", "1"], "--sparse-prompt with"),
+        (["generate", "x", "--enable-utio", "--history", "9", "1"], "--sparse-prompt with"),
         (["generate", "x", "--lossless", "--route-prompt"], "Got --route-prompt"),
         (["generate", "x", "--sparse-prompt", "1"], "--enable-utio with --sparse-prompt"),
         (
@@ -344,7 +344,7 @@ def test_a_model_without_exits_cannot_draft(
             'with dense attention for a mode with kv="full"',
         ),
         (
-            ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1", "1"],
+            ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1"],
             "History of at least 1 recent token",
         ),
         (["generate", "x", "--temperature", "-1"], "a temperature above 0"),

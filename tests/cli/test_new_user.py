@@ -368,9 +368,11 @@ def test_a_full_disk_under_weights_is_an_error_of_the_system(
 
 
 def process(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+    # Buffered, as it is for users: what cannot be written is noticed late.
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
         [sys.executable, *arguments],
-        env={**os.environ, "PYTHONPATH": str(Path(utio_jax.__file__).parents[1])},
+        env={**given, "PYTHONPATH": str(Path(utio_jax.__file__).parents[1])},
         stderr=subprocess.PIPE,
         text=True,
         **options,
