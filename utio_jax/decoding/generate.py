@@ -207,6 +207,7 @@ def generate(
         others.
 
     Raises:
+      TypeError: no mode, but the name or the class of one.
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
         context, or a mode or prefill that do not fit the model or each other.
     """
