@@ -274,15 +274,20 @@ def test_generate_colours_a_terminal(
     assert "mean" in "".join(shown)
 
 
-def test_a_model_without_exits_cannot_draft(
+def test_a_model_without_exits_drafts_from_its_text_alone(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stock = tmp_path / "stock"
     shutil.copytree(folder, stock)
     config = json.loads((stock / "config.json").read_text())
     (stock / "config.json").write_text(json.dumps(config | {"exits": [4]}))
-    assert main(["generate", "import", "--model", str(stock), "--lossless"]) == 2
+    arguments = ["generate", "import", "--model", str(stock), "--lossless"]
+    assert main(arguments) == 2
     assert "Wanted a model that can draft" in capsys.readouterr().err
+    assert main([*arguments, "--drafter", "ngram", "--rounds", "1", "--max-new-tokens", "20"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mode"] == "lossless"
+    assert set(found["depths"][0]) <= {0, 4}  # Copied, or the full model's own.
 
 
 @pytest.mark.parametrize(
@@ -327,6 +332,8 @@ def test_a_model_without_exits_cannot_draft(
         (["generate", "x", "--policy", "learned", "--kv", "drop"], "--enable-utio with --policy"),
         (["generate", "x", "--lossless", "--kv", "drop"], "Wanted --kv full with --lossless"),
         (["generate", "x", "--lossless", "--budget", "0.8"], "--lossless without a policy"),
+        (["generate", "x", "--lossless", "--drafter", "magic"], "a drafter of exit, ngram, both"),
+        (["generate", "x", "--drafter", "ngram"], "Wanted --lossless with --drafter"),
         (["generate", "x", "--enable-utio", "--kv", "zeros"], "one of 'propagate', 'drop', 'full'"),
         (["generate", "x", "--enable-utio", "--policy", "magic"], "Wanted a policy of full"),
         (["generate", "x", "--enable-utio", "--budget", "0.1"], "Wanted a budget of"),

@@ -19,6 +19,8 @@ class OfDecoding(OfModel):
     Attributes:
       enable_utio: decode with a depth per token; without it the plain model decodes.
       lossless: the plain model's own tokens, drafted at shallow exits. Implies --enable-utio.
+      drafter: what drafts for --lossless: exit, ngram (what followed the last tokens when the text
+        had them before; needs no exit) or both. By default exit.
       kv: what later tokens see of a shallow one: propagate, drop or full. By default propagate.
       policy: who stops early: uniform, random, or one that the calibration holds. By default
         learned.
@@ -39,6 +41,7 @@ class OfDecoding(OfModel):
 
     enable_utio: bool = False
     lossless: bool = False
+    drafter: str | None = None
     kv: str | None = None
     policy: str | None = None
     budget: float | None = None
@@ -75,7 +78,7 @@ class OfDecoding(OfModel):
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.drafting import Controller
-        from utio_jax.decoding.lossless import Lossless
+        from utio_jax.decoding.lossless import Lossless, check_drafter
         from utio_jax.decoding.prefill import Prefill
         from utio_jax.policies.depth import never_stops
         from utio_jax.staircase.reference import check_kv
@@ -103,7 +106,15 @@ class OfDecoding(OfModel):
                     "Wanted --kv full with --lossless, which drafts with the full model's layers "
                     f"and K/V. Got --kv {self.kv}. Leave it out, or use --enable-utio."
                 )
-            return Lossless(controller=Controller(), max_draft=_DRAFTS), None, None
+            drafter = check_drafter("exit" if self.drafter is None else self.drafter)
+            controller = None if drafter == "ngram" else Controller()
+            mode = Lossless(drafter=drafter, controller=controller, max_draft=_DRAFTS)
+            return mode, None, None
+        if self.drafter is not None:
+            raise ValueError(
+                f"Wanted --lossless with --drafter. Got --drafter {self.drafter} alone. "
+                "Add --lossless."
+            )
         if not self.enable_utio:
             if given or self.kv is not None:
                 named = [*given, *(["--kv"] if self.kv is not None else [])]

@@ -83,6 +83,10 @@ class Mode(Protocol):
         """Returns the FLOPs of a row's decisions in one round, heads apart."""
         ...
 
+    def draft_head_flops(self, decoder: Decoder, params: Params) -> float:
+        """Returns the FLOPs of one prediction by the smaller head that drafts; 0: there is none."""
+        ...
+
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError where the mode and the model do not fit."""
         ...
@@ -124,6 +128,9 @@ class ModeBase:
         return 0
 
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
+        return 0.0
+
+    def draft_head_flops(self, decoder: Decoder, params: Params) -> float:
         return 0.0
 
     def check(self, decoder: Decoder) -> None:
