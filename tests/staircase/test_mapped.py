@@ -36,7 +36,7 @@ def mapped(tiny: Any) -> Model:
 def test_equals_the_reference(mapped: Model, shape: cases.Shape, count_compiles: Any) -> None:
     next(cases.compare_cases(mapped, shape, range(1)))
     with count_compiles() as compiles:
-        assert max(error for _, error in cases.compare_cases(mapped, shape, range(32))) < 1e-4
+        assert max(error for _, error in cases.compare_cases(mapped, shape, range(80))) < 1e-4
     assert compiles.count == 0
 
 
@@ -143,6 +143,17 @@ def test_a_token_that_stops_runs_one_product_and_no_projection(tiny: Any) -> Non
     assert pass_flops(cost, work) - pass_flops(cost, bare) == of_one * sum(
         np.asarray(work.kv_maps).tolist()
     )
+
+
+def test_all_layers_of_a_token_are_one_product_of_maps(tiny: Any) -> None:
+    """Not one per layer: what is traced multiplies a state once per stop, by all layers' maps."""
+    model = with_random_maps(tiny, STOPS)
+    x = jnp.zeros((5, tiny.decoder.config.embed_dim))
+    for stop in STOPS:
+        traced = jax.make_jaxpr(partial(model.decoder.map_keys_values, depth=stop))(model.params, x)
+        products = [each for each in traced.eqns if each.primitive.name == "dot_general"]
+        layers = tiny.decoder.config.num_layers - stop
+        assert [each.outvars[0].aval.shape for each in products] == [(5, layers * 2 * 2 * 8)]
 
 
 def test_a_lens_and_maps_go_together(tiny: Any) -> None:
