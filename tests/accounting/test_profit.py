@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +120,40 @@ def test_coefficients_are_kept_in_a_file(tmp_path: Path) -> None:
     profit = dataclasses.replace(profit_of(dataclasses.replace(FREE, splits=0.1)), steps=steps)
     profit.save(tmp_path / "profit.json")
     assert Profit.load(tmp_path / "profit.json") == profit
-    with pytest.raises(ValueError, match="No such file"):
+    with pytest.raises(ValueError, match="nowhere.json. There is none"):
         Profit.load(tmp_path / "nowhere.json")
     (tmp_path / "other.json").write_text('{"cost": 3}')
     with pytest.raises(ValueError, match="cannot be read"):
         Profit.load(tmp_path / "other.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "match"),
+    [
+        (("routed", "splits"), "0.1", "of another kind: routed.splits='0.1'"),
+        (("full", "passes"), -1.0, "full.passes=-1.0"),
+        (("cost", "head"), None, "cost.head=None"),
+        (("num_layers",), 4.0, "num_layers=4.0"),
+        (("num_layers",), True, "num_layers=True"),
+        (("device",), 3, "device=3"),
+        (("steps", 0, "seconds"), [1.0], "steps\\[0\\].seconds=\\[1.0\\]"),
+        (("steps", 0), 3, "cannot be read"),
+        (("routed",), [], "cannot be read"),
+    ],
+)
+def test_coefficients_of_another_kind_are_named(
+    tmp_path: Path, path: tuple[Any, ...], value: Any, match: str, unchecked_shapes: None
+) -> None:
+    steps = (StepRates(batch=2, seconds=-0.5, seconds_per_layer=1.5, plain_seconds=3.0),)
+    profit = dataclasses.replace(profit_of(dataclasses.replace(FREE, splits=0.1)), steps=steps)
+    profit.save(tmp_path / "profit.json")
+    stored = part = json.loads((tmp_path / "profit.json").read_text())
+    for name in path[:-1]:
+        part = part[name]
+    part[path[-1]] = value
+    (tmp_path / "profit.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=match):
+        Profit.load(tmp_path / "profit.json")
 
 
 def test_passes_that_do_not_pay_run_at_full_depth_and_say_so(tiny: Any) -> None:

@@ -203,7 +203,7 @@ def test_a_run_is_resumed_on_the_same_terms_alone(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text('{"schema": 1, "rows": 3}')
     with pytest.raises(ValueError, match="missing or of another kind: command"):
         read_results(tmp_path / "results.json")
-    with pytest.raises(ValueError, match="No such file"):
+    with pytest.raises(ValueError, match="There is none. Measure again"):
         read_results(tmp_path / "nowhere.json")
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, calibrated, run_dense
 from helpers.models import plain_nll
+from scipy import stats
 
-from utio_jax import Entropy, KeepFirst, PositionDecay
+from utio_jax import Entropy, KeepFirst, Learned, Position, PositionDecay, StateGate
 from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
 from utio_jax.calibration.hindsight import hindsight_policies
 from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
@@ -99,7 +102,9 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
     root = np.abs(unit @ rng.normal(size=16) * 0.2) + 0.1
     gates = fit_gates(states, root, hidden=16, steps=800)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
-        assert rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target) > 0.9
+        found = rank_correlation(np.asarray(gates.at(index)(jnp.asarray(x))), target)
+        assert found is not None
+        assert found > 0.9
     classifier = fit_gates(states, root > 0.3, loss="logistic", hidden=16, steps=800)
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         logit = np.asarray(classifier.at(index)(jnp.asarray(x)))
@@ -140,7 +145,23 @@ def test_rank_correlation_of_monotone_and_of_unrelated_values() -> None:
     values = np.random.default_rng(2).normal(size=2000)
     assert rank_correlation(values, np.exp(values)) == pytest.approx(1)
     assert rank_correlation(values, -values) == pytest.approx(-1)
-    assert abs(rank_correlation(values, np.random.default_rng(3).normal(size=2000))) < 0.1
+    unrelated = rank_correlation(values, np.random.default_rng(3).normal(size=2000))
+    assert unrelated is not None
+    assert abs(unrelated) < 0.1
+
+
+def test_rank_correlation_of_tied_values_is_spearmans() -> None:
+    rng = np.random.default_rng(0)
+    few = np.sort(rng.integers(0, 3, 4000))  # A long document whose tokens need few depths.
+    scores = rng.normal(size=4000) + 0.1 * few
+    assert rank_correlation(scores, few) == pytest.approx(stats.spearmanr(scores, few)[0])
+    # By hand: tied values have the mean of the ranks that they take together.
+    found = rank_correlation(np.asarray([1, 1, 2]), np.asarray([1, 2, 3]))
+    assert found == pytest.approx(0.75**0.5)
+    assert rank_correlation(np.asarray([5, 5, 5]), np.arange(3)) is None, "not defined"
+    assert rank_correlation(np.arange(3), np.full(3, 2.0)) is None
+    assert rank_correlation(np.asarray([0.0, np.nan, 2.0]), np.arange(3)) is None
+    assert rank_correlation(np.zeros(0), np.zeros(0)) is None
 
 
 def numbers_of(leaf: jax.Array) -> np.ndarray:
@@ -250,6 +271,114 @@ def test_wrapped_signals_survive_their_files(tiny: Any, tmp_path: Path) -> None:
     stored["signals"]["kept"]["type"] = "os.system"
     (tmp_path / "policies.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="do not fit each other.*Calibrate again"):
+        load_calibration(tmp_path, model_sha256="b")
+
+
+def test_states_beyond_float16_are_kept_as_they_are(tiny: Any, text: list[Batch]) -> None:
+    """The second batch's states are too large for it; the first one's stay in float16."""
+    scale = np.float32(1e6)
+    params = dict(tiny.params)
+    embedding = np.array(params["embedding"]["embedding"])
+    hot = int(text[1].token_ids[0, 3])
+    embedding[hot] *= scale
+    params["embedding"] = {"embedding": jnp.asarray(embedding)}
+    cold = dataclasses.replace(
+        text[0], token_ids=np.where(text[0].token_ids == hot, hot ^ 1, text[0].token_ids)
+    )
+    found = study_exits(tiny.decoder, params, [cold, text[1]])
+    assert [study.states.dtype for study in found] == [np.float16, np.float32]
+    for study, batch in zip(found, (cold, text[1]), strict=True):
+        real = np.arange(32) < batch.lengths[:, None]
+        states = run_dense(
+            tiny.decoder, params, batch.token_ids, batch.lengths, depths=tiny.decoder.config.exits
+        )
+        for mine, theirs in zip(study.states, states, strict=False):
+            np.testing.assert_allclose(mine[real], np.asarray(theirs)[real], rtol=2e-3, atol=1e-2)
+    assert np.abs(found[1].states).max() > 65504
+    merged = predicted_tokens(found, [study.states for study in found])
+    assert np.isfinite(merged).all()
+    assert merged.dtype == np.float32
+    params["embedding"] = {"embedding": jnp.asarray(embedding).at[hot].set(jnp.inf)}
+    with pytest.raises(ValueError, match="finite states at every exit.*in batch 1 of the text"):
+        study_exits(tiny.decoder, params, [cold, text[1]])
+
+
+def gates(dim: int = 3, hidden: int = 2, exits: int = 2) -> StateGate:
+    return StateGate(
+        hidden=jnp.ones((exits, dim, hidden)),
+        hidden_bias=jnp.ones((exits, hidden)),
+        output=jnp.ones((exits, hidden)),
+        output_bias=jnp.ones(exits),
+    )
+
+
+def test_weights_are_those_that_a_calibration_was_saved_with(tmp_path: Path) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+
+    def calibration(gate: StateGate) -> Calibration:
+        signal = Learned(gates=gate, exits=(1, 2), name="learned")
+        return Calibration(
+            entries={"learned": {0.5: entry}},
+            signals={"learned": signal},
+            info={"model_sha256": "b"},
+        )
+
+    calibration(gates()).save(tmp_path / "one.json")
+    calibration(jax.tree.map(lambda leaf: 2 * leaf, gates())).save(tmp_path / "two.json")
+    load_calibration(tmp_path / "one.json", model_sha256="b")
+    shutil.copyfile(tmp_path / "two.safetensors", tmp_path / "one.safetensors")
+    with pytest.raises(ValueError, match="one.json was written with, beside it.*Copy both files"):
+        load_calibration(tmp_path / "one.json", model_sha256="b")
+    with pytest.raises(ValueError, match="finite weights .*Got NaN .*in learned.gates.output"):
+        calibration(dataclasses.replace(gates(), output=jnp.full((2, 2), jnp.nan))).save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"output": jnp.ones((2, 5))}, "learned.gates.output has shape \\(2, 5\\), wanted"),
+        ({"hidden": jnp.ones((3, 2))}, "learned.gates has shapes .* for exits \\(1, 2\\)"),
+        ({"output_bias": jnp.ones((2, 1))}, "learned.gates.output_bias has shape \\(2, 1\\)"),
+        ({"hidden": jnp.ones((2, 3, 2), jnp.int32)}, "learned.gates.hidden has shape"),
+    ],
+)
+def test_misshaped_gates_are_named(
+    tmp_path: Path, change: dict[str, Any], match: str, unchecked_shapes: None
+) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    signal = Learned(gates=dataclasses.replace(gates(), **change), exits=(1, 2), name="learned")
+    Calibration(
+        entries={"learned": {0.5: entry}},
+        signals={"learned": signal},
+        info={"model_sha256": "b"},
+    ).save(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        load_calibration(tmp_path, model_sha256="b")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"thresholds": ["0.5"]}, "Wanted a number for each but the last"),
+        ({"thresholds": [math.nan]}, "Wanted a number for each but the last"),
+        ({"thresholds": []}, "Wanted a number for each but the last"),
+        ({"fractions": [1.0]}, "and one for each as fractions"),
+        ({"depths": [4, 1]}, "strictly increasing depths"),
+    ],
+)
+def test_entries_that_no_policy_can_have_are_refused(
+    tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    Calibration(
+        entries={"position": {0.5: entry}},
+        signals={"position": Position()},
+        info={"model_sha256": "b"},
+    ).save(tmp_path)
+    stored = json.loads((tmp_path / "policies.json").read_text())
+    stored["entries"]["position"]["0.5"] |= change
+    (tmp_path / "policies.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=match):
         load_calibration(tmp_path, model_sha256="b")
 
 

@@ -11,7 +11,7 @@ from helpers.cases import EXECUTOR
 from helpers.models import gated
 
 from utio_jax.accounting.ledger import convex_hull, uniform_hull
-from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
+from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap, hull_of
 from utio_jax.calibration.compare import _recovered, compare, needed_exit
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import evaluate
@@ -37,14 +37,15 @@ def test_every_draw_has_the_convex_hull_of_its_own_documents() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
         uniform = some_exits(rng, 6)
-        bootstrap = HullBootstrap(uniform, draws=15, seed=3)
-        weights = bootstrap._weights
+        weights, full = HullBootstrap(uniform, draws=15, seed=3)._weights, uniform[-1]
+        nll, flops = weights @ full.nll, weights @ full.flops
+        drawn = [(weights @ x.flops / flops, 100 * (weights @ x.nll / nll - 1)) for x in uniform]
         for ratio in (0.29, 0.301, 0.41, 0.5, 0.66, 0.93, 0.999, 1.02):
-            found = bootstrap.hull(np.full(16, ratio))
+            found = hull_of(drawn, np.full(16, ratio))
             for draw, weight in enumerate(weights):
-                full, flops = weight @ uniform[-1].nll, weight @ uniform[-1].flops
+                lost, spent = weight @ full.nll, weight @ full.flops
                 points = [
-                    (weight @ each.flops / flops, 100 * (weight @ each.nll / full - 1))
+                    (weight @ each.flops / spent, 100 * (weight @ each.nll / lost - 1))
                     for each in uniform
                 ]
                 wanted = convex_hull(points)(ratio)
@@ -52,6 +53,87 @@ def test_every_draw_has_the_convex_hull_of_its_own_documents() -> None:
                     assert np.isnan(found[draw])
                 else:
                     assert found[draw] == pytest.approx(wanted, abs=1e-9)
+
+
+def text_of(
+    rng: np.random.Generator, documents: int, kind: str
+) -> tuple[DocumentSums, DocumentSums, DocumentSums]:
+    """Returns a cheap exit, full depth, and a policy half-way between them, of one text.
+
+    The true margin is 1 % of the loss. Sizes of documents vary by a factor of ten and more, and so
+    does what the policy loses on them.
+    """
+    size = np.minimum(np.exp(rng.normal(0, 1.2, documents)), 6)
+    noise = {
+        "normal": lambda: rng.normal(size=documents),
+        "heavy": lambda: rng.standard_t(3, documents),
+        "skewed": lambda: np.exp(rng.normal(size=documents)) - np.exp(0.5),
+    }[kind]()
+    full = 1.5 * size * rng.uniform(0.7, 1.3, documents)
+    lost = full * 0.04 + 0.03 * noise * np.sqrt(size)
+    return sums(full * 1.1, 0.5 * size), sums(full, size), sums(full + lost, 0.75 * size)
+
+
+def coverage(documents: int, kind: str, *, repeats: int, draws: int) -> float:
+    rng, held = np.random.default_rng(documents), 0
+    for trial in range(repeats):
+        shallow, full, policy = text_of(rng, documents, kind)
+        found = HullBootstrap([shallow, full], draws=draws, seed=trial).interval(policy)
+        assert found is not None
+        held += found[0] <= 1.0 <= found[2]
+    return held / repeats
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("documents", "kind", "least"),
+    [
+        (5, "normal", 0.93),
+        (5, "heavy", 0.95),
+        (5, "skewed", 0.84),
+        (10, "normal", 0.91),
+        (10, "heavy", 0.94),
+        (10, "skewed", 0.80),
+        (29, "normal", 0.93),
+        (29, "heavy", 0.94),
+        (29, "skewed", 0.84),
+        (100, "normal", 0.93),
+        (100, "heavy", 0.94),
+        (100, "skewed", 0.90),
+    ],
+)
+def test_intervals_cover_as_often_as_their_docstring_says(
+    documents: int, kind: str, least: float
+) -> None:
+    """The documented figures less three standard errors of 1,000 repeats."""
+    assert least <= coverage(documents, kind, repeats=1000, draws=500) < 0.99
+
+
+def test_errors_of_a_margin_are_those_of_a_ratio_of_sums() -> None:
+    """Where the hull is one chord and costs are equal, the margin is a ratio: a known error."""
+    shallow, full, policy = text_of(np.random.default_rng(4), 40, "heavy")
+    bootstrap = HullBootstrap([shallow, full], draws=4000, seed=1)
+    low, middle, high = bootstrap.interval(policy) or (0.0, 0.0, 0.0)
+    gain = 100 * (shallow.nll + full.nll - 2 * policy.nll) / 2
+    ratio = gain.sum() / full.nll.sum()
+    assert middle == pytest.approx(ratio)
+    assert middle - low == pytest.approx(high - middle)
+    influence = (gain - ratio * full.nll) / full.nll.sum()
+    error = np.sqrt((influence**2).sum() * 40 / 39)
+    reaches = []
+    for weight in bootstrap._weights[1:]:
+        drawn = weight @ gain / (weight @ full.nll)
+        spread = weight @ ((gain - drawn * full.nll) / (weight @ full.nll)) ** 2 * 40 / 39
+        reaches.append(abs(drawn - ratio) / np.sqrt(spread))
+    assert high - middle == pytest.approx(error * np.quantile(reaches, 0.95), rel=2e-3)
+    assert np.quantile(reaches, 0.95) > 2, "wider than a normal's 1.96"
+
+
+def test_documents_that_all_say_the_same_leave_no_doubt() -> None:
+    same = [sums(np.full(6, nll), np.full(6, flops)) for nll, flops in ((11.0, 0.5), (10.0, 1.0))]
+    policy = sums(np.full(6, 10.4), np.full(6, 0.75))
+    found = HullBootstrap(same, draws=50).interval(policy)
+    assert found == pytest.approx((1.0, 1.0, 1.0))
 
 
 def test_intervals_hold_the_margin_and_cover_its_true_value_about_as_often_as_they_say() -> None:
@@ -78,9 +160,9 @@ def test_a_policy_cheaper_than_the_cheapest_exit_has_no_margin() -> None:
     assert bootstrap.ratio(exits[1]) == pytest.approx(exits[1].flops.sum() / exits[3].flops.sum())
 
 
-def test_intervals_need_two_documents() -> None:
-    with pytest.raises(ValueError, match="at least two documents.*Got 1. Add files with --text"):
-        HullBootstrap([sums([1.0], [1.0])])
+def test_intervals_need_five_documents() -> None:
+    with pytest.raises(ValueError, match="at least 5 documents.*Got 4. Add files with --text"):
+        HullBootstrap([sums(np.ones(4), np.ones(4))])
 
 
 def test_the_needed_exit_is_the_first_after_the_last_that_differs() -> None:

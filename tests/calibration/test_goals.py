@@ -129,12 +129,20 @@ def test_goals_that_mean_nothing_are_refused(text: list[Batch]) -> None:
         MaxLoss(nll_increase_pct=-1)
     with pytest.raises(ValueError, match="at least 63 documents.*Got 0. Give more text"):
         MaxDisagreement(max_disagreement=0.05, confidence=0.95, documents=rows_of(text))
+    with pytest.raises(ValueError, match="for each of 13 policies.*or for fewer policies"):
+        MaxDisagreement(
+            max_disagreement=0.05, confidence=0.95, documents=long_documents(70), policies=13
+        )
+    with pytest.raises(ValueError, match="at least 1 policy. Got policies=0"):
+        MaxDisagreement(max_disagreement=0.05, confidence=0.95, documents=[], policies=0)
 
 
 def test_an_interrupted_calibration_goes_on_where_it_stopped(
     tiny: Any, text: list[Batch], tmp_path: Path
 ) -> None:
-    def fit(*, done: Any = None, keep: Any = None, seed: int = 0) -> Any:
+    def fit(
+        *, done: Any = None, keep: Any = None, seed: int = 0, goal: Any = Budgets(budgets=(0.8,))
+    ) -> Any:
         return calibrate(
             tiny.decoder,
             tiny.params,
@@ -142,7 +150,7 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
             model_sha256="a" * 64,
             text={"documents": 40},
             policies=("position", "utio_before"),
-            goal=Budgets(budgets=(0.8,)),
+            goal=goal,
             executor=EXECUTOR,
             seed=seed,
             done=done,
@@ -169,6 +177,47 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
     assert set(found.info["goals"]) == {"position", "utio_before"}
     with pytest.raises(ValueError, match="resume a calibration with .*'seed': 1.*'seed': 0"):
         fit(done=done, seed=1)
+    for goal in (Budgets(budgets=(0.8, 0.9)), MaxLoss(nll_increase_pct=5.0)):
+        with pytest.raises(ValueError, match="resume a calibration with .*'goal': .*Start anew"):
+            fit(done=done, goal=goal)
+    old = dataclasses.replace(done, info={k: v for k, v in done.info.items() if k != "goal"})
+    with pytest.raises(ValueError, match="Got one with {'goal': None}"):
+        fit(done=old)
+
+
+def test_calibrations_ask_alike_where_they_promise_alike() -> None:
+    promise = MaxDisagreement(max_disagreement=0.9, confidence=0.1, documents=long_documents(3))
+    assert promise.asked() == {"max_disagreement": 0.9, "confidence": 0.1, "policies": 1}
+    changes: list[dict[str, Any]] = [
+        {"confidence": 0.2},
+        {"max_disagreement": 0.8},
+        {"policies": 2},
+    ]
+    for change in changes:
+        assert dataclasses.replace(promise, **change).asked() != promise.asked()
+    same = dataclasses.replace(promise, documents=long_documents(4))
+    assert same.asked() == promise.asked(), "documents are told apart by the text's hash"
+
+
+def long_documents(count: int) -> list[np.ndarray]:
+    return [np.random.default_rng(seed).integers(0, 64, 40) for seed in range(count)]
+
+
+def test_too_little_text_is_refused(tiny: Any, text: list[Batch]) -> None:
+    one = Batch(
+        token_ids=text[0].token_ids[:1], lengths=text[0].lengths[:1], window=text[0].window[:1]
+    )
+    with pytest.raises(ValueError, match="at least 512 predicted tokens.*Got 31. Add text"):
+        calibrate(
+            tiny.decoder,
+            tiny.params,
+            [one],
+            model_sha256="a" * 64,
+            text={},
+            policies=("position",),
+            goal=Budgets(budgets=(0.8,)),
+            executor=EXECUTOR,
+        )
 
 
 def test_a_file_keeps_thresholds_at_which_nobody_stops(tmp_path: Path) -> None:

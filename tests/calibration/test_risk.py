@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from utio_jax.calibration import risk
 from utio_jax.calibration.risk import (
     _p_values,
     control,
     group_near_duplicates,
     risks_of_groups,
+    split_documents,
     units_needed,
 )
 
@@ -214,6 +217,97 @@ def test_near_duplicates_are_one_group() -> None:
     assert group_near_duplicates(documents, similarity=1).tolist() == [0, 1, 0, 2, 3, 4, 5, 6]
     assert group_near_duplicates([first, first]).tolist() == [0, 0]
     assert group_near_duplicates([]).tolist() == []
+
+
+@pytest.mark.parametrize("header", [0, 200, 450, 600])
+def test_the_work_grows_with_the_text_and_not_with_its_square(
+    header: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents that share a header: a fifth of each, nearly half, or most of it."""
+    plain, compared = risk._alike, 0
+
+    def counted(first: np.ndarray, second: np.ndarray, similarity: float) -> bool:
+        nonlocal compared
+        compared += 1
+        return plain(first, second, similarity)
+
+    monkeypatch.setattr(risk, "_alike", counted)
+    rng = np.random.default_rng(0)
+    shared = rng.integers(0, 16384, header)
+    for count in (100, 300):
+        compared = 0
+        lengths = rng.integers(900, 1000, count) - header
+        documents = [np.concatenate([shared, rng.integers(0, 16384, n)]) for n in lengths]
+        groups = group_near_duplicates(documents)
+        assert len(set(groups.tolist())) == (1 if header == 600 else count)
+        assert compared <= 2 * count
+
+
+def test_halves_keep_copies_on_one_side() -> None:
+    rng = np.random.default_rng(3)
+    originals = [rng.integers(0, 16384, 200) for _ in range(40)]
+    copies = [changed(rng, each, 0.03) for each in originals]
+    documents = [*originals, *copies, *originals[:5]]
+    documents = [documents[index] for index in rng.permutation(len(documents))]
+    first, rest = split_documents(documents, seed=1)
+    assert abs(len(first) - len(rest)) <= 3
+    told = lambda part: [tuple(document.tolist()) for document in part]  # noqa: E731
+    assert sorted(told([*first, *rest])) == sorted(told(documents))
+    both = group_near_duplicates([*first, *rest])
+    assert not {*both[: len(first)].tolist()} & {*both[len(first) :].tolist()}
+    again, other = split_documents(documents, seed=1), split_documents(documents, seed=2)
+    assert told(again[0]) == told(first) != told(other[0])
+    single, none = split_documents([originals[0], originals[0]])
+    assert {len(single), len(none)} == {0, 2}, "nothing is left to test on"
+
+
+def broken_promise(documents: list[np.ndarray], halves: Any, rng: np.random.Generator) -> bool:
+    """Returns whether a candidate of true risk 0.06 is promised to stay below 0.05.
+
+    What it was fitted to it gets right, and copies of that, too: as a gate does that has learned
+    its text by heart. Other documents it gets wrong at its true risk.
+    """
+    first, rest = halves(documents)
+    together = group_near_duplicates([*first, *rest])
+    known, groups = {*together[: len(first)].tolist()}, together[len(first) :]
+    share = {group: 0.0 if group in known else rng.beta(6, 94) for group in set(groups.tolist())}
+    risks = np.asarray([share[group] for group in groups.tolist()])[None]
+    found = risks_of_groups(risks, np.full(len(rest), 39), groups)
+    return control(found, max_risk=0.05, confidence=0.9).chosen is not None
+
+
+def test_promises_hold_with_copies_in_the_text_only_where_these_stay_on_one_side() -> None:
+    rng, at_random, together = np.random.default_rng(11), 0, 0
+    for repeat in range(40):
+        originals = [rng.integers(0, 16384, 40) for _ in range(200)]
+        documents = [*originals, *(changed(rng, each, 0.02) for each in originals)]
+
+        def halves(documents: list[np.ndarray], repeat: int = repeat) -> Any:
+            order = np.random.default_rng(repeat).permutation(len(documents))
+            parts = order[: len(order) // 2], order[len(order) // 2 :]
+            return [[documents[index] for index in part] for part in parts]
+
+        at_random += broken_promise(documents, halves, rng)
+        apart = lambda documents, seed=repeat: split_documents(documents, seed=seed)  # noqa: E731
+        together += broken_promise(documents, apart, rng)
+    assert at_random > 20, "most promises are broken that one in ten may be"
+    assert together <= stats.binom.ppf(0.999, 40, 0.1)
+
+
+@pytest.mark.parametrize(("looks", "holds"), [(1, False), (13, True)])
+def test_the_best_of_several_policies_is_promised_only_where_all_are_at_once(
+    looks: int, holds: bool
+) -> None:
+    """Thirteen policies beyond the bound, tested on the same documents; any that passes is used."""
+    rng, broken, repeats = np.random.default_rng(12), 0, 200
+    for seed in range(repeats):
+        risks = rare_ones(rng, np.full(13, 0.0501), 150)
+        passed = [
+            control(each[None], max_risk=0.05, confidence=0.9, looks=looks, seed=seed).chosen == 0
+            for each in risks
+        ]
+        broken += any(passed)
+    assert (broken <= stats.binom.ppf(0.999, repeats, 0.1)) == holds
 
 
 def test_documents_are_joined_through_others() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utio_jax import check_tokens
-from utio_jax.core.documents import batches_of, windows_of
+from utio_jax.core.documents import batches_of, sample_batches, windows_of
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 16), st.integers(1, 5))
@@ -44,6 +45,24 @@ def test_wrong_documents_are_refused() -> None:
         windows_of([np.arange(3), np.arange(0)], width=4)
     with pytest.raises(ValueError, match="at most 4 tokens. Got one of 6"):
         list(batches_of([np.arange(6)], rows=1, widths=[2, 4], vocab_size=9))
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [
+        ([1, 2**32 + 1], "from 0 to 8, the model's vocabulary. Got 1 to 4294967297 in window 1"),
+        ([1, 2**64], "window 1 as a list of integer token ids below 9. Got shape .*dtype"),
+        ([1, 2**63], "window 1 as a list of integer token ids below 9. Got shape .*dtype"),
+        ([1, -1], "from 0 to 8.*Got -1 to 1 in window 1"),
+        ([1.0, 2.0], "integer token ids below 9. Got shape \\(2,\\), dtype float64"),
+        ([True, False], "integer token ids below 9. Got shape \\(2,\\), dtype bool"),
+    ],
+)
+def test_what_is_no_id_is_refused_before_it_is_cast(ids: list[Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        list(batches_of([np.arange(3), np.asarray(ids)], rows=2, widths=[4], vocab_size=9))
+    with pytest.raises(ValueError, match="Wanted"):
+        sample_batches([np.arange(3), np.asarray(ids)], rows=2, width=4, vocab_size=9)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -285,9 +286,34 @@ def test_files(lens: Lens, model: Model, tmp_path: Path) -> None:
     (tmp_path / "lens.json").write_text(json.dumps({**stored, "exits": [1]}))
     with pytest.raises(ValueError, match=r"Wanted the maps of exits \(1,\)"):
         load_lens(tmp_path, model_sha256="a" * 64)
-    (tmp_path / "lens.json").write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
+    (tmp_path / "lens.json").write_text(json.dumps({**stored, "exits": [2, 1]}))
+    with pytest.raises(ValueError, match=r"strictly increasing depths.*Got depths=\[2, 1\]"):
         load_lens(tmp_path, model_sha256="a" * 64)
+    (tmp_path / "lens.json").write_text("{")
+    with pytest.raises(ValueError, match="lens.json. It is not JSON"):
+        load_lens(tmp_path, model_sha256="a" * 64)
+
+
+def test_exits_of_a_lens_ascend(lens: Lens) -> None:
+    with pytest.raises(ValueError, match="strictly increasing depths"):
+        dataclasses.replace(lens, exits=(2, 1))
+
+
+def test_a_lens_and_its_maps_belong_together(lens: Lens, tmp_path: Path) -> None:
+    other = dataclasses.replace(lens, bias=lens.bias + 1)
+    info = {"model_sha256": "a" * 64}
+    save_lens(tmp_path / "a.json", lens, info=info)
+    save_lens(tmp_path / "b.json", other, info=info)
+    shutil.copyfile(tmp_path / "b.safetensors", tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="that .*a.json was written with.*a.safetensors holds oth"):
+        load_lens(tmp_path / "a.json", model_sha256="a" * 64)
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(ValueError, match="weights of .*a.json beside it.*There are none"):
+        load_lens(tmp_path / "a.json", model_sha256="a" * 64)
+    broken = dataclasses.replace(lens, bias=lens.bias.at[0, 0].set(jnp.nan))
+    with pytest.raises(ValueError, match="finite weights for .*Got NaN or infinities in bias"):
+        save_lens(tmp_path / "c.json", broken, info=info)
+    assert not (tmp_path / "c.json").exists()
 
 
 def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:

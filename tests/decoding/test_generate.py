@@ -321,6 +321,13 @@ ERRORS = {
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),
     "seeds": ({"seeds": [1, 2]}, r"one per prompt \(3\)"),
     "empty stop": ({"stop_sequences": [[]]}, "at least one token"),
+    "wildcard stop": ({"stop_sequences": [[3], [-1]]}, "from 0 to 63.*in stop sequence 1"),
+    "foreign stop": ({"stop_sequences": [[3, 64]]}, "from 0 to 63.*in stop sequence 0"),
+    "fractional stop": ({"stop_sequences": [[3.5]]}, "stop sequence 0 as a list of integer"),
+    "fractional end": ({"eos_ids": [0.5]}, "eos_ids as a list of integer token ids"),
+    "negative end": ({"eos_ids": [-1]}, "in eos_ids"),
+    "beyond int32": ({"prompts": [[2**32 + 1]]}, "Got 4294967297 to 4294967297 in prompt 0"),
+    "booleans": ({"prompts": [[True, False]]}, "prompt 0 as a list of integer token ids"),
 }
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,11 +164,20 @@ def assert_follows(tokens: np.ndarray, probabilities: np.ndarray) -> None:
     assert statistic < {2: 15.1, 3: 18.4, 4: 21.1}[int(possible.sum())]
 
 
+numbers: Any = np  # The types of arguments say Python's numbers; others come all the same.
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Temperature(0.0), r"above 0.*use Greedy\(\)"),
+        (lambda: Temperature(0.0), r"above 1.17549e-38.*Got 0.*use Greedy\(\)"),
+        (lambda: Temperature(1e-39), r"above 1.17549e-38.*Got 1e-39.*use Greedy\(\)"),
         (lambda: Temperature(-1.0), "Got -1"),
+        (lambda: Temperature(numbers.float32(0)), r"above 1.*use Greedy\(\)"),
+        (lambda: Temperature(numbers.asarray(0.0)), r"above 1.*use Greedy\(\)"),
+        (lambda: Temperature(numbers.float16(np.nan)), "Got nan"),
+        (lambda: TopP(numbers.float32(0)), "Got 0"),
+        (lambda: TopK(numbers.int64(0)), "Got 0"),
         (lambda: TopK(0), "Got 0"),
         (lambda: TopP(0.0), "Got 0"),
         (lambda: TopP(1.5), "at most 1. Got 1.5"),
@@ -190,6 +201,19 @@ def test_methods_are_pytrees_whose_floats_compile_nothing(count_compiles):
     with count_compiles() as compiles:
         run(other, LOGITS)
     assert compiles.count == 0
+
+
+@pytest.mark.parametrize("value", [1e-6, 1e-9, 1e-12, 1e-30, 2e-38])
+def test_at_the_lowest_temperatures_only_the_most_probable_token_is_left(value):
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(64, 50)).astype(np.float32) * 10
+    logits[:, 7] = -np.inf
+    logits[0, :2] = 40.0  # Ties share.
+    found = jax.jit(lambda method, x: jax.nn.log_softmax(method(x)))(Temperature(value), logits)
+    wanted = logits == logits.max(axis=-1, keepdims=True)
+    np.testing.assert_allclose(
+        np.exp(found), wanted / wanted.sum(axis=-1, keepdims=True), atol=1e-6
+    )
 
 
 def test_most_probable_is_the_first_of_the_largest_and_always_a_token():

@@ -32,6 +32,17 @@ class Bytes:
         return bytes(int(i) for i in ids).decode(errors="replace")
 
 
+class Fallback:
+    """The same bytes as SentencePiece decodes them: those of a row that is no text are all lost."""
+
+    def decode(self, ids: Any) -> str:
+        row = bytes(int(i) for i in ids)
+        try:
+            return row.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(row)
+
+
 TOKENIZER = Syllables()
 
 
@@ -108,6 +119,57 @@ def test_pieces_join_to_the_text_and_characters_stay_whole() -> None:
     assert pieces_of(Bytes(), list(b"say "), new[:2]) == ["n", "\ufffd"]  # Cut inside the é.
     # A space that opens new text is not one that opens a text.
     assert new_text(TOKENIZER, [2], [0, 2]) == " b"
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_a_character_that_the_prompt_ends_in_is_not_lost(cut: int) -> None:
+    whole = "a é→€𝄞!".encode()
+    text = whole.decode()
+    for tokenizer in (Bytes(), Fallback()):
+        found = new_text(tokenizer, list(whole[:cut]), list(whole[cut:]))
+        known = whole[:cut].decode(errors="ignore")
+        assert known + found == text
+
+
+def test_bytes_that_are_no_text_stay_where_they_were() -> None:
+    assert pieces_of(Bytes(), list(b"a\xc3"), list(b"b\xff\xffc")) == ["b", "", "", "\ufffd\ufffdc"]
+    assert pieces_of(Bytes(), list(b"a\xc3"), list(b"\xe2\x86")) == ["", "\ufffd"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_the_whole_text_read_at_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    text = "".join(rng.choice([*"ab é→€𝄞 "], size=60)).encode()
+    noise = bytes(rng.integers(0, 256, 60).tolist())
+    for data in (text, noise):
+        cut = int(rng.integers(1, 40))
+        for tokenizer in (Bytes(), *([Syllables()] if data is noise else [])):
+            whole = tokenizer.decode(list(data))
+            known = next(  # All of the prompt's text but, it may be, a character that it begins.
+                known
+                for end in range(cut, -1, -1)
+                if whole.startswith(known := tokenizer.decode(list(data[:end])))
+            )
+            assert new_text(tokenizer, list(data[:cut]), list(data[cut:])) == whole[len(known) :]
+
+
+def test_text_takes_time_by_its_length_and_not_by_its_square() -> None:
+    decoded = 0
+
+    class Counted(Syllables):
+        def decode(self, ids: Any) -> str:
+            nonlocal decoded
+            decoded += len(ids)
+            return super().decode(ids)
+
+    def work(prompt: int, new: int) -> int:
+        nonlocal decoded
+        decoded = 0
+        pieces_of(Counted(), [1] * prompt, [1] * new)
+        return decoded
+
+    assert work(10, 4000) < 4.2 * work(10, 1000)
+    assert work(4000, 10) == work(100, 10)
 
 
 def test_text_in_text_out() -> None:

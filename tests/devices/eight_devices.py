@@ -18,7 +18,7 @@ from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, t
 from helpers.models import gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from utio_jax import CapacityPrefix, dense_states, given_depths, score, uniform
+from utio_jax import CapacityPrefix, History, dense_states, given_depths, score, uniform
 from utio_jax.accounting.generation import spent_on
 from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.calibration.calibrate import calibrate
@@ -36,12 +36,13 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.decoding.state import stop_rules
+from utio_jax.decoding.throttle import Throttle
 from utio_jax.devices.rows import Rows, place
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.models import load, save
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
-from utio_jax.policies.signals import SoftmaxGap
+from utio_jax.policies.signals import Position, SoftmaxGap
 from utio_jax.staircase.score import run_score
 
 DEVICES = 8
@@ -285,6 +286,29 @@ def test_pmap_of_generation_yields_the_tokens_of_one_device(mode: str) -> None:
         for y in map(np.asarray, found)
     ]
     assert_tokens(mode, *cut)
+
+
+def test_throttled_rows_of_a_mesh_are_those_of_one_device() -> None:
+    """Also where empty rows fill up the mesh: 11 prompts, 8 devices of two rows."""
+    throttle = Throttle(
+        signal=Position(), thresholds=jnp.full(2, -20.0), history=History(recent=6, sinks=2)
+    )
+    mode = Adaptive(policy=TABLE, throttle=throttle)
+    one = run(lively_model(), PROMPTS, mode=mode)
+    many = run(lively_model(), PROMPTS, mode=mode, mesh=mesh_of("auto"))
+    assert len(PROMPTS) % DEVICES, "some rows only fill the mesh up"
+    for name in ("token_ids", "throttled"):
+        for a, b in zip(getattr(one, name), getattr(many, name), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert any(row.any() for row in one.throttled)
+    assert any(not row.all() for row in one.throttled)
+    np.testing.assert_array_equal(one.kv_bytes_held, many.kv_bytes_held)
+    assert many.view_bytes_read.shape == (len(PROMPTS),)
+    cost = [
+        spent_on(lively_model().decoder, lively_model().params, mode, PROMPTS, each)
+        for each in (one, many)
+    ]
+    assert cost[0].throttled == cost[1].throttled > 0
 
 
 def test_draws_on_a_mesh_are_those_of_one_device() -> None:

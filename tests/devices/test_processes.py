@@ -88,7 +88,7 @@ def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
     (result,) = [line for line in out.splitlines() if line.startswith("{")]
     assert_same(json.loads(result), alone)
     files = sorted(shards.glob("*"))
-    assert [file.name for file in files] == [f"batches-{n:05d}-of-00006.npz" for n in range(6)]
+    assert [file.name for file in files] == [f"batches-{n:05d}-of-00006.kept" for n in range(6)]
     files[1].unlink()
     before = [file.stat().st_mtime_ns for file in files if file.exists()]
     out, _ = finish(start(*both, "--data-parallel"))  # One process goes on where two were.
@@ -148,7 +148,7 @@ def test_the_launcher_names_a_process_that_dies_and_nothing_is_complete(folder: 
     assert started.stderr is not None
     pids = [int(started.stderr.readline().split()[-1]) for _ in range(2)]
     for _ in range(600):
-        if list(shards.glob("*.npz")):
+        if list(shards.glob("*.kept")):
             break
         time.sleep(0.05)
     os.kill(pids[1], signal.SIGKILL)
@@ -157,7 +157,7 @@ def test_the_launcher_names_a_process_that_dies_and_nothing_is_complete(folder: 
     assert time.monotonic() - killed < 60
     assert f"process 1 of 2 (pid {pids[1]}) ended with status -9" in err
     assert "{" not in out
-    assert len(list(shards.glob("*.npz"))) < 6
+    assert len(list(shards.glob("*.kept"))) < 6
     with pytest.raises(ProcessLookupError):
         os.kill(pids[0], 0)
 
@@ -184,10 +184,33 @@ def test_a_process_alone_shares_nothing_and_keeps_what_it_is_told_to(kept: Shard
     assert ran == [0, 1, 2, 0, 1, 2]
     with pytest.raises(ValueError, match="Wanted results of this model"):
         list(share(None, 3, run, what="items", same=lambda: "b", shards=kept))
-    file = kept.folder / "items-00001-of-00003.npz"
+    file = kept.folder / "items-00001-of-00003.kept"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match="00001-of-00003.npz. It is broken"):
+    with pytest.raises(ValueError, match="00001-of-00003.kept. It is broken"):
         all_of(shards=kept)
+
+
+def test_whatever_byte_flips_is_noticed(kept: Shards) -> None:
+    found = {"value": np.arange(40.0).reshape(5, 8), "text": np.asarray("some text")}
+    read = lambda: next(  # noqa: E731
+        iter(share(None, 1, lambda _: found, what="items", same=lambda: "a", shards=kept))
+    )
+    read()
+    (file,) = kept.folder.iterdir()
+    whole, rng = file.read_bytes(), np.random.default_rng(0)
+    flipped = rng.integers(len(whole), size=600), rng.integers(1, 256, size=600)
+    for place, change in zip(*flipped, strict=True):
+        data = bytearray(whole)
+        data[place] ^= int(change)
+        file.write_bytes(data)
+        with pytest.raises(ValueError, match="00000-of-00001.kept. It is broken. Name another"):
+            read()
+    for length in (0, 10, 32, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="It is broken"):
+            read()
+    file.write_bytes(whole)
+    np.testing.assert_array_equal(read()["value"], found["value"])
 
 
 def test_processes_agree_by_a_digest_of_values_types_and_structure() -> None:

@@ -21,11 +21,28 @@ from utio_jax.accounting.guardrails import check_worthwhile
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
+from utio_jax.models.training.exit_losses import exit_losses
 
 
 def ledger_of(quality: Quality, name: str, *, budget: float | None) -> Any:
     """Returns the row as Any: the entries that these tests read are all set."""
     return quality.ledger(name, budget=budget, num_layers=4)
+
+
+def test_a_text_that_predicts_nothing_has_no_ledger(tiny: Any) -> None:
+    batch = Batch(
+        token_ids=np.ones((2, 4), np.int32),
+        lengths=np.asarray([1, 0], np.int32),
+        window=np.asarray([0, -1]),
+    )
+    found = evaluate(
+        tiny.decoder, tiny.params, [batch], {"": full_depth(tiny.decoder)}, executor=EXECUTOR
+    )[""]
+    assert (found.tokens, found.predicted) == (1, 0)
+    with pytest.raises(ValueError, match="something is predicted.*Got 1 tokens that predict noth"):
+        found.ledger("full", budget=None, num_layers=4)
+    with pytest.raises(ValueError, match="something is predicted. Got 2 without"):
+        exit_losses(tiny.decoder, tiny.params, [np.asarray([3]), np.asarray([4])], width=8)
 
 
 def test_a_ledger_row_is_what_the_oracle_says_it_is(tiny: Any) -> None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import runpy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 
 from utio_jax.core.files import flatten, load_tensors, nest, save_tensors
 from utio_jax.models import load, save
+from utio_jax.policies.store import load_calibration
 
 
 @pytest.fixture
@@ -72,9 +76,91 @@ def test_broken_files_are_refused(folder: Path) -> None:
         load_tensors(folder / "model.bin")
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.bool_, np.complex64, np.uint8, np.int32])
+def test_tensors_that_are_no_floats_are_refused(folder: Path, kind: Any) -> None:
+    stored = load_tensors(folder / "model.safetensors")
+    for name in ("norm.scale", "layers.q_proj.kernel"):
+        stored[name] = np.ones(stored[name].shape, kind)
+    save_tensors(folder / "model.safetensors", stored)
+    with pytest.raises(ValueError, match="Wanted tensors of float32.*Quantised weights") as error:
+        load(folder)
+    assert "norm.scale (" in str(error.value)
+    assert "layers.q_proj.kernel (" in str(error.value)
+
+
+def test_files_of_earlier_versions_are_refused_and_can_be_tied(tmp_path: Path) -> None:
+    shipped = load().folder
+    for name in ("policies.json", "policies.safetensors"):
+        shutil.copyfile(shipped / name, tmp_path / name)
+    new = json.loads((tmp_path / "policies.json").read_text())
+    old = {key: value for key, value in new.items() if key != "weights_sha256"}
+    (tmp_path / "policies.json").write_text(json.dumps(old))
+    owner = new["info"]["model_sha256"]
+    with pytest.raises(ValueError, match="or an earlier version wrote the two"):
+        load_calibration(tmp_path, model_sha256=owner)
+    tie = runpy.run_path(str(Path(__file__).parents[2] / "models" / "tie_weights.py"))["main"]
+    assert tie([str(tmp_path / "policies.json")]) == 0
+    assert json.loads((tmp_path / "policies.json").read_text()) == new
+    found, wanted = (load_calibration(at, model_sha256=owner) for at in (tmp_path, shipped))
+    jax.tree.map(np.testing.assert_array_equal, found.signals, wanted.signals)
+
+
+def test_a_save_that_is_killed_leaves_no_mixture(
+    tiny: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights beside an old config would load, and be another model."""
+    changed = type(tiny.decoder)(dataclasses.replace(tiny.decoder.config, rope_theta=5.0))
+    replace, calls = Path.replace, list[str]()
+
+    def kill_second(path: Path, target: Path) -> Path:
+        calls.append(target.name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", kill_second)
+    with pytest.raises(KeyboardInterrupt):
+        save(folder, changed, tiny.params)
+    monkeypatch.undo()
+    assert calls == ["model.safetensors", "config.json"]
+    with pytest.raises(ValueError, match="Wanted a config at .*There is none"):
+        load(folder)
+    save(folder, changed, tiny.params)
+    assert load(folder).decoder == changed
+
+
+def test_a_model_that_cannot_be_written_leaves_the_old_one(
+    tiny: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from utio_jax.models import checkpoint
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "dump_tensors", full)
+    with pytest.raises(OSError, match="No space left"):
+        save(folder, tiny.decoder, tiny.params)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert load(folder).decoder == tiny.decoder
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        ({"rope_theta": 0}, "rope_theta above 0. Got 0"),
+        ({"rope_theta": "10000"}, "rope_theta above 0. Got '10000'"),
+        ({"local_rope_theta": 0.0}, "local_rope_theta above 0"),
+        ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "one of linear, llama3.*kind='yarn'"),
+        ({"rope_scaling": {"kind": "linear", "factor": 0.0}}, "factor above 0. Got 0.0"),
+        (
+            {"rope_scaling": {"kind": "llama3", "factor": 2.0, "low_freq_factor": 4.0}},
+            "high_freq_factor is above their low_freq_factor. Got 4.0 and 4.0",
+        ),
+        (
+            {"rope_scaling": {"kind": "llama3", "factor": 2.0, "original_context_length": 0}},
+            "original_context_length above 0",
+        ),
+        ({"num_layers": 10**7, "exits": []}, "Wanted the 10 tensors of the configured model"),
         ({"wings": 2}, "fields of TransformerConfig.*wings"),
         ({"num_layers": None}, "fields of TransformerConfig|num_layers"),
         ({"num_kv_heads": 3}, "num_kv_heads that divides num_heads=4"),
@@ -84,7 +170,9 @@ def test_broken_files_are_refused(folder: Path) -> None:
         ({"windows": [1, 2]}, "windows of at least 0 for its 4 layers"),
     ],
 )
-def test_impossible_configs_are_refused(folder: Path, change: dict[str, Any], match: str) -> None:
+def test_impossible_configs_are_refused(
+    folder: Path, change: dict[str, Any], match: str, unchecked_shapes: None
+) -> None:
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=match):

@@ -262,6 +262,94 @@ def test_an_index_without_names_is_refused(folder: Path) -> None:
         load(folder)
 
 
+def test_the_index_says_which_of_two_shards_counts(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FOLDER / "mistral", tmp_path / "m"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    where, name = index["weight_map"], "model.norm.weight"
+    others = sorted({*where.values()} - {where[name]})
+    for shard in (others[0], others[-1]):  # Before it by name, and behind.
+        stored = load_tensors(folder / shard)
+        save_tensors(folder / shard, {**stored, name: np.full(32, 7.0, np.float32)})
+    wanted = load(FOLDER / "mistral").params["norm"]["scale"]
+    np.testing.assert_array_equal(load(folder).params["norm"]["scale"], wanted)
+    where[name] = others[0]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    np.testing.assert_array_equal(load(folder).params["norm"]["scale"], np.full(32, 7.0))
+    where[name] = others[1]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"Got no {name} in {others[1]}. Fetch the index"):
+        load(folder)
+    del where[name]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"Got {name} in .* and .*. Fetch the index"):
+        load(folder)
+
+
+def test_tensors_that_are_no_floats_are_named_at_once(folder: Path) -> None:
+    stored = load_tensors(folder / "model.safetensors")
+    for name, kind in (("model.norm.weight", np.int8), ("lm_head.weight", np.complex64)):
+        stored[name] = stored[name].astype(kind)
+    save_tensors(folder / "model.safetensors", stored)
+    with pytest.raises(ValueError, match="Wanted tensors of float32.*Quantised weights") as error:
+        load(folder)
+    assert "lm_head.weight (C64)" in str(error.value)
+    assert "model.norm.weight (I8)" in str(error.value)
+
+
+@pytest.mark.parametrize("layers", [10**7, 10**12, 0, -1, 2.5, True])
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2_window", "gemma2", "gemma3"])
+def test_numbers_of_layers_that_no_model_has_are_refused_at_once(case: str, layers: Any) -> None:
+    with pytest.raises(ValueError, match=rf"num_hidden_layers={layers!r}, of which 1 to 10000"):
+        settings(case, num_hidden_layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("rope", "match"),
+    [
+        ({"rope_theta": 0}, "rope_theta above 0"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor, of which only 1.0"),
+        ({"rope_type": "linear", "factor": 0}, "factor above 0. Got 0.0"),
+        ({"rope_type": "linear", "factor": "2"}, "factor above 0. Got '2'"),
+        ({"rope_type": "linear", "factor": math.nan}, "factor above 0. Got nan"),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8,
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 0,
+            },
+            "original_context_length above 0",
+        ),
+    ],
+)
+def test_rotations_that_mean_nothing_are_refused(
+    rope: dict[str, Any], match: str, unchecked_shapes: None
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        settings("llama", rope_parameters=rope)
+
+
+def test_what_goes_with_a_model_is_carried_along(folder: Path, tmp_path: Path) -> None:
+    texts = {
+        "chat_template.jinja": "{{ messages }}",
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+        "special_tokens_map.json": "{}",
+        "tokenizer_config.json": "{}",
+        "generation_config.json": "{}",
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    model = load(folder)
+    assert isinstance(model.decoder, Transformer)
+    save(tmp_path / "tuned", model.decoder, model.params, like=folder)
+    for name, text in texts.items():
+        assert (tmp_path / "tuned" / name).read_text() == text
+    left = {path.name for path in (tmp_path / "tuned").rglob("*") if path.is_file()}
+    assert left == {Path(name).name for name in texts} | {"config.json", "model.safetensors"}
+
+
 def test_missing_shards_are_named(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(FOLDER / "mistral", tmp_path / "m"))
     for number in (2, 5):
@@ -406,13 +494,14 @@ config |= dict(vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hi
 folder = Path({str(tmp_path)!r})
 (folder / "config.json").write_text(json.dumps(config))
 from utio_jax.models.families import FAMILIES, read_config
-from utio_jax.models.huggingface import _names, _stored_shape, _used, flatten
+from utio_jax.core.files import flatten
+from utio_jax.models.stacking import source_names, stored_shape, used_rules
 from utio_jax.models import Transformer, load
 import jax
 decoder = Transformer(read_config(config, source=""))
 shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
-names = [(name, _stored_shape(rule, shapes)) for rule in _used(FAMILIES["llama"].rules, shapes)
-         for name in _names(rule, 24)]
+names = [(name, stored_shape(rule, shapes)) for rule in used_rules(FAMILIES["llama"].rules, shapes)
+         for name in source_names(rule, 24)]
 size, where = 0, {{}}
 for part in range(3):
     tensors = {{name: np.ones(shape, np.float32) for name, shape in names[part::3]}}

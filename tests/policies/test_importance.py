@@ -112,6 +112,15 @@ def test_outlier_is_one_minus_cosine():
         )
 
 
+def test_outlier_of_what_is_no_number_is_none():
+    states = jnp.ones((3, 4)).at[1, 2].set(jnp.nan)
+    np.testing.assert_array_equal(
+        np.isnan(embedding_outlier(states, batch_mean=jnp.ones(4))), [False, True, False]
+    )
+    assert np.isnan(embedding_outlier(jnp.ones((3, 4)), batch_mean=jnp.full(4, jnp.nan))).all()
+    assert np.isnan(embedding_outlier(states)).all(), "the mean of all is no number, either"
+
+
 def test_outlier_without_a_mean_compares_with_all_tokens_of_all_rows():
     _, _, states, _ = example(2, 4)
     mean = np.asarray(states, np.float64).reshape(-1, 6).mean(axis=0)

@@ -363,7 +363,7 @@ def test_files_that_cannot_be_read_are_refused(
 def test_files_that_are_not_there_or_too_many_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ValueError, match="Got: No such file or directory. Measure again: utio-jax"):
+    with pytest.raises(ValueError, match="There is none. Measure again: utio-jax"):
         load_results(tmp_path / "none.json")
     cut = tmp_path / "cut.json"
     cut.write_text('{"command": "bench", "rows": [')

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers.cases import run_dense, run_oracle
 from helpers.models import gated, plain_nll
 
@@ -30,6 +32,38 @@ def test_score_is_the_log_likelihood_of_each_next_token_at_its_depth(tiny: Any) 
     assert not np.asarray(found.log_likelihood)[~np.asarray(found.predicted)].any()
     assert np.asarray(found.predicted).sum() == 20 + 7 + 0
     assert (np.asarray(found.depths)[2, 1:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "match"),
+    [
+        ([[1, 64]], [2], "from 0 to 63, the model's vocabulary. Got 1 to 64"),
+        ([[-1, 3]], [2], "from 0 to 63"),
+        ([[1, 2]], [3], "lengths between 0 and 2. Got 3 to 3"),
+        ([[1] * 129], [2], "rows of at most 128 tokens, the model's context. Got \\(1, 129\\)"),
+    ],
+)
+def test_rows_that_are_no_text_are_refused_where_they_are_known(
+    tiny: Any, ids: list[Any], lengths: list[int], match: str
+) -> None:
+    for make in (np.asarray, jnp.asarray):
+        rows: Any = make(np.asarray(ids, np.int32)), make(np.asarray(lengths, np.int32))
+        with pytest.raises(ValueError, match=match):
+            score(tiny.decoder, tiny.params, rows[0], rows[1], full_depth(tiny.decoder))
+        programs: Any = (score_dense, exit_nll)
+        for plain in programs:
+            with pytest.raises(ValueError, match=match):
+                plain(tiny.decoder, tiny.params, *rows)
+
+
+def test_rows_wider_than_the_context_are_refused_when_traced(tiny: Any) -> None:
+    wide = jax.ShapeDtypeStruct((1, 129), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    policy = (full_depth(tiny.decoder),)
+    programs: Any = ((score_dense, ()), (exit_nll, ()), (score, policy))
+    for program, rest in programs:
+        run = partial(program, tiny.decoder, tiny.params)
+        with pytest.raises(ValueError, match="rows of at most 128 tokens"):
+            jax.eval_shape(run, *wide, *rest)
 
 
 def test_both_full_depth_programs_agree(tiny: Any) -> None:

@@ -18,15 +18,51 @@ from helpers.counting import Counting, count, read_counts
 
 from utio_jax import (
     CapacityPrefix,
+    Entropy,
     History,
     MicroBatches,
     SparseAttention,
+    Thresholded,
     fit_capacities,
     given_depths,
+    score,
     staircase,
 )
 from utio_jax.attention import mixing
 from utio_jax.policies.signals import SignalBase, static
+from utio_jax.staircase.score import score_dense
+
+
+@pytest.mark.parametrize(
+    "executor",
+    [
+        MicroBatches(min_bucket=40, block=200, query_block=40),
+        MicroBatches(min_bucket=131, block=393, query_block=131),
+        MicroBatches(min_bucket=32, block=512),
+        CapacityPrefix(capacities=(75, 25), min_bucket=25),
+        CapacityPrefix(capacities=(50, 25), min_bucket=25),  # Too small: whole rows run.
+        None,
+    ],
+    ids=["200", "393", "512", "prefix", "overflow", "dense"],
+)
+@pytest.mark.parametrize("reads", [False, True])
+def test_all_heads_that_run_are_charged_whatever_the_blocks(
+    tiny: Any, executor: Any, reads: bool
+) -> None:
+    """A head's block holds 128 slots at most: others are split, and may be padded."""
+    decoder, ids = Counting(tiny.decoder.config), tiny.tokens(5, 77)
+    lengths = jnp.asarray([75, 75, 60, 44, 2], jnp.int32)
+    policy: Any = Thresholded(signal=Entropy(), thresholds=jnp.asarray([3.9]), depths=(2, 4))
+    if not reads:
+        policy = given_depths(jnp.full((5, 77), 2).at[:, :25].set(4), depths=(2, 4))
+    if executor is None:
+        run = jax.jit(lambda: score_dense(decoder, tiny.params, ids, lengths))
+    else:
+        run = jax.jit(lambda: score(decoder, tiny.params, ids, lengths, policy, executor=executor))
+    read_counts()
+    found = jax.block_until_ready(run())
+    assert read_counts()["unembed"] == int(np.sum(found.work.heads))
+    assert len(np.unique(found.depths)) > 1
 
 
 def numbers_of(work: Any) -> Any:

@@ -14,13 +14,15 @@ measures on one device for one model: `utio-jax bench` writes them as `profit.js
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from utio_jax.accounting.step_profit import StepRates
+from utio_jax.core.files import load_json, save_json
 from utio_jax.core.flops import TokenCost
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
@@ -183,13 +185,13 @@ def _in_blocks(slots: float, block: int, bucket: int, *, exact: bool) -> tuple[f
 
 
 def fit_rates(stages: Sequence[Stages], seconds: Sequence[float]) -> Rates:
-    """Returns the rates of least squared *relative* error, none negative.
-
-    A rate that comes out negative is dropped, the most negative first, and the rest fitted again.
+    """Returns the rates of least squared *relative* error, none negative (`scipy.optimize.nnls`).
 
     Raises:
       ValueError: no points, or times that are not above 0.
     """
+    from scipy.optimize import nnls  # Passes that are timed need it; those that run do not.
+
     times = np.asarray(seconds, np.float64)
     if not len(stages) or len(stages) != len(times) or not np.all(times > 0):
         raise ValueError(
@@ -200,14 +202,9 @@ def fit_rates(stages: Sequence[Stages], seconds: Sequence[float]) -> Rates:
         np.asarray([[getattr(each, name) for name in _NAMES] for each in stages]) / times[:, None]
     )
     scale = np.abs(table).max(axis=0)
-    kept = [column for column in range(len(_NAMES)) if scale[column] > 0]
-    while kept:
-        found = np.linalg.lstsq(table[:, kept] / scale[kept], np.ones(len(times)), rcond=None)[0]
-        if found.min() >= 0:
-            rates = dict(zip(kept, found / scale[kept], strict=True))
-            return Rates(**{_NAMES[column]: float(rate) for column, rate in rates.items()})
-        kept.remove(kept[int(np.argmin(found))])
-    return Rates()
+    scale = np.where(scale > 0, scale, 1.0)
+    found = nnls(table / scale, np.ones(len(times)))[0] / scale
+    return Rates(**dict(zip(_NAMES, found.tolist(), strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,8 +231,7 @@ class Profit:
 
     def save(self, file: Path) -> None:
         """Writes it as JSON."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        save_json(file, dataclasses.asdict(self))
 
     @classmethod
     def load(cls, file: Path) -> Profit:
@@ -244,17 +240,39 @@ class Profit:
         Raises:
           ValueError: there is no such file, or it holds something else.
         """
-        wanted = f"Wanted the coefficients that `utio-jax bench` writes, in {file}."
+        what, remedy = "the coefficients that `utio-jax bench` writes", "Measure them again."
+        stored = load_json(file, what, strict=True, remedy=remedy)
         try:
-            stored = json.loads(file.read_text())
-            parts = {name: Rates(**stored[name]) for name in ("routed", "full")}
-            steps = tuple(StepRates(**each) for each in stored.get("steps", ()))
-            cost = TokenCost(**stored["cost"])
-            return cls(**{**stored, **parts, "cost": cost, "steps": steps})
-        except OSError as error:
-            raise ValueError(f"{wanted} {error.strerror}.") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{wanted} It cannot be read: {error!r}.") from error
+            parts: dict[str, Any] = {name: Rates(**stored[name]) for name in ("routed", "full")}
+            parts["steps"] = tuple(StepRates(**each) for each in stored.get("steps", ()))
+            parts["cost"] = TokenCost(**stored["cost"])
+            found = cls(**{**stored, **parts})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"Wanted {what} at {file}. It cannot be read: {error!r}. {remedy}"
+            ) from error
+        if wrong := list(_wrong_kinds(found)):
+            raise ValueError(
+                f"Wanted {what} at {file}. These are of another kind: {', '.join(wrong)}. {remedy}"
+            )
+        return found
+
+
+def _wrong_kinds(part: Any, path: str = "") -> Iterator[str]:
+    """Yields the fields of a dataclass that do not hold what they are declared to, by path."""
+    for field in dataclasses.fields(part):
+        value, name = getattr(part, field.name), f"{path}{field.name}"
+        for number, each in enumerate(value if isinstance(value, tuple) else ()):
+            yield from _wrong_kinds(each, f"{name}[{number}].")
+        if dataclasses.is_dataclass(value):
+            yield from _wrong_kinds(value, f"{name}.")
+            continue
+        kinds = {"int": (int,), "float": (int, float), "str": (str,)}.get(str(field.type), (tuple,))
+        good = isinstance(value, kinds) and not isinstance(value, bool)
+        if good and isinstance(value, (int, float)):
+            good = math.isfinite(value) and not (isinstance(part, Rates) and value < 0)
+        if not good:
+            yield f"{name}={value!r}"
 
 
 def predict_seconds(

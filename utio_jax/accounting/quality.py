@@ -60,7 +60,16 @@ class Quality:
         return Quality(**added)
 
     def ledger(self, policy: str, *, budget: float | None, num_layers: int) -> Ledger:
-        """Returns the record's quality and cost; times are left None."""
+        """Returns the record's quality and cost; times are left None.
+
+        Raises:
+          ValueError: nothing was predicted, so that no loss exists.
+        """
+        if not self.predicted:
+            raise ValueError(
+                "Wanted a text in which something is predicted: a document of at least two tokens. "
+                f"Got {self.tokens} tokens that predict nothing. Add text."
+            )
         decided = sum(depth * count for depth, count in self.histogram.items())
         return Ledger(
             policy=policy,

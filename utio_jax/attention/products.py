@@ -115,8 +115,9 @@ def _weights(
     scores = jnp.einsum("...hqd,...khd->...hqk", folded, keys, preferred_element_type=jnp.float32)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    bias = jnp.where(visible, 0.0, _HIDDEN)[..., None, :, None, :]
-    scores = scores.reshape(*lead, num_kv_heads, num_queries, group, num_keys) + bias
+    scores = scores.reshape(*lead, num_kv_heads, num_queries, group, num_keys)
+    # Chosen, not added to: what is hidden may be NaN, see `keys_values_of`.
+    scores = jnp.where(visible[..., None, :, None, :], scores, _HIDDEN)
     scores = scores.reshape(*lead, num_kv_heads, num_queries * group, num_keys)
     # The floor keeps exp(scores - peak) at zero where every key is hidden.
     peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _HIDDEN / 2)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from utio_jax.benchmark.schema import SCHEMA, Row, rounded
+from utio_jax.core.files import load_json, save_json
 
 
 class Recorder:
@@ -99,15 +99,7 @@ class Recorder:
         return rounded({**self._head, "rows": [row.to_dict() for row in self.rows.values()]})
 
     def _write(self) -> None:
-        write_json(self._file, self.to_dict())
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Writes JSON that appears whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    partial.replace(file)
+        save_json(self._file, self.to_dict())
 
 
 _HEAD: dict[str, tuple[type, ...]] = {
@@ -129,18 +121,9 @@ def read_results(file: Path) -> dict[str, Any]:
     Raises:
       ValueError: there is no such file, it is not JSON, or not what this version writes.
     """
-    wanted = f"Wanted results of `utio-jax bench`, schema {SCHEMA}, in {file}."
-    remedy = "Measure again: utio-jax bench."
-
-    def refuse(number: str) -> None:
-        raise ValueError(f"{wanted} Got {number}, which is no JSON. {remedy}")
-
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)
-    except OSError as error:
-        raise ValueError(f"{wanted} Got: {error.strerror}. {remedy}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{wanted} It is not JSON: {error}. {remedy}") from error
+    what, remedy = f"results of `utio-jax bench`, schema {SCHEMA}", "Measure again: utio-jax bench."
+    wanted = f"Wanted {what} at {file}."
+    stored = load_json(file, what, strict=True, remedy=remedy)
     command = stored.get("command", "bench") if isinstance(stored, dict) else "bench"
     if command != "bench":
         raise ValueError(f"{wanted} Got what `utio-jax {command}` printed. {remedy}")

@@ -39,12 +39,12 @@ class HullBootstrap:
           seed: of the draws.
 
         Raises:
-          ValueError: fewer than two documents.
+          ValueError: fewer than five documents.
         """
         documents = len(uniform[-1].nll)
-        if documents < 2:
+        if documents < _FEWEST:
             raise ValueError(
-                "Wanted at least two documents, over which intervals are taken. "
+                f"Wanted at least {_FEWEST} documents, over which intervals are taken. "
                 f"Got {documents}. Add files with --text."
             )
         drawn = np.random.default_rng(seed).multinomial(
@@ -52,47 +52,103 @@ class HullBootstrap:
         )
         # The first draw is the text as it is.
         self._weights = np.concatenate([np.ones((1, documents)), drawn])
-        self._full = self._weights @ uniform[-1].nll
-        self._full_flops = self._weights @ uniform[-1].flops
-        self._points = [self._point(sums) for sums in uniform]
+        self._uniform = tuple(uniform)
 
-    def _point(self, sums: DocumentSums) -> tuple[np.ndarray, np.ndarray]:
-        """Returns `flops_ratio` and loss (% above full depth) in every draw."""
-        ratio = self._weights @ sums.flops / self._full_flops
-        return ratio, 100 * (self._weights @ sums.nll / self._full - 1)
-
-    def hull(self, ratio: np.ndarray) -> np.ndarray:
-        """Returns the lower convex hull at one `flops_ratio` per draw; NaN left of its points.
-
-        That is the lowest of all chords between two of its points.
-        """
-        best = np.full(ratio.shape, np.nan)
-        for (x0, y0), (x1, y1) in itertools.combinations(self._points, 2):
-            share = np.clip((ratio - x0) / (x1 - x0), 0.0, None)
-            chord = y0 + np.minimum(share, 1.0) * (y1 - y0)
-            inside = (ratio >= x0) & ((ratio <= x1) | (x1 == self._points[-1][0]))
-            best = np.where(inside, np.fmin(best, chord), best)
-        return best
+    def _values(self, sums: DocumentSums) -> np.ndarray:
+        """Returns `[document, 2 * (exits + 1)]`: nll and flops of every exit, and of a policy."""
+        return np.stack([x for each in (*self._uniform, sums) for x in (each.nll, each.flops)], 1)
 
     def margins(self, sums: DocumentSums) -> np.ndarray:
         """Returns how far (% of full depth's loss) a policy lies below the hull in every draw.
 
-        The first entry is that of the text as it is. Positive is better than the hull.
+        The first entry is that of the text as it is. Positive is better than the hull; NaN where
+        the policy is cheaper than the cheapest exit.
         """
-        ratio, loss = self._point(sums)
-        return self.hull(ratio) - loss
+        return _margin(self._weights @ self._values(sums))
 
     def interval(self, sums: DocumentSums) -> tuple[float, float, float] | None:
-        """Returns the margin's 2.5 % quantile, itself, and its 97.5 % quantile.
+        """Returns the margin's interval at 95 %: its lower end, the margin, its upper end.
+
+        The margin and its standard error times the 95 % quantile of `|margin of a draw - margin|`
+        over that draw's own standard error (symmetric bootstrap-t, Hall 1988). Standard errors are
+        the infinitesimal jackknife's.
+
+        Simulated, it holds the true margin in so many of 100 texts, of documents whose sizes vary
+        by a factor of ten and whose losses are normal, heavy-tailed (Student's t of 3 degrees) or
+        strongly skewed (log-normal):
+
+            documents                       5           10           29          100
+            normal, heavy, skewed     95 97 87     94 96 83     96 96 88     95 96 93
+            quantiles of margins      83 82 73     88 88 77     92 93 84     95 94 91
+
+        So a skewed text of few documents is covered less often than is said.
 
         None if the policy is cheaper than the cheapest exit, in the text or in some draw.
         """
-        margins = self.margins(sums)
+        values = self._values(sums)
+        totals = self._weights @ values
+        margins = _margin(totals)
         if np.isnan(margins).any():
             return None
-        low, high = np.quantile(margins[1:], [0.025, 0.975])
-        return float(low), float(margins[0]), float(high)
+        # What each document's weight adds to the margin, in every draw: by the chain rule.
+        influence = _slopes(totals) @ values.T
+        count = len(values)
+        errors = np.sqrt((self._weights * influence**2).sum(axis=1) * count / (count - 1))
+        moved = np.abs(margins - margins[0])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # A draw of one document alone has no error: it is infinitely far off, if at all.
+            studentised = np.where(moved > 0, moved / errors, 0.0)
+        reach = float(np.quantile(studentised[1:], 0.95, method="higher")) * float(errors[0])
+        reach = 0.0 if errors[0] == 0 else reach  # All documents say the same.
+        return float(margins[0]) - reach, float(margins[0]), float(margins[0]) + reach
 
     def ratio(self, sums: DocumentSums) -> float:
         """Returns a policy's `flops_ratio` on the text as it is."""
-        return float(self._point(sums)[0][0])
+        return float(sums.flops.sum() / self._uniform[-1].flops.sum())
+
+
+_FEWEST = 5
+
+
+def hull_of(points: Sequence[tuple[np.ndarray, np.ndarray]], ratio: np.ndarray) -> np.ndarray:
+    """Returns the lower convex hull at one `flops_ratio` per draw; NaN left of its points.
+
+    That is the lowest of all chords between two of its points.
+
+    Args:
+      points: `flops_ratio` and loss of each, `[draw]`; the dearest is last.
+      ratio: where the hull is read, `[draw]`.
+    """
+    best = np.full(ratio.shape, np.nan)
+    for (x0, y0), (x1, y1) in itertools.combinations(points, 2):
+        share = np.clip((ratio - x0) / (x1 - x0), 0.0, None)
+        chord = y0 + np.minimum(share, 1.0) * (y1 - y0)
+        inside = (ratio >= x0) & ((ratio <= x1) | (x1 == points[-1][0]))
+        best = np.where(inside, np.fmin(best, chord), best)
+    return best
+
+
+def _margin(totals: np.ndarray) -> np.ndarray:
+    """Returns margins `[draw]` of sums `[draw, 2 * (exits + 1)]`, see `HullBootstrap._values`."""
+    nll, flops = totals[:, 0::2], totals[:, 1::2]
+    # Full depth is the last exit, the policy is behind it.
+    loss, ratio = 100 * (nll / nll[:, -2:-1] - 1), flops / flops[:, -2:-1]
+    points = [(ratio[:, index], loss[:, index]) for index in range(nll.shape[1] - 1)]
+    return hull_of(points, ratio[:, -1]) - loss[:, -1]
+
+
+def _slopes(totals: np.ndarray) -> np.ndarray:
+    """Returns the margin's slope by each sum, `[draw, sum]`, by differences.
+
+    One-sided where the other side has no margin: at the cheapest exit itself.
+    """
+    here, slopes = _margin(totals), []
+    for column in range(totals.shape[1]):
+        step = np.maximum(1e-6 * np.abs(totals[:, column]), 1e-12)
+        sides = []
+        for sign in (1, -1):
+            moved = totals.copy()
+            moved[:, column] += sign * step
+            sides.append(sign * (_margin(moved) - here) / step)
+        slopes.append(np.nanmean(sides, axis=0))
+    return np.stack(slopes, axis=1)

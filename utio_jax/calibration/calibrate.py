@@ -30,6 +30,8 @@ from utio_jax.staircase.microbatches import MicroBatches
 BUDGETS = (0.5, 0.6, 0.75, 0.9)
 """The `flops_ratio`s that policies are fitted for by default."""
 
+_LEAST = 512  # Below, a gate's weights outnumber what they are fitted to by far.
+
 POLICIES = ("learned", "utio_surrogate")
 """The policies that are fitted by default; `utio_jax.calibration.gates.SIGNALS` lists all."""
 
@@ -64,13 +66,15 @@ def calibrate(
       executor: how passes will run; padding is part of the budget.
       mesh: splits the rows of every pass over its axis "data".
       seed: of the gates.
-      done: an interrupted calibration of the same model and text: policies that it holds are kept.
+      done: an interrupted calibration of the same model, text and goal: policies that it holds are
+        kept. One of another goal is refused and not fitted again: what is asked for would be mixed
+        with what once was.
       keep: called with all that is fitted so far, after each policy.
       progress: called with what happens next.
 
     Raises:
-      ValueError: the model has no early exit, a name is unknown, no policy reaches the goal, or
-        `done` is of something else.
+      ValueError: the model has no early exit, a name is unknown, there is too little text, no
+        policy reaches the goal, or `done` is of something else.
     """
     say = progress if progress is not None else lambda _: None
     unknown = [name for name in policies if name not in SIGNALS]
@@ -85,7 +89,13 @@ def calibrate(
         "seed": seed,
         "width": batches[0].token_ids.shape[1],
         "tokens": int(sum(study.predicted.sum() for study in studies)),
+        "goal": goal.asked(),
     }
+    if info["tokens"] < _LEAST:
+        raise ValueError(
+            f"Wanted at least {_LEAST} predicted tokens to fit policies to. Got {info['tokens']}. "
+            "Add text."
+        )
     fitted = Calibration(
         entries={}, signals={}, info={**info, "goals": {}, "rank_correlation_kl": {}}
     )
@@ -124,7 +134,7 @@ def calibrate(
     return fitted
 
 
-def _correlations(search: ThresholdSearch, signal: Any) -> dict[str, float]:
+def _correlations(search: ThresholdSearch, signal: Any) -> dict[str, float | None]:
     """Returns, per exit, the rank correlation of a signal's scores with sqrt(KL to full depth)."""
     exits = search.exits
     root = np.sqrt(predicted_tokens(search.studies, [study.kl for study in search.studies]))
@@ -133,5 +143,5 @@ def _correlations(search: ThresholdSearch, signal: Any) -> dict[str, float]:
     for index, depth in enumerate(exits[:-1]):
         finite = np.isfinite(scores[index])
         correlation = rank_correlation(scores[index][finite], root[index][finite])
-        found[str(depth)] = round(correlation, 4)
+        found[str(depth)] = None if correlation is None else round(correlation, 4)
     return found

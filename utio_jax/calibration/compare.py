@@ -46,10 +46,11 @@ class ComparisonRow:
     Attributes:
       ledger: quality and cost; times are None.
       hull_margin_pct: how far the loss lies below the hull of uniform exits at equal FLOPs, in % of
-        the loss at full depth, between the 2.5 and 97.5 % quantiles over drawn documents; positive
-        is better. None for uniform exits, and for what is cheaper than the cheapest.
+        the loss at full depth, between the ends of its 95 % interval over documents, see
+        `HullBootstrap.interval`; positive is better. None for uniform exits, and for what is
+        cheaper than the cheapest.
       rank_correlation_kl: Spearman's, of the score at the first boundary in use with sqrt(KL to
-        full depth) there; None where nothing is scored.
+        full depth) there; None where nothing is scored, or all the same.
       rank_correlation_depth: the same with the needed depth, the earliest exit from which on the
         most probable token is full depth's.
       oracle_recovered: the share of `oracle_kl`'s advantage over the hull at equal FLOPs that the
@@ -109,7 +110,7 @@ def compare(
       progress: called with what happens next.
 
     Raises:
-      ValueError: fewer than two documents, a model without exits, or budgets that no policy has.
+      ValueError: fewer than five documents, a model without exits, or budgets that no policy has.
     """
     say = progress if progress is not None else lambda _: None
     known = sorted({budget for fitted in calibration.entries.values() for budget in fitted})
@@ -269,8 +270,6 @@ class _Correlations:
             ),
         )[0]
         finite = np.isfinite(scores)
-        if np.ptp(scores[finite]) == 0:  # Nothing has been seen yet, as for patience.
-            return None, None
         root = self.root[exits.index(depths[0])]
         return (
             rank_correlation(scores[finite], root[finite]),

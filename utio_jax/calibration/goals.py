@@ -37,6 +37,10 @@ class Goal(Protocol):
         """
         ...
 
+    def asked(self) -> dict[str, Any]:
+        """Returns what is asked for, JSON-ready: calibrations of equal answers can be mixed."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budgets:
@@ -49,6 +53,9 @@ class Budgets:
             raise ValueError(
                 f"Wanted budgets above 0, at most 1: shares of a full pass. Got {self.budgets}."
             )
+
+    def asked(self) -> dict[str, Any]:
+        return {"budgets": list(self.budgets)}
 
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
@@ -83,6 +90,9 @@ class MaxLoss:
                 f"Wanted a max_nll_increase_pct above 0, in %. Got {self.nll_increase_pct}."
             )
 
+    def asked(self) -> dict[str, Any]:
+        return {"max_nll_increase_pct": self.nll_increase_pct}
+
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
     ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
@@ -116,12 +126,17 @@ class MaxDisagreement:
 
     Disagreement is the share of predicted tokens whose most probable token is not full depth's.
     The promise of `utio_jax.calibration.risk.control`: over the draw of the documents, what is
-    chosen breaks the bound with a probability of at most `1 - confidence`.
+    chosen breaks the bound with a probability of at most `1 - confidence`. Several policies are
+    tested on the same documents, and the cheapest is what anybody picks: the one whose test was
+    luckiest, perhaps. So the promise is one for all of them: each is tested at `1 - confidence`
+    over `policies` (Bonferroni).
 
     Attributes:
       max_disagreement: the bound, in (0, 1).
       confidence: in (0, 1).
-      documents: token ids of documents on which nothing was fitted.
+      documents: token ids of documents on which nothing was fitted, nor on copies of them, see
+        `utio_jax.calibration.risk.split_documents`.
+      policies: how many are fitted to this goal, of which one may be picked by its result.
       rows: per pass.
       seed: of the order of the documents.
     """
@@ -129,17 +144,28 @@ class MaxDisagreement:
     max_disagreement: float
     confidence: float
     documents: Sequence[np.ndarray]
+    policies: int = 1
     rows: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.policies < 1:
+            raise ValueError(f"Wanted a goal for at least 1 policy. Got policies={self.policies}.")
         kept = tuple(ids for ids in self.documents if len(ids) > _MIN_PREDICTED)
         object.__setattr__(self, "documents", kept)
         check_units(
             len(set(group_near_duplicates(kept).tolist())),
             max_risk=self.max_disagreement,
             confidence=self.confidence,
+            looks=self.policies,
         )
+
+    def asked(self) -> dict[str, Any]:
+        return {
+            "max_disagreement": self.max_disagreement,
+            "confidence": self.confidence,
+            "policies": self.policies,
+        }
 
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
@@ -162,6 +188,7 @@ class MaxDisagreement:
             risks_of_groups(risks, tokens, groups),
             max_risk=self.max_disagreement,
             confidence=self.confidence,
+            looks=self.policies,
             seed=self.seed,
         )
         # What a threshold could save if its mean on this very sample were all that is asked.
@@ -169,6 +196,7 @@ class MaxDisagreement:
         record = {
             "max_disagreement": self.max_disagreement,
             "confidence": self.confidence,
+            "policies": self.policies,
             "documents": result.units,
             "candidates": {
                 str(ratio): {"mean": round(mean, 5), "p_value": float(f"{p:.3g}")}

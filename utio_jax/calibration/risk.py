@@ -43,7 +43,9 @@ class Result:
     needed: int
 
 
-def control(risks: np.ndarray, *, max_risk: float, confidence: float, seed: int = 0) -> Result:
+def control(
+    risks: np.ndarray, *, max_risk: float, confidence: float, looks: int = 1, seed: int = 0
+) -> Result:
     """Returns the cheapest candidate whose mean risk is at most `max_risk`, at a confidence.
 
     Learn-then-Test (Angelopoulos et al. 2021, arXiv 2110.01052) by fixed-sequence testing: the
@@ -56,6 +58,9 @@ def control(risks: np.ndarray, *, max_risk: float, confidence: float, seed: int 
         these units, nor may the candidates.
       max_risk: the bound, in (0, 1).
       confidence: in (0, 1).
+      looks: how many times these units are asked, each for candidates of its own, of which one may
+        be picked by what comes out: each is tested at the level (1 - confidence) / looks, so that
+        all promises hold at once with that confidence.
       seed: of the order in which units are bet on. Trying several voids the promise.
 
     Raises:
@@ -67,7 +72,7 @@ def control(risks: np.ndarray, *, max_risk: float, confidence: float, seed: int 
             f"Give one row per candidate, safest first."
         )
     units = risks.shape[1]
-    needed = check_units(units, max_risk=max_risk, confidence=confidence)
+    needed = check_units(units, max_risk=max_risk, confidence=confidence, looks=looks)
     if not ((risks >= 0) & (risks <= 1)).all():
         raise ValueError(
             f"Wanted risks from 0 to 1. Got {risks.min()} to {risks.max()}. Give shares of "
@@ -75,7 +80,7 @@ def control(risks: np.ndarray, *, max_risk: float, confidence: float, seed: int 
         )
     order = np.random.default_rng(seed).permutation(units)
     p_values = _p_values(risks[:, order], max_risk)
-    kept = [*(p_values <= 1 - confidence), False].index(False)
+    kept = [*(p_values <= (1 - confidence) / looks), False].index(False)
     return Result(
         chosen=kept - 1 if kept else None,
         p_values=tuple(p_values.tolist()),
@@ -85,23 +90,24 @@ def control(risks: np.ndarray, *, max_risk: float, confidence: float, seed: int 
     )
 
 
-def check_units(units: int, *, max_risk: float, confidence: float) -> int:
+def check_units(units: int, *, max_risk: float, confidence: float, looks: int = 1) -> int:
     """Returns `units_needed`, once it is known that there are as many.
 
     Raises:
       ValueError: there are fewer.
     """
-    needed = units_needed(max_risk, confidence)
+    needed = units_needed(max_risk, confidence, looks)
     if units < needed:
+        several = f" for each of {looks} policies" if looks > 1 else ""
         raise ValueError(
             f"Wanted at least {needed} documents for max_disagreement={max_risk} at confidence "
-            f"{confidence}, near-duplicates counted once. Got {units}. Give more text with --text, "
-            f"or ask for less."
+            f"{confidence}{several}, near-duplicates counted once. Got {units}. Give more text "
+            f"with --text, or ask for less{' or for fewer policies' if several else ''}."
         )
     return needed
 
 
-def units_needed(max_risk: float, confidence: float) -> int:
+def units_needed(max_risk: float, confidence: float, looks: int = 1) -> int:
     """Returns the fewest units with which a candidate can be chosen, even if its risks are all 0.
 
     Raises:
@@ -113,14 +119,15 @@ def units_needed(max_risk: float, confidence: float) -> int:
                 f"Wanted {name} between 0 and 1, both excluded. Got {value}. Use for example "
                 f"max_disagreement=0.05 at confidence=0.95."
             )
-    # Nobody's bet gains more than a factor of 1 + max_risk per unit.
-    least = math.ceil(-math.log(1 - confidence) / math.log1p(max_risk))
+    # No bet gains more than a factor of 1 + max_risk per unit.
+    level = (1 - confidence) / looks
+    least = math.ceil(-math.log(level) / math.log1p(max_risk))
     counts = range(least, 2 * least + 10)
     return counts[
         bisect.bisect_left(
             counts,
             True,
-            key=lambda units: bool(_p_values(np.zeros((1, units)), max_risk)[0] <= 1 - confidence),
+            key=lambda units: bool(_p_values(np.zeros((1, units)), max_risk)[0] <= level),
         )
     ]
 
@@ -151,7 +158,9 @@ def group_near_duplicates(
 
     Documents are joined, also through others, where the Jaccard similarity of their sets of
     8-grams (all of a shorter document) reaches `similarity`. A third is what two documents of one
-    length have that share half their 8-grams: copies with up to 8 % of the tokens changed.
+    length have that share half their 8-grams: copies with up to 8 % of the tokens changed. The time
+    is nearly in proportion to the text: of members of a group that share a shingle, the first eight
+    are looked at.
 
     Args:
       documents: token ids.
@@ -169,29 +178,96 @@ def group_near_duplicates(
             raise ValueError(
                 f"Wanted documents of at least one token. Document {index} is empty. Leave it out."
             )
-    count = len(documents)
-    groups = np.arange(count)
-    if not count:
-        return groups
     sets = [_shingles(document) for document in documents]
-    sizes = np.asarray([len(shingles) for shingles in sets], np.int64)
-    shingles = np.concatenate(sets)
-    order = np.argsort(shingles, kind="stable")
-    shingles, owners = shingles[order], np.repeat(groups, sizes)[order]
-    # A shingle's owners are neighbours now, in order: pairs of owners lie 1, 2, ... entries apart.
-    shared = np.zeros(count * count, np.int64)
-    first = np.arange(len(shingles))
-    for apart in range(1, count):
-        first = first[first + apart < len(shingles)]
-        first = first[shingles[first] == shingles[first + apart]]
-        if not len(first):
-            break
-        shared += np.bincount(owners[first] * count + owners[first + apart], minlength=count**2)
-    shared = shared.reshape(count, count)
-    for a, b in np.argwhere(shared >= similarity * (sizes[:, None] + sizes - shared)):
-        low, high = sorted((groups[a], groups[b]))
-        groups[groups == high] = low
-    return np.unique(groups, return_inverse=True)[1]
+    ordered, alone = _rarest_first(sets)
+    parent = list(range(len(sets)))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = index = parent[parent[index]]
+        return index
+
+    # Two sets of that similarity share a shingle among the rarest of each (prefix filtering,
+    # Chaudhuri et al. 2006): what all have, as a header, is common and comes last. Small sets
+    # first, so that a shorter prefix of each will do where it is looked for by larger ones.
+    owners: dict[int, set[int]] = {}
+    for number in sorted(range(len(sets)), key=lambda index: len(sets[index])):
+        mine, size = ordered[number], len(sets[number])
+        # Those that no other set has, the first of all, need not be looked for.
+        first = int(np.searchsorted(mine, alone))
+        looked_for = mine[first : size - _least(similarity * size) + 1].tolist()
+        known = set[int]().union(*(owners[each] for each in looked_for if each in owners))
+        for other in sorted(known):
+            if root(other) != root(number) and _alike(sets[other], sets[number], similarity):
+                low, high = sorted((root(other), root(number)))
+                parent[high] = low
+        mates = {other for other in known if root(other) == root(number)}
+        kept = size - _least(2 * similarity / (1 + similarity) * size) + 1
+        for shingle in mine[first:kept].tolist():
+            listed = owners.setdefault(shingle, set())
+            # Of a group a few stand for all that own a shingle: else a header that is most of many
+            # documents would make as many pairs as there are.
+            if len(listed & mates) < _STAND_INS:
+                listed.add(number)
+    roots = np.asarray([root(index) for index in range(len(sets))], np.int64)
+    return np.unique(roots, return_inverse=True)[1]
+
+
+_STAND_INS = 8
+
+
+def _least(overlap: float) -> int:
+    """Returns the least whole number that is at least `overlap`, rounding errors apart."""
+    return max(1, math.ceil(overlap - 1e-9))
+
+
+def _alike(first: np.ndarray, second: np.ndarray, similarity: float) -> bool:
+    """Returns whether two sorted sets have that Jaccard similarity."""
+    if min(len(first), len(second)) < similarity * max(len(first), len(second)) - 1e-9:
+        return False
+    shared = len(np.intersect1d(first, second, assume_unique=True))
+    return shared >= similarity * (len(first) + len(second) - shared)
+
+
+def _rarest_first(sets: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:
+    """Returns each set by its shingles' ranks, those that few sets have first, in order.
+
+    And how many of the ranks are of shingles that one set alone has.
+    """
+    if not sets:
+        return [], 0
+    names, where, counts = np.unique(np.concatenate(sets), return_inverse=True, return_counts=True)
+    place = np.empty(len(names), np.int64)
+    place[np.lexsort((names, counts))] = np.arange(len(names))
+    ends = np.cumsum([len(each) for each in sets])
+    ranks = [np.sort(part) for part in np.split(place[where], ends[:-1])]
+    return ranks, int((counts == 1).sum())
+
+
+def split_documents(
+    documents: Sequence[np.ndarray], *, seed: int = 0
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns two halves of the documents, drawn at random; copies stay on one side.
+
+    Near-duplicates of what policies were fitted to pass any test with ease, and say nothing of
+    other text.
+
+    Args:
+      documents: token ids, none empty.
+      seed: of the draw.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(group_near_duplicates(documents).tolist()):
+        members.setdefault(group, []).append(index)
+    order = np.random.default_rng(seed).permutation(len(members)).tolist()
+    first: list[int] = []
+    for group in order:  # As near to one half as whole groups come.
+        wider = len(first) + len(members[group])
+        if abs(2 * wider - len(documents)) < abs(2 * len(first) - len(documents)):
+            first += members[group]
+    chosen = set(first)
+    rest = [document for index, document in enumerate(documents) if index not in chosen]
+    return [documents[index] for index in first], rest
 
 
 def _shingles(document: np.ndarray) -> np.ndarray:

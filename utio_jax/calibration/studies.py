@@ -31,7 +31,8 @@ class ExitStudy:
     Attributes:
       batch: the text.
       predicted: `[batch, token]`, where a next token exists; only these count.
-      states: `[exit, batch, token, dim]`, float16 to save memory; all exits but the last.
+      states: `[exit, batch, token, dim]`; all exits but the last. In float16 to save memory, in
+        float32 where one is too large for it.
       kl: `[exit, batch, token]`, KL(full || exit) in nats; 0 at the last exit.
       harm: the same shape, how much more the true next token costs there than at full depth, nats.
       differs: the same shape, whether the most probable token is not full depth's.
@@ -74,7 +75,7 @@ def exit_statistics(
     found = map_head(decoder, params, compare, *flat((full, labels, *states)))
     found = jax.tree.map(lambda y: jnp.moveaxis(y.reshape(*ids.shape, -1), -1, 0), found)
     return {
-        "states": jnp.stack(states).astype(jnp.float16),
+        "states": jnp.stack(states).astype(jnp.float32),
         "kl": jnp.maximum(found["kl"], 0.0),
         "harm": found["nll"] - found["nll_full"],
         "differs": ~found["agree"],
@@ -99,7 +100,8 @@ def study_exits(
       progress: called after every batch.
 
     Raises:
-      ValueError: the model has no exit before its last layer, or the text predicts nothing.
+      ValueError: the model has no exit before its last layer, its states are not finite, or the
+        text predicts nothing.
     """
     exits = decoder.config.exits
     if len(exits) < 2:
@@ -117,7 +119,8 @@ def study_exits(
         seen = exit_statistics(decoder, params, ids, lengths, mesh=here)
         if progress is not None:
             progress()
-        return {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
+        found = {name: np.asarray(value)[:, : len(batch.lengths)] for name, value in seen.items()}
+        return found | {"states": _compact(found["states"], batch, number)}
 
     def same() -> str:
         return digest([vars(batch) for batch in batches], repr(decoder.config))
@@ -135,6 +138,23 @@ def study_exits(
     if not any(study.predicted.any() for study in found):
         raise ValueError("Wanted a text with predicted tokens. Got none.")
     return found
+
+
+def _compact(states: np.ndarray, batch: Batch, number: int) -> np.ndarray:
+    """Returns states in float16 if it holds those of all tokens, else as they are; 0 for padding.
+
+    Raises:
+      ValueError: a token's state is not finite.
+    """
+    real = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None]
+    states = np.where(real[None, :, :, None], states, np.float32(0))
+    largest = np.abs(states).max(initial=0.0)
+    if not np.isfinite(largest):
+        raise ValueError(
+            f"Wanted finite states at every exit. Got NaN or infinities in batch {number} of the "
+            "text. Load the model in float32 or bfloat16, whose range is larger than float16's."
+        )
+    return states.astype(np.float16) if largest <= np.finfo(np.float16).max else states
 
 
 def predicted_tokens(studies: Sequence[ExitStudy], arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -234,7 +254,14 @@ def collect(
     return jnp.stack(scores)
 
 
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Returns Spearman's rank correlation; ties get arbitrary ranks."""
-    first, second = (np.argsort(np.argsort(values)).astype(np.float64) for values in (a, b))
-    return float(np.corrcoef(first, second)[0, 1])
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Returns Spearman's rank correlation, tied values sharing their mean rank.
+
+    None where it is not defined: fewer than two values, all of one side equal, or NaN among them.
+    """
+    from scipy.stats import spearmanr  # A second to import, which passes have no use for.
+
+    if len(a) < 2 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    found: Any = spearmanr(a, b)
+    return float(found.statistic) if np.isfinite(found.statistic) else None

@@ -29,16 +29,18 @@ class Calibrate(OfWindows):
       budget: target flops_ratios. By default 0.5, 0.6, 0.75 and 0.9.
       max_nll_increase_pct: instead of budgets, least cost within this loss over full depth, in %.
       max_disagreement: instead of budgets, least cost with at most this share of most probable
-        tokens that differ from full depth's, promised by risk control on half of the documents.
-      confidence: of that promise.
+        tokens that differ from full depth's, promised by risk control on half of the documents,
+        near-copies kept together.
+      confidence: of that promise, for all policies at once: pick the cheapest.
       text: text files; by default the calibrate split of this Python's standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
         half of the documents; the policies get the other half. Written beside --out.
       seed: of the gates, and of the halves.
-      out: JSON file to write, its weights beside it; policies.json in the model's folder by
-        default.
-      resume: keep the policies that an interrupted run has written to --out.
+      out: JSON file to write, its weights beside it; by default policies.json in the model's
+        folder, or NAME.policies.json beside its NAME.gguf.
+      resume: keep the policies that an interrupted run has written to --out; of the same text and
+        goal alone.
     """
 
     policy: tuple[str, ...] = ("learned", "utio_surrogate")
@@ -59,6 +61,7 @@ class Calibrate(OfWindows):
         from utio_jax.calibration.calibrate import BUDGETS, calibrate
         from utio_jax.calibration.gates import SIGNALS
         from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
+        from utio_jax.calibration.risk import split_documents
         from utio_jax.devices.processes import check_same
         from utio_jax.policies.store import calibration_file, load_calibration
 
@@ -87,19 +90,21 @@ class Calibrate(OfWindows):
         check_same(mesh, [model.sha256, documents], what="model and text")
         before = None
         if self.fit_lens:
-            first, documents = _halves(documents, self.seed)
+            first, documents = split_documents(documents, seed=self.seed)
             model, before = self._read_through_lens(model, first, documents, described, out, say)
         config = model.decoder.config
+        policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
         goal: Goal = Budgets(budgets=self.budget or BUDGETS)
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
         elif self.max_disagreement is not None:
             # Thresholds come from one half, the promise from the other.
-            documents, rest = _halves(documents, self.seed)
+            documents, rest = split_documents(documents, seed=self.seed)
             goal = MaxDisagreement(
                 max_disagreement=self.max_disagreement,
                 confidence=self.confidence,
                 documents=rest,
+                policies=len(policies),
                 seed=self.seed,
             )
         done = None
@@ -111,7 +116,7 @@ class Calibrate(OfWindows):
             _windows(documents, config),
             model_sha256=model.sha256,
             text=described,
-            policies=tuple(SIGNALS) if self.policy == ("all",) else self.policy,
+            policies=policies,
             goal=goal,
             seed=self.seed,
             done=done,
@@ -151,7 +156,8 @@ class Calibrate(OfWindows):
         from utio_jax.core.lens import lens_file, save_lens
         from utio_jax.staircase.score import exit_nll
 
-        file, config = lens_file(out.parent), model.decoder.config
+        file = lens_file(model.folder if self.out is None else out.parent)
+        config = model.decoder.config
         if not (self.resume and file.is_file()):
             lens = fit_lens(
                 model.decoder,
@@ -179,14 +185,6 @@ class Calibrate(OfWindows):
 
 
 _UNTOUCHED = 4  # Batches on which exits are read without the lens, for comparison.
-
-
-def _halves(documents: list[np.ndarray], seed: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Returns one half of the documents, drawn at random, and the other."""
-    order = np.random.default_rng(seed).permutation(len(documents))
-    half = len(documents) // 2
-    first, rest = ([documents[index] for index in part] for part in (order[:half], order[half:]))
-    return first, rest
 
 
 def _windows(documents: list[np.ndarray], config: DecoderConfig) -> list[Batch]:

@@ -10,59 +10,28 @@ from typing import Any
 
 import tyro
 
-from utio_jax.cli.options import OfModel, calibration_of, policy_named, progress_bar
-
-_DRAFTS = 4
+from utio_jax.cli.modes import OfDecoding
+from utio_jax.cli.options import progress_bar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(OfModel):
+class Generate(OfDecoding):
     """Continues prompts; the text is coloured by depth, and timed against plain decoding.
 
     Attributes:
       prompts: texts to continue, decoded as one batch.
-      enable_utio: decode with a depth per token; without it the plain model decodes.
-      lossless: the plain model's own tokens, drafted at shallow exits. Implies --enable-utio.
-      kv: what later tokens see of a shallow one: propagate, drop or full. By default propagate.
-      policy: who stops early: uniform, random, or one that the calibration holds. By default
-        learned.
-      budget: target flops_ratio of a fitted policy. By default 0.6, or the only one.
-      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
-      depth: layers, for uniform.
-      throttle: tokens that score at most this read a compact history instead of all of it; inf for
-        all. In the unit of the policy's scores, or of the learned gate's where it has none.
-      sparse_prompt: prompt tokens that score at most this attend to the history alone, from the
-        policy's first depth on; inf for all. In the unit of --throttle.
-      route_prompt: prompt tokens, too, stop where the policy says.
-      history: of throttled and sparse tokens: how many recent ones they see, first ones, and ones
-        between that got most attention. By default 98 4 0.
+      chat: each prompt is a user's message, to be answered by the model's own chat template.
       profit: a profit.json that `utio-jax bench` measured here; where it predicts that a depth per
         token does not pay at this many prompts, the plain model runs, and `fallbacks` says so.
       max_new_tokens: new tokens per prompt at most.
-      temperature: 0 takes the most probable token, always; above it tokens are drawn.
-      top_p: draws among the most probable tokens that reach this probability together.
-      seed: of the draws.
       stop: a string that ends the text before itself. May be given several times.
       rounds: timed turns.
     """
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    enable_utio: bool = False
-    lossless: bool = False
-    kv: str | None = None
-    policy: str | None = None
-    budget: float | None = None
-    calibration: Path | None = None
-    depth: int | None = None
-    throttle: float | None = None
-    sparse_prompt: float | None = None
-    route_prompt: bool = False
-    history: tuple[int, int] | None = None
+    chat: bool = False
     profit: Path | None = None
     max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_p: float | None = None
-    seed: int = 0
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     rounds: int = 3
 
@@ -75,8 +44,8 @@ class Generate(OfModel):
 
         if not self.prompts:
             raise ValueError("Wanted at least one prompt. Got none.")
-        model, sampling = self.load(), self._sampling()
-        mode, prefill, budget = self._mode(model)
+        model, sampling = self.load(), self.sampling()
+        mode, prefill, budget = self.decoding_mode(model)
         fallbacks = dict[str, int]()
         if self.profit is not None:
             reason = self._no_profit(model, self.profit)
@@ -86,7 +55,7 @@ class Generate(OfModel):
         mode.check(model.decoder)
         if prefill is not None:
             prefill.check(model.decoder, kv=mode.prompt_kv)
-        prompts = model.encode(list(self.prompts))
+        prompts, eos_ids = self._encoded(model)
         modes = {"plain": Plain(), mode.name: mode}
         with progress_bar((len(modes) + 1) * (self.rounds + 1), "decoding") as step:
             measured = measure_modes(
@@ -105,6 +74,7 @@ class Generate(OfModel):
                     sampling=sampling,
                     max_new_tokens=self.max_new_tokens,
                     seeds=self.seed,
+                    eos_ids=eos_ids,
                 ),
                 sampling=sampling,
                 budgets={} if budget is None else {mode.name: budget},
@@ -137,6 +107,15 @@ class Generate(OfModel):
             **measured.to_dict(),
         }
 
+    def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...]]:
+        """Returns the prompts' token ids, and the tokens that end what follows them."""
+        from utio_jax.models.chat import encode_chat, turn_ends
+
+        if not self.chat:
+            return model.encode(list(self.prompts)), model.decoder.config.eos_ids
+        asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
+        return [encode_chat(model, messages) for messages in asked], turn_ends(model)
+
     def _no_profit(self, model: Any, file: Path) -> str | None:
         """Returns why the policy is predicted not to pay for these prompts, None where it is."""
         from utio_jax.accounting.guardrails import check_decoding
@@ -156,7 +135,7 @@ class Generate(OfModel):
                 f"nothing else changed. Got {', '.join(given) or 'no --enable-utio'}. Leave out "
                 "one or the other."
             )
-        policy, _, fractions = self._policy(model)
+        policy, _, fractions = self.named_policy(model)
         if fractions is None:
             raise ValueError(
                 "Wanted a calibrated policy with --profit: it foretells from the depths that a "
@@ -170,130 +149,6 @@ class Generate(OfModel):
             fractions=fractions,
             profit=Profit.load(file),
         )
-
-    def _policy(self, model: Any) -> Any:
-        """Returns the policy, its budget, and the shares of its depths."""
-        return policy_named(
-            model,
-            "learned" if self.policy is None else self.policy,
-            budget=self.budget,
-            depth=self.depth,
-            calibration=self.calibration,
-        )
-
-    def _mode(self, model: Any) -> tuple[Any, Any, float | None]:
-        """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
-        from utio_jax.decoding.adaptive import Adaptive
-        from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.drafting import Controller
-        from utio_jax.decoding.lossless import Lossless
-        from utio_jax.decoding.prefill import Prefill
-        from utio_jax.policies.depth import never_stops
-        from utio_jax.staircase.reference import check_kv
-
-        routing = {
-            "--policy": self.policy,
-            "--budget": self.budget,
-            "--depth": self.depth,
-            "--calibration": self.calibration,
-            "--throttle": self.throttle,
-            "--sparse-prompt": self.sparse_prompt,
-            "--route-prompt": self.route_prompt or None,
-            "--history": self.history,
-        }
-        given = [name for name, value in routing.items() if value is not None]
-        if self.lossless:
-            if given:
-                raise ValueError(
-                    "Wanted --lossless without a policy or a throttle: every token runs at full "
-                    f"depth and over the whole history in the end. Got {', '.join(given)}. Leave "
-                    "out one or the other."
-                )
-            if self.kv not in (None, "full"):
-                raise ValueError(
-                    "Wanted --kv full with --lossless, which drafts with the full model's layers "
-                    f"and K/V. Got --kv {self.kv}. Leave it out, or use --enable-utio."
-                )
-            return Lossless(controller=Controller(), max_draft=_DRAFTS), None, None
-        if not self.enable_utio:
-            if given or self.kv is not None:
-                named = [*given, *(["--kv"] if self.kv is not None else [])]
-                raise ValueError(
-                    f"Wanted --enable-utio with {', '.join(named)}: the plain model has no use "
-                    "for it. Add --enable-utio."
-                )
-            return Plain(), None, None
-        kv: Any = "propagate" if self.kv is None else self.kv
-        check_kv(kv)
-        policy, budget, _ = self._policy(model)
-        throttle = attention = None
-        if self.throttle is not None or self.sparse_prompt is not None:
-            policy, signal = self._scored(model, policy)
-            throttle, attention = self._spared(policy, signal)
-        elif self.history is not None:
-            raise ValueError(
-                "Wanted --throttle or --sparse-prompt with --history: who shall see no more than "
-                "that? For example: --throttle 0.5, or --throttle inf for all."
-            )
-        mode = Adaptive(policy=policy, kv=kv, throttle=throttle)
-        if attention is None and not self.route_prompt:
-            return mode, None, budget
-        if not self.route_prompt:
-            policy = never_stops((*policy.depths[:-1], model.decoder.config.num_layers))
-        return mode, Prefill(policy=policy, attention=attention), budget
-
-    def _spared(self, policy: Any, signal: Any) -> tuple[Any, Any]:
-        """Returns the throttle and the prompts' attention, None where not asked for."""
-        import jax.numpy as jnp
-
-        from utio_jax.attention.history import History
-        from utio_jax.decoding.throttle import Throttle
-        from utio_jax.staircase.sparse import SparseAttention
-
-        recent, sinks = (98, 4) if self.history is None else self.history
-        history = History(recent=recent, sinks=sinks)
-        throttle = attention = None
-        if self.throttle is not None:
-            thresholds = jnp.full(len(policy.depths), self.throttle, jnp.float32)
-            throttle = Throttle(history=history, signal=signal, thresholds=thresholds)
-        if self.sparse_prompt is not None:
-            thresholds = jnp.full(len(policy.depths) - 1, self.sparse_prompt, jnp.float32)
-            attention = SparseAttention(history=history, signal=signal, thresholds=thresholds)
-        return throttle, attention
-
-    def _scored(self, model: Any, policy: Any) -> tuple[Any, Any]:
-        """Returns the policy, with boundaries where tokens get scores, and what scores them."""
-        from utio_jax.policies.depth import Thresholded, never_stops
-
-        if isinstance(policy, Thresholded):
-            return policy, policy.signal
-        # The control, or no policy at all: scores are the learned gate's.
-        fitted: Any = calibration_of(model, self.calibration).signals
-        if "learned" not in fitted:
-            raise ValueError(
-                "Wanted a calibration with a learned gate, to score tokens by. "
-                f"Got {[*fitted]}. Calibrate: utio-jax calibrate."
-            )
-        signal = fitted["learned"]
-        if len(policy.depths) == 1:
-            last = policy.depths[0]
-            early = tuple(depth for depth in signal.exits if depth < last)
-            full = last == model.decoder.config.num_layers
-            policy = never_stops((*early, last), name="full" if full else policy.name)
-        return policy, signal
-
-    def _sampling(self) -> Any:
-        from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
-
-        if self.temperature == 0:
-            if self.top_p is not None:
-                raise ValueError(
-                    "Wanted --temperature above 0 with --top-p: nothing is drawn at 0. "
-                    f"Got --top-p {self.top_p:g}. For example: --temperature 1."
-                )
-            return Greedy()
-        methods = [Temperature(self.temperature)]
-        return methods[0] if self.top_p is None else Chain((*methods, TopP(self.top_p)))
 
     def _show(self, found: Any, mode: Any, num_layers: int) -> None:
         """Prints prompts and texts, coloured where they go to a terminal."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 from utio_jax.cli.options import OfWindows, policy_named
+from utio_jax.core.files import save_json
 
 # For standard errors without a formula. In one process: forks of a process that runs JAX can hang.
 _DRAWS = 1000
@@ -101,9 +101,8 @@ class LmEval(OfWindows):
             **report,
         }
         if self.out is not None:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
             rest = {name: found[name] for name in ("configs", "n-samples", "samples")}
-            self.out.write_text(json.dumps({**record, **_plain(rest)}, indent=1) + "\n")
+            save_json(self.out, {**record, **_plain(rest)})
         return record
 
     def _mode(self, model: Any) -> tuple[Any, float | None]:

@@ -14,6 +14,7 @@ except ImportError:
 
 from utio_jax.cli.bench import Bench
 from utio_jax.cli.calibrate import Calibrate
+from utio_jax.cli.chat import Chat
 from utio_jax.cli.compare import Compare
 from utio_jax.cli.demo import Demo
 from utio_jax.cli.evaluate import Evaluate
@@ -29,6 +30,7 @@ from utio_jax.cli.train import Train
 _COMMANDS = {
     "demo": Demo,
     "generate": Generate,
+    "chat": Chat,
     "score": Score,
     "evaluate": Evaluate,
     "calibrate": Calibrate,

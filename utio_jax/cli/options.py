@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.core.files import hash_file
+from utio_jax.core.files import hash_file, load_json
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
 from utio_jax.policies.store import Calibration, load_calibration
@@ -26,8 +25,8 @@ class OfModel:
     """Which model a command is about.
 
     Attributes:
-      model: a model folder of this package or of Hugging Face, a name of the hub, or the shipped
-        model's.
+      model: a model folder of this package or of Hugging Face, a GGUF file, a name of the hub, or
+        the shipped model's.
       exits: depths at which a stock model may be read, ending at its last layer; by default those
         that its config names, or its lens.
       lens: a file that `calibrate --fit-lens` wrote; auto is the model folder's own where there is
@@ -149,13 +148,7 @@ def read_documents(
 
 def read_token_ids(file: Path) -> list[np.ndarray]:
     """Reads a JSON list of lists of ids. Raises ValueError where it is something else."""
-    wanted = "Wanted a JSON list of lists of token ids, one list per document"
-    try:
-        stored = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(f"{wanted}, in {file}. {error.strerror}.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{wanted}, in {file}. It is not JSON: {error}.") from error
+    stored = load_json(file, "a JSON list of lists of token ids, one list per document,")
     good = (
         isinstance(stored, list)
         and stored
@@ -167,8 +160,11 @@ def read_token_ids(file: Path) -> list[np.ndarray]:
         )
     )
     if not good:
-        raise ValueError(f"{wanted}, none of them empty, in {file}. Got something else.")
-    return [np.asarray(ids, np.int64) for ids in stored]
+        raise ValueError(
+            "Wanted a JSON list of lists of token ids, one list per document, none of them empty, "
+            f"in {file}. Got something else."
+        )
+    return [np.asarray(ids) for ids in stored]  # What is no id of the model is said later.
 
 
 def calibration_of(model: Any, file: Path | None) -> Calibration:

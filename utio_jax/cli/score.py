@@ -12,6 +12,7 @@ import tyro
 
 from utio_jax.cli.options import is_first
 from utio_jax.cli.scoring import Scoring
+from utio_jax.core.files import save_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,6 @@ class Score(Scoring):
         found, read = self.score(self.files)
         scored = list(zip(read.names, read.documents, found.documents, strict=True))
         if self.per_token is not None and is_first():
-            self.per_token.parent.mkdir(parents=True, exist_ok=True)
             tokens = {
                 name: {
                     "token_ids": ids.tolist(),
@@ -42,7 +42,7 @@ class Score(Scoring):
                 }
                 for name, ids, result in scored
             }
-            self.per_token.write_text(json.dumps(tokens) + "\n")
+            save_text(self.per_token, json.dumps(tokens) + "\n")
         return {
             "command": "score",
             **read.row.to_dict(),

@@ -31,6 +31,25 @@ def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
 _HEAD_BLOCK = 128
 
 
+def head_blocks(slots: int) -> tuple[int, int]:
+    """Returns in how many blocks, and of how many slots each, `map_head` reads `slots`.
+
+    Of one size and as few as hold them all, so that little is padded: their product is what runs,
+    and what a ledger has to charge.
+
+    >>> head_blocks(512), head_blocks(200), head_blocks(150)
+    ((4, 128), (2, 100), (2, 75))
+    """
+    blocks = max(1, -(-slots // _HEAD_BLOCK))
+    return blocks, -(-slots // blocks)
+
+
+def executed_heads(slots: int) -> int:
+    """Returns the slots that go through the head where `map_head` reads so many."""
+    blocks, size = head_blocks(slots)
+    return blocks * size
+
+
 def map_head(
     decoder: Decoder,
     params: Params,
@@ -44,13 +63,12 @@ def map_head(
         return function(decoder.unembed(params, x).astype(jnp.float32), *arrays)
 
     total = x.shape[0]
-    if total <= _HEAD_BLOCK:
+    count, size = head_blocks(total)
+    if count == 1:
         return block(x, *arrays)
-    missing = -total % _HEAD_BLOCK
+    missing = count * size - total
     blocks = [
-        jnp.pad(a, ((0, missing),) + ((0, 0),) * (a.ndim - 1)).reshape(
-            -1, _HEAD_BLOCK, *a.shape[1:]
-        )
+        jnp.pad(a, ((0, missing),) + ((0, 0),) * (a.ndim - 1)).reshape(count, size, *a.shape[1:])
         for a in (x, *arrays)
     ]
     mapped = jax.lax.map(lambda xs: block(*xs), tuple(blocks))

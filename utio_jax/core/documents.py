@@ -10,6 +10,36 @@ from typing import Any
 import numpy as np
 
 
+def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
+    """Returns token ids `[token]` as int32, once each is known to be one: checked, then cast.
+
+    Args:
+      ids: a list or an array.
+      vocab_size: of the model.
+      what: they are, for errors: `"prompt 3"`.
+
+    Raises:
+      ValueError: ids that are no integers (floats, booleans), or outside the vocabulary.
+    """
+    found = np.asarray(ids)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        # Integers beyond 64 bits are objects to NumPy, as a mixture with others is.
+        raise ValueError(
+            f"Wanted {what} as a list of integer token ids below {vocab_size}. Got shape "
+            f"{found.shape}, dtype {found.dtype}."
+        )
+    _check_range(found, vocab_size=vocab_size, what=what)
+    return found.astype(np.int32)
+
+
+def _check_range(ids: np.ndarray, *, vocab_size: int, what: str) -> None:
+    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
+        raise ValueError(
+            f"Wanted token ids from 0 to {vocab_size - 1}, the model's vocabulary. "
+            f"Got {ids.min()} to {ids.max()} in {what}. Is this another model's tokenizer?"
+        )
+
+
 def check_tokens(token_ids: Any, lengths: Any, *, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns `token_ids` `[batch, token]` and `lengths` `[batch]` as int32, checked on the host.
 
@@ -31,11 +61,7 @@ def check_tokens(token_ids: Any, lengths: Any, *, vocab_size: int) -> tuple[np.n
             f"Wanted lengths between 0 and {ids.shape[1]}. Got {ends.min()} to {ends.max()}."
         )
     real = ids[np.arange(ids.shape[1]) < ends[:, None]]
-    if real.size and (real.min() < 0 or real.max() >= vocab_size):
-        raise ValueError(
-            f"Wanted token ids from 0 to {vocab_size - 1}, the model's vocabulary. "
-            f"Got {real.min()} to {real.max()}. Is this another model's tokenizer?"
-        )
+    _check_range(real, vocab_size=vocab_size, what="token_ids")
     return ids.astype(np.int32), ends.astype(np.int32)
 
 
@@ -90,7 +116,8 @@ def batches_of(
     """Yields all windows in batches of `rows`, longest first, padded to the smallest of `widths`.
 
     Raises:
-      ValueError: a window is longer than the largest width, or holds ids outside the vocabulary.
+      ValueError: a window is longer than the largest width, or holds something else than ids of
+        the vocabulary.
     """
     order = sorted(range(len(windows)), key=lambda index: -len(windows[index]))
     for start in range(0, len(order), rows):
@@ -104,9 +131,9 @@ def batches_of(
         ids = np.zeros((rows, fitting[0]), np.int32)
         lengths, names = np.zeros(rows, np.int32), np.full(rows, -1)
         for row, index in enumerate(chosen):
-            ids[row, : len(windows[index])] = windows[index]
-            lengths[row], names[row] = len(windows[index]), index
-        check_tokens(ids, lengths, vocab_size=vocab_size)
+            checked = check_ids(windows[index], vocab_size=vocab_size, what=f"window {index}")
+            ids[row, : checked.size] = checked
+            lengths[row], names[row] = checked.size, index
         yield Batch(token_ids=ids, lengths=lengths, window=names)
 
 

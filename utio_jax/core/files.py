@@ -1,20 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pytrees in safetensors files: nested dicts and tuples of arrays, never pickle."""
+"""Files that appear whole or not at all: JSON, and pytrees in safetensors, never pickle."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load, load_file, save_file
+
+
+@contextmanager
+def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
+    """Yields temporary paths beside `files`, which take their places once the block has ended.
+
+    A file appears whole or not at all, also where others write it at the same time: temporary names
+    are unique, and contents are on disk before a name is given to them. Permissions are what the
+    process' umask leaves. If the block raises, nothing changes. Of several files the last one is
+    removed before the first takes its place: it stands beside others of its own making or not at
+    all, so let it be the one without which the others mean nothing.
+
+    Raises:
+      ValueError: a folder or a device has the name.
+    """
+    partial, modes = [], []
+    try:
+        for file in files:
+            if file.exists() and not file.is_file():
+                raise ValueError(f"Wanted a file to write. {file} is a folder or a device.")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            path = file.with_name(f"{file.name}.{secrets.token_hex(8)}.partial")
+            # Made here, as some writers make files that only their owner can read.
+            opened = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            partial.append(path)
+            modes.append(os.fstat(opened).st_mode & 0o777)
+            os.close(opened)
+        yield tuple(partial)
+        for path, mode in zip(partial, modes, strict=True):
+            path.chmod(mode)
+            _sync(path)
+        if len(files) > 1:
+            files[-1].unlink(missing_ok=True)
+        for path, file in zip(partial, files, strict=True):
+            path.replace(file)
+        for folder in {file.parent for file in files}:
+            _sync(folder)
+    finally:
+        for path in partial:
+            path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
+    if path.is_dir() and os.name == "nt":  # Folders cannot be opened there.
+        return
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def save_text(file: str | Path, text: str) -> None:
+    """Writes UTF-8 text, see `replacing`."""
+    with replacing(Path(file)) as (partial,):
+        partial.write_text(text, encoding="utf-8")
+
+
+def save_json(file: str | Path, value: Any) -> None:
+    """Writes indented JSON, see `replacing`."""
+    save_text(file, json.dumps(value, indent=1) + "\n")
+
+
+def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str = "") -> Any:
+    """Returns what a JSON file holds.
+
+    Args:
+      file: to read.
+      what: it should be, for errors: `"a config"`.
+      strict: whether NaN and infinities, which Python reads and JSON does not have, are refused.
+      remedy: what to do where it cannot be read, a sentence.
+
+    Raises:
+      ValueError: the file is missing, is not JSON, or is nested too deeply.
+    """
+    path, wanted = Path(file), f"Wanted {what} at {file}."
+    after = f" {remedy}" if remedy else ""
+
+    def refuse(number: str) -> None:
+        raise ValueError(f"{number} is no number of JSON")
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text, parse_constant=refuse if strict else None)
+    except FileNotFoundError:
+        raise ValueError(f"{wanted} There is none.{after}") from None
+    except OSError as error:
+        raise ValueError(f"{wanted} It cannot be read: {error.strerror}.{after}") from error
+    except RecursionError:
+        raise ValueError(f"{wanted} It is nested too deeply to be read.{after}") from None
+    except ValueError as error:  # Of syntax, of encoding, or a number of thousands of digits.
+        raise ValueError(f"{wanted} It is not JSON: {error}.{after}") from error
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -40,14 +136,46 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_tensors(file: str | Path, tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a pytree's arrays; the file appears whole or not at all."""
-    path = Path(file)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
+    """Writes a pytree's arrays, see `replacing`."""
+    with replacing(Path(file)) as (partial,):
+        dump_tensors(partial, tree, metadata=metadata)
+
+
+def dump_tensors(file: Path, tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes a pytree's arrays where nobody reads them yet."""
     # Not `ascontiguousarray`: it turns scalars into vectors of one.
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in flatten(tree).items()}
-    save_file(arrays, str(partial), metadata=dict(metadata or {}))
-    partial.replace(path)
+    save_file(arrays, str(file), metadata=dict(metadata or {}))
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def check_floats(kinds: Mapping[str, str], *, source: str) -> None:
+    """Checks that a checkpoint's tensors hold floating-point numbers, not codes of some.
+
+    Args:
+      kinds: what safetensors calls each tensor's type, by name.
+      source: where they are, for errors.
+
+    Raises:
+      ValueError: names every tensor that holds something else: a cast would make numbers of it that
+        mean nothing (int8 without its scales), or drop a part (complex).
+    """
+    wrong = [f"{name} ({kind})" for name, kind in kinds.items() if kind not in _FLOATS]
+    if wrong:
+        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
+        raise ValueError(
+            f"Wanted tensors of float32, bfloat16 or float16 in {source}. Got "
+            f"{', '.join(wrong[:8])}{more}. Quantised weights are not supported: take the model's "
+            "plain checkpoint."
+        )
+
+
+def kinds_of(file: Path) -> dict[str, str]:
+    """Returns what safetensors calls each tensor's type, by name, from a file's head alone."""
+    with safe_open(str(file), framework="numpy") as opened:
+        return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
 
 
 def load_tensors(file: str | Path) -> dict[str, np.ndarray]:
@@ -105,10 +233,36 @@ def check_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, source:
         )
 
 
-def read_owned(
-    file: Path, *, what: str, command: str, model_sha256: str, owner: Callable[[Any], str]
-) -> Any:
-    """Returns what a JSON file holds, once it is known to belong to a model.
+def save_owned(file: Path, stored: Mapping[str, Any], tensors: Any) -> None:
+    """Writes a JSON file and the tensors that belong to it, tied to each other by their hash.
+
+    They lie beside it, as `.safetensors`; a JSON without tensors has no such file. The JSON comes
+    last: after a kill between the two there is none, rather than one beside others' tensors.
+
+    Raises:
+      ValueError: a tensor is not finite.
+    """
+    beside = file.with_suffix(".safetensors")
+    flat = {name: np.asarray(leaf) for name, leaf in flatten(tensors).items()}
+    _check_finite(flat, beside)
+    with replacing(*([beside] if flat else []), file) as partial:
+        digest = None
+        if flat:
+            dump_tensors(partial[0], tensors)
+            digest = hash_file(partial[0])
+        text = json.dumps({**stored, _TIE: digest}, indent=1) + "\n"
+        partial[-1].write_text(text, encoding="utf-8")
+    if not flat:
+        beside.unlink(missing_ok=True)
+
+
+_TIE = "weights_sha256"
+
+
+def load_owned(
+    file: Path, *, what: str, command: str, model_sha256: str, owner: Callable[[Any], Any]
+) -> tuple[Any, dict[str, np.ndarray]]:
+    """Returns what `save_owned` wrote, once it is known to belong to a model: JSON and tensors.
 
     Args:
       file: to read.
@@ -118,21 +272,68 @@ def read_owned(
       owner: finds the model's hash in what was read.
 
     Raises:
-      ValueError: the file is missing, cannot be read, or belongs to another model.
+      ValueError: a file is missing or cannot be read, belongs to another model, or the tensors are
+        not those that the JSON was written with, or not finite.
     """
-    if not file.is_file():
-        raise ValueError(f"Wanted {what} at {file}. There is none. `{command}` makes one.")
+    stored = load_json(file, what, remedy=f"`{command}` makes one.")
     try:
-        stored = json.loads(file.read_text())
-        found = owner(stored)
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        found, digest = owner(stored), stored.get(_TIE, "")
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"Wanted {what} at {file}. It cannot be read: {error!r}.") from error
+    if not isinstance(found, str):
+        raise ValueError(
+            f"Wanted {what} at {file}. It cannot be read: its model_sha256 is {found!r}, no text. "
+            f"`{command}` makes one."
+        )
     if found != model_sha256:
         raise ValueError(
             f"Wanted {what} of the model with SHA-256 {model_sha256[:12]}. {file} belongs to "
             f"{found[:12]}. Make one for this model: {command}."
         )
-    return stored
+    if digest is None:
+        return stored, {}
+    beside = file.with_suffix(".safetensors")
+    if not beside.is_file():
+        raise ValueError(
+            f"Wanted the weights of {file} beside it, at {beside}. There are none. Copy both "
+            f"files, or make them anew: {command}."
+        )
+    data = beside.read_bytes()  # Once: what is hashed is what is read.
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(
+            f"Wanted the weights that {file} was written with, beside it. {beside} holds others, "
+            "or an earlier version wrote the two. Copy both files, or make them anew: "
+            f"{command}."
+        )
+    tensors = load(data)
+    _check_finite(tensors, beside)
+    return stored, tensors
+
+
+def _check_finite(tensors: Mapping[str, np.ndarray], file: Path) -> None:
+    """Raises ValueError where a tensor holds NaN or infinities."""
+    wrong = [
+        name
+        for name, leaf in tensors.items()
+        if leaf.dtype.kind not in "biu" and not np.isfinite(leaf.astype(np.float32)).all()
+    ]
+    if wrong:
+        raise ValueError(
+            f"Wanted finite weights for {file}. Got NaN or infinities in {', '.join(wrong[:8])}. "
+            "Do the model's states overflow? Calibrate in float32."
+        )
+
+
+def json_file(path: str | Path, name: str) -> Path:
+    """Returns the JSON file that a path means.
+
+    It is the path itself where that ends so, `MODEL.name.json` beside a model that is one file, and
+    `name.json` in a folder.
+    """
+    found = Path(path)
+    if found.suffix == ".json":
+        return found
+    return found.with_suffix(f".{name}.json") if found.is_file() else found / f"{name}.json"
 
 
 def hash_file(file: str | Path) -> str:

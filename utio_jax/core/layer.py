@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
@@ -21,6 +22,20 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
         decoder.layers(params),
     )
+
+
+def keys_values_of(
+    decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
+) -> tuple[Float[Array, "*lead kv_head head_dim"], Float[Array, "*lead kv_head head_dim"]]:
+    """Returns a layer's keys and values; a state that overflowed spoils nobody who cannot see it.
+
+    A weight of zero times an infinite value is NaN: padding or a later token, whose states overflow
+    in float16, would reach the tokens before it through a mask that hides it. So values that are
+    not finite become 0, and their keys NaN: what sees the token gets NaN, as it should be.
+    """
+    keys, values = decoder.keys_values(layer, x, places)
+    finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
+    return jnp.where(finite, keys, jnp.nan), jnp.where(finite, values, 0)
 
 
 def run_layer(

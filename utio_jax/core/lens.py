@@ -10,7 +10,6 @@ all of this package takes; `utio_jax.calibration.lens` finds the maps.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, DecoderConfig, LayerParams, Params, Places
-from utio_jax.core.files import load_tensors, read_owned, save_tensors
+from utio_jax.core.decoder import (
+    Decoder,
+    DecoderConfig,
+    LayerParams,
+    Params,
+    Places,
+    check_depths,
+)
+from utio_jax.core.files import json_file, load_owned, save_owned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,12 +36,15 @@ class Lens:
     Attributes:
       matrix: `A` of each.
       bias: `b` of each.
-      exits: their depths.
+      exits: their depths, strictly increasing: `read_through` counts those below.
     """
 
     matrix: Float[Array, "exit dim dim"]
     bias: Float[Array, "exit dim"]
     exits: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exits", check_depths(self.exits))
 
     def at(self, exits: tuple[int, ...]) -> Lens:
         """Returns the maps of some of the exits.
@@ -175,25 +184,27 @@ def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:
       info: what it was fitted to; must name the `model_sha256`.
     """
     out = lens_file(path)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save_tensors(out.with_suffix(".safetensors"), {"matrix": lens.matrix, "bias": lens.bias})
-    out.write_text(json.dumps({"exits": list(lens.exits), **info}, indent=1) + "\n")
+    tensors = {"matrix": lens.matrix, "bias": lens.bias}
+    save_owned(out, {"exits": list(lens.exits), **info}, tensors)
 
 
 def lens_file(path: str | Path) -> Path:
-    """Returns the JSON file that a path means: itself, or `lens.json` in a folder."""
-    found = Path(path)
-    return found if found.suffix == ".json" else found / "lens.json"
+    """Returns the JSON file that a path means: itself, or that of a model's folder or file.
+
+    These are `lens.json` in a folder, and `NAME.lens.json` beside `NAME.gguf`.
+    """
+    return json_file(path, "lens")
 
 
 def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
     """Reads what `save_lens` wrote to this file or folder.
 
     Raises:
-      ValueError: a file is missing or broken, or the lens belongs to another model.
+      ValueError: a file is missing or broken, the two do not belong together, or the lens belongs
+        to another model.
     """
     file = lens_file(path)
-    stored = read_owned(
+    stored, tensors = load_owned(
         file,
         what="a lens",
         command="utio-jax calibrate --fit-lens",
@@ -201,10 +212,9 @@ def load_lens(path: str | Path, *, model_sha256: str) -> Lens:
         owner=lambda stored: stored["model_sha256"],
     )
     try:
-        exits = tuple(int(depth) for depth in stored["exits"])
+        exits = check_depths(stored["exits"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Wanted a lens at {file}. It cannot be read: {error!r}.") from error
-    tensors = load_tensors(file.with_suffix(".safetensors"))
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     dim = shapes.get("bias", (0,))[-1]
     wanted = {"matrix": (len(exits), dim, dim), "bias": (len(exits), dim)}

@@ -273,7 +273,9 @@ def _collect(
         view_slots = np.asarray(views.key_slots, np.float64)[:rows]
     model_layers = state.cache.keys.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * model_layers
-    held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // len(ends)
+    # Of all rows, those included that fill up a mesh.
+    all_rows = state.lengths.shape[0]
+    held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // all_rows
     prompt_depths, prompt_work = tuple(np.full(end, model_layers, np.int32) for end in starts), None
     if state.prompt is not None:
         prompt_depths = _cut(np.asarray(state.prompt.depths)[:rows], np.zeros_like(starts), starts)
@@ -303,7 +305,7 @@ def _collect(
         bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
-        group=state.lengths.shape[0] // devices,
+        group=all_rows // devices,
     )
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int, UInt32
 
 from utio_jax.attention.cache import fill, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params
+from utio_jax.core.documents import check_ids
 from utio_jax.decoding.base import Mode, Setting, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import Sampling
@@ -74,23 +75,14 @@ def check_prompts(
             raise ValueError(
                 f"Wanted prompts of at least one token. Prompt {index} is empty.{remedy}"
             )
-        if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(
-                f"Wanted each prompt as a list of integer token ids. Got prompt {index} of shape "
-                f"{ids.shape}, dtype {ids.dtype}."
-            )
-        if ids.min() < 0 or ids.max() >= config.vocab_size:
-            raise ValueError(
-                f"Wanted token ids from 0 to {config.vocab_size - 1}, the model's vocabulary. Got "
-                f"{ids.min()} to {ids.max()} in prompt {index}. Is this another model's tokenizer?"
-            )
+        ids = check_ids(ids, vocab_size=config.vocab_size, what=f"prompt {index}")
         if ids.size + max_new_tokens > config.context_length:
             raise ValueError(
                 "Wanted prompt and new tokens within the model's context of "
                 f"{config.context_length}. Got prompt {index} of {ids.size} tokens and "
                 f"max_new_tokens={max_new_tokens}. Cut one of them."
             )
-        checked.append(ids.astype(np.int32))
+        checked.append(ids)
     return checked
 
 
@@ -135,7 +127,11 @@ def run_chunks(
         raise ValueError(
             f"Wanted one seed, or one per prompt ({len(rows)}). Got shape {row_seeds.shape}."
         )
-    stops = stop_rules(config.eos_ids if eos_ids is None else eos_ids, stop_sequences)
+    stops = stop_rules(
+        config.eos_ids if eos_ids is None else eos_ids,
+        stop_sequences,
+        vocab_size=config.vocab_size,
+    )
 
     ends = np.asarray([row.size for row in rows], np.int32)
     width = round_up(int(ends.max()), lengths.prompt_step)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from utio_jax.core.arrays import most_probable
@@ -22,8 +23,12 @@ DRAW, ACCEPT, REPLACE = 0, 1, 2
 
 
 def _check(value: Any, name: str, low: float, high: float, remedy: str = "") -> None:
-    # Inside jit, fields hold tracers, and while pytrees are rebuilt anything at all.
-    if isinstance(value, (int, float)) and not low < value <= high:
+    # Numbers of Python and NumPy. Inside jit, fields hold tracers; while pytrees are rebuilt,
+    # anything at all; and to look at a device's array would wait for the device.
+    number = isinstance(value, (int, float, np.number)) or (
+        isinstance(value, np.ndarray) and value.ndim == 0
+    )
+    if number and not low < value <= high:
         raise ValueError(f"Wanted {name} above {low:g} and at most {high:g}. Got {value}.{remedy}")
 
 
@@ -40,15 +45,22 @@ class Greedy:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Temperature:
-    """Logits divided by `value`. Below 1 sharpens; for 0 use `Greedy`."""
+    """Logits divided by `value`. Below 1 sharpens; for 0 use `Greedy`.
+
+    Down to the smallest normal float32: below it, division gives NaN. From about 1e-6 on only the
+    most probable token and what ties with it have any probability left.
+    """
 
     value: float | Float[Array, ""] = 1.0
 
     def __post_init__(self) -> None:
-        _check(self.value, "a temperature", 0.0, float("inf"), " For temperature 0 use Greedy().")
+        least = float(np.finfo(np.float32).tiny)
+        _check(self.value, "a temperature", least, float("inf"), " For temperature 0 use Greedy().")
 
     def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        return logits / self.value
+        # The largest is 0 before it is divided, and whatever is rounded how, 0 after it. As large
+        # numbers, compilers divide it in two ways: below 1e-8 a softmax then summed up to 0.
+        return (logits - jnp.max(logits, axis=-1, keepdims=True)) / self.value
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ from utio_jax.attention.cache import KVCache, fill, read, write
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Params, Places
-from utio_jax.core.layer import layer_at, run_layer
+from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""
@@ -135,7 +135,7 @@ def run_layers(
         x, memory = carry
         layer = layer_at(decoder, params, index)
         states, places = flat(x), flat(block.places)
-        keys, values = (rows(y) for y in decoder.keys_values(layer, states, places))
+        keys, values = (rows(y) for y in keys_values_of(decoder, layer, states, places))
 
         def attend(queries: jax.Array) -> jax.Array:
             nonlocal memory
@@ -162,7 +162,7 @@ def project_frozen(
 
     def project(index: jax.Array, cache: KVCache) -> KVCache:
         layer = layer_at(decoder, params, index)
-        keys, values = decoder.keys_values(layer, flat(x), flat(block.places))
+        keys, values = keys_values_of(decoder, layer, flat(x), flat(block.places))
         keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in (keys, values))
         return write(cache, index, keys, values, positions=block.positions, valid=block.valid)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache
+from utio_jax.core.documents import check_ids
 from utio_jax.core.work import Work
 
 REASONS = ("running", "eos", "stop", "length")
@@ -34,18 +35,24 @@ class StopRules:
     sequences: Int[Array, "sequence longest"]
 
 
-def stop_rules(eos_ids: Sequence[int], sequences: Sequence[Sequence[int]] = ()) -> StopRules:
+def stop_rules(
+    eos_ids: Sequence[int], sequences: Sequence[Sequence[int]] = (), *, vocab_size: int = 2**31
+) -> StopRules:
     """Returns the rules as arrays.
 
     Raises:
-      ValueError: a sequence is empty.
+      ValueError: a sequence is empty, or holds something else than ids of the vocabulary, as -1,
+        which stands for any token.
     """
+    if len(eos_ids):
+        check_ids(eos_ids, vocab_size=2**31, what="eos_ids")
     longest = max((len(sequence) for sequence in sequences), default=0)
     padded = np.full((len(sequences), longest), -1, np.int32)
-    for row, sequence in zip(padded, sequences, strict=True):
+    for index, (row, sequence) in enumerate(zip(padded, sequences, strict=True)):
         if not len(sequence):
             raise ValueError("Wanted stop sequences of at least one token. Got an empty one.")
-        row[longest - len(sequence) :] = sequence
+        what = f"stop sequence {index}"
+        row[longest - len(sequence) :] = check_ids(sequence, vocab_size=vocab_size, what=what)
     # Room for four, or eight ...: another number of them should not compile another program.
     ends = np.full((max(4, -(-len(eos_ids) // 4) * 4),), -1, np.int32)
     ends[: len(eos_ids)] = eos_ids

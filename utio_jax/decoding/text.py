@@ -97,20 +97,22 @@ def generate_until(
     if not stops:
         return generate(decoder, params, prompts, **options)
 
+    readers = [TextReader(tokenizer, prompt) for prompt in prompts]
+    tails, seen, longest = [""] * len(readers), [0] * len(readers), max(map(len, stops))
+
     def stop_when(row: int, new: np.ndarray) -> bool:
-        text = new_text(tokenizer, prompts[row], new)
+        text = tails[row] + "".join(readers[row].add(int(i)) for i in new[seen[row] :])
+        seen[row], tails[row] = len(new), text[-longest:]
         return any(stop in text for stop in stops)
 
     found = generate(decoder, params, prompts, stop_when=stop_when, **options)
     counts, reasons = [], []
     for prompt, new, reason in zip(prompts, found.token_ids, found.finish_reasons, strict=True):
-        pieces, count = pieces_of(tokenizer, prompt, new), 0
-        text = ""
-        while count < new.size and not any(stop in text for stop in stops):
-            text += pieces[count]
-            count += 1
-        counts.append(count)
-        reasons.append("stop" if any(stop in text for stop in stops) else reason)
+        pieces = pieces_of(tokenizer, prompt, new)
+        text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
+        completed = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        counts.append(int(np.searchsorted(ends, min(completed))) + 1 if completed else new.size)
+        reasons.append("stop" if completed else reason)
     return found.first(counts, finish_reasons=reasons)
 
 
@@ -139,18 +141,66 @@ def new_text(tokenizer: Tokenizer, prompt: Ids, new: Ids) -> str:
 
     Some tokenizers drop a space that opens a text, and what is new does not open it.
     """
-    known = [int(i) for i in prompt]
-    start = len(tokenizer.decode(known))
-    return tokenizer.decode(known + [int(i) for i in new])[start:]
+    return "".join(pieces_of(tokenizer, prompt, new))
 
 
 def pieces_of(tokenizer: Tokenizer, prompt: Ids, new: Ids) -> list[str]:
     """Returns what each new token adds to the text; joined, they are the text."""
-    pieces, done = [], 0
-    for end in range(1, len(new) + 1):
-        text = new_text(tokenizer, prompt, new[:end])
-        if end < len(new):
-            text = text.rstrip(_UNFINISHED)
-        pieces.append(text[done:])
-        done = max(done, len(text))
+    reader = TextReader(tokenizer, prompt)
+    pieces = [reader.add(int(token_id)) for token_id in new]
+    if pieces:
+        pieces[-1] += reader.rest()
     return pieces
+
+
+class TextReader:
+    """Decodes tokens one after the other: each is decoded behind a few of its predecessors.
+
+    So the time is that of the tokens, not of their square. A character of several tokens is handed
+    out with the last of them, also where the prompt ends within it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Ids):
+        self._decode = tokenizer.decode
+        before, size = [int(token_id) for token_id in prompt], 8
+        self._ids, self._since = before[-size:], 0
+        while not self._begins(self._ids) and size < len(before):
+            size *= 2
+            self._ids = before[-size:]
+        # What goes before new text: all of it, or all but a character that it begins.
+        ends = range(len(self._ids), max(-1, len(self._ids) - 4), -1)
+        self._known = tuple(self._decode(self._ids[:end]) for end in ends)
+
+    def _begins(self, token_ids: list[int]) -> bool:
+        """Returns whether tokens may be the first that are decoded.
+
+        Behind nothing, some tokenizers drop a space, and some read no byte of a row of which the
+        first belongs to another character.
+        """
+        text = self._decode(token_ids)
+        return bool(text) and not text.startswith(_UNFINISHED)
+
+    def add(self, token_id: int) -> str:
+        """Returns what is known of the text with one more token, and was not before."""
+        self._ids.append(token_id)
+        self._since += 1
+        text = self._decode(self._ids)
+        fresh = text[self._shared(text) :]
+        done = fresh.rstrip(_UNFINISHED)
+        if not done:  # Maybe the rest of a character is yet to come.
+            return ""
+        self._known = (text[: len(text) - len(fresh) + len(done)],)
+        recent = self._ids[-self._since :]
+        if done == fresh and self._begins(recent):
+            self._ids, self._known, self._since = recent, (self._decode(recent),), 0
+        return done
+
+    def rest(self) -> str:
+        """Returns what stands for a character that the last tokens begin and do not end."""
+        text = self._decode(self._ids)
+        return text[self._shared(text) :]
+
+    def _shared(self, text: str) -> int:
+        """Returns how much of a text was known before its last tokens."""
+        known = (known for known in self._known if text.startswith(known))
+        return len(next(known, self._known[-1]))

@@ -15,8 +15,6 @@ import dataclasses
 import hashlib
 import io
 import itertools
-import os
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from utio_jax.core.files import replacing
 from utio_jax.devices.rows import DATA, check_mesh
 
 Arrays = Mapping[str, np.ndarray]
@@ -106,7 +105,7 @@ def share(
     def find(number: int) -> Arrays:
         if shards is None:
             return run(number)
-        file = shards.folder / f"{what}-{number:05d}-of-{count:05d}.npz"
+        file = shards.folder / f"{what}-{number:05d}-of-{count:05d}.kept"
         if not file.exists():
             _save(file, {**run(number), "identity": np.asarray(identity)})
         return _load(file, identity)
@@ -205,23 +204,27 @@ def _decode(data: bytes) -> dict[int, Arrays]:
     return dict(results)
 
 
+_DIGEST = hashlib.sha256().digest_size
+
+
 def _save(file: Path, result: Arrays) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(f".{os.getpid()}.unfinished")
-    with unfinished.open("wb") as opened:
-        np.savez(opened, allow_pickle=False, **result)
-    unfinished.replace(file)  # At once: a file is whole, or not there.
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **result)
+    data = buffer.getvalue()
+    with replacing(file) as (unfinished,):
+        unfinished.write_bytes(hashlib.sha256(data).digest() + data)
 
 
 def _load(file: Path, identity: str) -> Arrays:
     remedy = "Name another folder, or remove this one."
-    try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
-            found = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"Wanted a kept result in {file}. It is broken: {error}. {remedy}"
-        ) from None
+    stored = file.read_bytes()
+    digest, data = stored[:_DIGEST], stored[_DIGEST:]
+    # Not left to the archive's own checksums, which cover neither its headers nor a shape that has
+    # become smaller.
+    if hashlib.sha256(data).digest() != digest:
+        raise ValueError(f"Wanted a kept result in {file}. It is broken. {remedy}")
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        found = {name: arrays[name] for name in arrays.files}
     if str(found.pop("identity", "")) != identity:
         raise ValueError(f"Wanted results of this model, text and policy in {file}. {remedy}")
     return found

@@ -2,6 +2,7 @@
 """Model folders: `config.json`, safetensors, `tokenizer.json`, perhaps a calibration.
 
 Of this package's own layout, or Hugging Face's (`utio_jax.models.huggingface`); the config tells.
+Or a GGUF file, which is all of that at once (`utio_jax.models.gguf`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 import shutil
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +22,21 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from utio_jax.core.decoder import Params
-from utio_jax.core.files import check_shapes, flatten, hash_file, load_tensors, nest, save_tensors
+from utio_jax.core.files import (
+    check_floats,
+    check_shapes,
+    dump_tensors,
+    flatten,
+    hash_file,
+    kinds_of,
+    load_tensors,
+    nest,
+    replacing,
+)
 from utio_jax.core.lens import Lensed, lens_file, lensed, load_lens
 from utio_jax.models import huggingface
+from utio_jax.models.gguf import files as gguf_files
+from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.tensor_parallel import Sharding, place_of
@@ -31,18 +44,21 @@ from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.policies.store import Calibration, load_calibration
 
+if TYPE_CHECKING:
+    from utio_jax.models.chat import ChatTemplate, Messages, Reply
+
 SHIPPED = "stdlib-16"
 """The model that comes with the package."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder with its parameters and the folder that they came from.
+    """A decoder with its parameters and the folder, or the GGUF file, that they came from.
 
     Attributes:
       decoder: the model; `Lensed` if its exits are read through a lens.
       params: its parameters.
-      folder: where config, weights and tokenizer are.
+      folder: where config, weights and tokenizer are: a folder, or a GGUF file.
       lens: the lens' file, if there is one.
     """
 
@@ -54,7 +70,7 @@ class Model:
     @cached_property
     def sha256(self) -> str:
         """Identifies the weights, those of the lens included."""
-        files = [*weight_files(self.folder)]
+        files = [self.folder] if self.folder.is_file() else [*weight_files(self.folder)]
         if self.lens is not None:
             files.append(self.lens.with_suffix(".safetensors"))
         each = [hash_file(file) for file in files]
@@ -91,8 +107,11 @@ class Model:
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer. Raises ValueError where there is none.
 
-        In text for a Hugging Face model, what spells a special piece is that piece, as there.
+        In text for a Hugging Face model, what spells a special piece is that piece, as there. That
+        of a GGUF file is made from its metadata, unless `NAME.tokenizer.json` is beside it.
         """
+        if self.folder.is_file():
+            return gguf_files.tokenizer_of(self.folder)
         config = read_json(self.folder / "config.json", "a config")
         file = self.folder / "tokenizer.json"
         return load_tokenizer(file, special_in_text=is_huggingface(config))
@@ -101,6 +120,27 @@ class Model:
     def calibration(self) -> Calibration:
         """The folder's calibration. Raises ValueError if there is none, or another model's."""
         return load_calibration(self.folder, model_sha256=self.sha256)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """What makes a text of messages. Raises ValueError where the model has none."""
+        from utio_jax.models.chat import find_template
+
+        return find_template(
+            self.folder, gguf_files.keys_of(self.folder) if self.folder.is_file() else None
+        )
+
+    def chat(self, messages: Messages, **options: Any) -> Reply:
+        """Returns the model's answer to messages, by its own chat template.
+
+            reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=64)
+            reply.text, reply.message
+
+        Options and errors are those of `utio_jax.models.chat.answer`.
+        """
+        from utio_jax.models.chat import answer
+
+        return answer(self, messages, **options)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""
@@ -122,14 +162,15 @@ def load(
     sharding: Sharding | None = None,
     lens: str | Path | bool = True,
 ) -> Model:
-    """Loads a model folder, a model of the Hugging Face hub, or the shipped model by its name.
+    """Loads a model folder, a GGUF file, a model of the Hugging Face hub, or the shipped model.
 
-    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, Gemma 2 or 3.
+    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, Gemma 2 or 3;
+    a GGUF file a Llama, Qwen 2 or 3, Gemma 2 or 3, in float or quantised; it is dequantised.
     Tensors go one at a time to their place: memory peaks little above the parameters' own.
 
     Args:
-      path_or_name: a folder, `SHIPPED`, or a hub name such as `"organisation/model"`, which is
-        taken from the hub's cache or downloaded there.
+      path_or_name: a folder, a GGUF file, `SHIPPED`, or a hub name such as
+        `"organisation/model"`, which is taken from the hub's cache or downloaded there.
       exits: depths at which the model may be read, ending at its last layer. By default those that
         its config names; for a stock model those of its lens, or the last layer alone.
       dtype: of the parameters; float32 on CPU, where bfloat16 is slow.
@@ -148,6 +189,11 @@ def load(
         folder = _shipped_folder()
     else:
         folder = Path(path_or_name)
+        if folder.is_file() or folder.suffix == ".gguf":
+            decoder, params = gguf_weights.load_file(
+                folder, exits=exits, dtype=dtype, sharding=sharding
+            )
+            return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
         if not folder.is_dir():
             folder = from_hub(str(path_or_name))
     if is_huggingface(read_json(folder / "config.json", "a config")):
@@ -161,6 +207,7 @@ def load(
     file = folder / "model.safetensors"
     found = load_tensors(file)
     check_shapes(found, wanted, source=str(file))
+    check_floats(kinds_of(file), source=str(file))
     place = place_of(sharding, decoder.config)
     params = nest(
         {
@@ -200,7 +247,7 @@ def from_hub(name: str) -> Path:
             "pip install 'utio-jax[cli]'."
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(
             f"{wanted} There is no folder {name}; as a hub model it is neither cached nor to be "
@@ -237,14 +284,14 @@ def save(
     like: str | Path | None = None,
     dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> None:
-    """Writes `config.json` and `model.safetensors`.
+    """Writes `config.json` and `model.safetensors`; a folder with a config is whole.
 
     Args:
-      folder: made where it is missing.
+      folder: made where it is missing; what it held before is replaced at the end, all at once.
       decoder: the model.
       params: its parameters.
-      like: a folder that the model was loaded from: the new one has its tokenizer, and its layout,
-        which transformers loads if it is Hugging Face's.
+      like: what the model was loaded from: the new folder has its tokenizer and chat template, and
+        its layout, which transformers loads if it is Hugging Face's, as it is for a GGUF file.
       dtype: of the weights.
 
     Raises:
@@ -256,18 +303,39 @@ def save(
             "utio_jax.core.lens.save_lens writes the lens."
         )
     out = Path(folder)
-    out.mkdir(parents=True, exist_ok=True)
+    config: dict[str, Any] = dataclasses.asdict(decoder.config)
+    tensors: Any = None
+    metadata = dict[str, str]()
+    copied, written = dict[str, Path](), dict[str, str]()
     if like is not None:
-        for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-            if (Path(like) / file).is_file() and out.resolve() != Path(like).resolve():
-                shutil.copyfile(Path(like) / file, out / file)
-        config = read_json(Path(like) / "config.json", "a config")
-        if is_huggingface(config):
-            huggingface.save_folder(out, decoder, params, config=config, dtype=dtype)
-            return
-    (out / "config.json").write_text(
-        json.dumps(dataclasses.asdict(decoder.config), indent=1) + "\n"
-    )
-    save_tensors(
-        out / "model.safetensors", jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
-    )
+        if Path(like).is_file():
+            theirs, written = gguf_files.files_beside_weights(Path(like))
+        else:
+            theirs = read_json(Path(like) / "config.json", "a config")
+            if out.resolve() != Path(like).resolve():
+                found = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
+                copied = {file.relative_to(like).as_posix(): file for file in found}
+        if is_huggingface(theirs):
+            metadata = {"format": "pt"}
+            tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)
+    if tensors is None:
+        tensors = jax.tree.map(lambda leaf: np.asarray(leaf.astype(dtype)), params)
+    # The config is last: a folder that has one is whole.
+    names = [*copied, *written, "model.safetensors", "config.json"]
+    with replacing(*(out / name for name in names)) as partial:
+        place = dict(zip(names, partial, strict=True))
+        for name, source in copied.items():
+            shutil.copyfile(source, place[name])
+        for name, text in written.items():
+            place[name].write_text(text, encoding="utf-8")
+        dump_tensors(place["model.safetensors"], tensors, metadata=metadata)
+        text = json.dumps(config, indent=1) + "\n"
+        place["config.json"].write_text(text, encoding="utf-8")
+
+
+_CARRIED = (
+    *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "generation_config.json"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+"""What a model is read and written with, beside its weights, as transformers names the files."""

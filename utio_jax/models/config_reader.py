@@ -12,6 +12,13 @@ Config = Mapping[str, Any]
 """The contents of a `config.json`."""
 
 _KINDS = ("full_attention", "sliding_attention")
+_MOST_LAYERS = 10_000
+
+
+def _first(*values: Any) -> Any:
+    """Returns the first value that is not null, an integer as a float; 0 is a value."""
+    found = next((value for value in values if value is not None), None)
+    return float(found) if isinstance(found, int) and not isinstance(found, bool) else found
 
 
 class Reader:
@@ -39,6 +46,18 @@ class Reader:
             wanted = " or ".join(map(repr, allowed))
             self.problems.append(f"{name}={value!r}, of which only {wanted} is supported")
 
+    def layers(self, name: str = "num_hidden_layers") -> int:
+        """Returns the number of layers; what follows goes on with 1 where it cannot be.
+
+        A bound, since settings are written out per layer, and tensors looked for in each: a file
+        that names ten million layers would keep this busy for minutes before anything is missed.
+        """
+        found = self.take(name)
+        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= _MOST_LAYERS:
+            self.problems.append(f"{name}={found!r}, of which 1 to {_MOST_LAYERS} are supported")
+            return 1
+        return found
+
     def rope(
         self, kind: str = "full_attention", *, base: float = 10_000.0
     ) -> tuple[float, RopeScaling | None]:
@@ -57,23 +76,25 @@ class Reader:
         elif kind != "full_attention":
             stored = {}  # Flat settings are those of global layers.
         if kind == "full_attention":
-            base = float(self.config.get("rope_theta") or base)
-        theta = float(stored.get("rope_theta") or base)
-        if float(stored.get("partial_rotary_factor") or 1.0) != 1.0:
+            base = _first(self.config.get("rope_theta"), base)
+        theta = _first(stored.get("rope_theta"), base)
+        if _first(stored.get("partial_rotary_factor"), 1.0) != 1.0:
             self.problems.append("partial_rotary_factor, of which only 1.0 is supported")
         match stored.get("rope_type") or stored.get("type") or "default":
             case "default":
                 return theta, None
             case "linear":
-                return theta, RopeScaling(kind="linear", factor=float(stored["factor"]))
+                return theta, RopeScaling(kind="linear", factor=_first(stored["factor"]))
             case "llama3":
                 first = stored.get("original_max_position_embeddings")
                 return theta, RopeScaling(
                     kind="llama3",
-                    factor=float(stored["factor"]),
-                    low_freq_factor=float(stored["low_freq_factor"]),
-                    high_freq_factor=float(stored["high_freq_factor"]),
-                    original_context_length=int(first or self.take("max_position_embeddings")),
+                    factor=_first(stored["factor"]),
+                    low_freq_factor=_first(stored["low_freq_factor"]),
+                    high_freq_factor=_first(stored["high_freq_factor"]),
+                    original_context_length=(
+                        self.take("max_position_embeddings") if first is None else first
+                    ),
                 )
             case other:
                 self.problems.append(

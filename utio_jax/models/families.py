@@ -103,7 +103,7 @@ def _llama_like(
     """Returns what Llama's descendants share; `options` are theirs and win."""
     read.need("partial_rotary_factor", 1.0)
     heads, dim = read.take("num_attention_heads"), read.take("hidden_size")
-    layers = read.take("num_hidden_layers")
+    layers = read.layers()
     theta, scaling = read.rope(base=rope_base)
     if "activation" not in options:
         read.need("hidden_act", "silu", "swish")
@@ -141,7 +141,7 @@ def _qwen(read: Reader) -> dict[str, Any]:
     local: Callable[[int], bool] = lambda _: False  # noqa: E731
     if read.config.get("use_sliding_window"):
         first = read.take("max_window_layers", 28)
-        layers = read.take("num_hidden_layers")
+        layers = read.layers()
         local = read.local_layers(layers, lambda layer: layer >= first)
     if read.config["model_type"] == "qwen2":
         return _llama_like(read, is_local=local, qkv_bias=True)
@@ -166,7 +166,7 @@ def _gemma(read: Reader) -> dict[str, Any]:
     }
     if "sliding_window" in read.config and read.config["sliding_window"] is None:
         read.problems.append("sliding_window=None, of which only numbers are supported")
-    layers = read.take("num_hidden_layers")
+    layers = read.layers()
     if read.config["model_type"] == "gemma2":
         return _llama_like(
             read,
@@ -200,7 +200,7 @@ def _gpt2(read: Reader) -> dict[str, Any]:
     heads, dim = read.take("n_head"), read.take("n_embd")
     return {
         "vocab_size": read.take("vocab_size"),
-        "num_layers": read.take("n_layer"),
+        "num_layers": read.layers("n_layer"),
         "embed_dim": dim,
         "num_heads": heads,
         "num_kv_heads": heads,
@@ -271,7 +271,7 @@ def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> 
         if read.problems:
             raise ValueError(
                 f"Wanted a {FAMILIES[kind].architecture} that can be run, in {source}. "
-                f"Got {'; '.join(read.problems)}."
+                f"Got {'; '.join(dict.fromkeys(read.problems))}."
             )
         ends = config.get("eos_token_id")
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]

@@ -8,9 +8,7 @@ parameters. `utio_jax.models.families` says what goes where.
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,14 @@ from safetensors import SafetensorError, safe_open
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import (
     broken_file,
-    check_shapes,
+    check_floats,
     flatten,
-    nest,
+    load_json,
     refuse_pickle,
-    save_tensors,
 )
 from utio_jax.models.families import FAMILIES, Rule, read_config
-from utio_jax.models.tensor_parallel import Sharding, place_of
+from utio_jax.models.stacking import place_tensors, source_names, used_rules
+from utio_jax.models.tensor_parallel import Sharding
 from utio_jax.models.transformer import Transformer
 
 _WEIGHTS = "model.safetensors"
@@ -40,12 +38,7 @@ _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
     """Reads a JSON object. Raises ValueError where the file is missing or something else."""
-    if not file.is_file():
-        raise ValueError(f"Wanted {what} at {file}. There is none.")
-    try:
-        found = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"Wanted {what} at {file}. It is not JSON: {error}.") from error
+    found = load_json(file, what)
     if not isinstance(found, dict):
         raise ValueError(f"Wanted {what} at {file}. Got a JSON {type(found).__name__}.")
     return found
@@ -65,14 +58,7 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
-    if not (folder / _INDEX).is_file():
-        for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
-            refuse_pickle(pickle)
-        raise ValueError(f"Wanted {_WEIGHTS} or {_INDEX} in {folder}. There is neither.")
-    where = read_json(folder / _INDEX, "an index of shards").get("weight_map")
-    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
-        raise ValueError(f"Wanted a weight_map from tensors to files in {folder / _INDEX}.")
-    names = sorted(set(where.values()))
+    names = sorted(set(_weight_map(folder).values()))
     outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
     if outside or not names:
         raise ValueError(
@@ -84,6 +70,18 @@ def weight_files(folder: Path) -> list[Path]:
     if absent:
         raise ValueError(f"Wanted the shards {', '.join(absent)} in {folder}. They are missing.")
     return [folder / name for name in names]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Returns which shard holds each tensor, as the index says."""
+    if not (folder / _INDEX).is_file():
+        for pickle in sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
+            refuse_pickle(pickle)
+        raise ValueError(f"Wanted {_WEIGHTS} or {_INDEX} in {folder}. There is neither.")
+    where = read_json(folder / _INDEX, "an index of shards").get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise ValueError(f"Wanted a weight_map from tensors to files in {folder / _INDEX}.")
+    return where
 
 
 def load_folder(
@@ -103,57 +101,30 @@ def load_folder(
         ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
     settings = read_config(config, source=str(folder / "config.json"), exits=exits)
-    home = _where_tensors_are(weight_files(folder), prefix=_prefix(config["model_type"]))
+    home = _where_tensors_are(folder, prefix=_prefix(config["model_type"]))
     if settings.tie_embeddings and _head_differs(home, FAMILIES[config["model_type"]].rules[0]):
         settings = dataclasses.replace(settings, tie_embeddings=False)
-    decoder = Transformer(settings)
-    shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
-    rules = list(_used(FAMILIES[config["model_type"]].rules, shapes))
-    layers = decoder.config.num_layers
-    wanted = {
-        name: jax.ShapeDtypeStruct(_stored_shape(rule, shapes), jnp.float32)
-        for rule in rules
-        for name in _names(rule, layers)
-    }
-    found = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (*_, shape) in home.items()}
-    check_shapes(found, wanted, source=str(folder))
-
-    place_by = place_of(sharding, settings)
-
-    def place(path: str) -> Any:
-        return place_by(path, shapes[path].shape)
-
-    params: dict[str, jax.Array] = {}
-    # Whole tensors first: the largest, embeddings, pass through while there is little else.
-    for rule in sorted(rules, key=lambda rule: "{layer}" in rule.source):
-        if "{layer}" in rule.source:
-            for path in rule.targets:
-                params[path] = jnp.zeros(shapes[path].shape, dtype, device=place(path))
-        for index, name in enumerate(_names(rule, layers)):
-            file, stored, _ = home[name]
-            for path, piece in zip(rule.targets, _pieces(rule, _read(file, stored)), strict=True):
-                if "{layer}" in rule.source:
-                    stack = params[path]
-                    piece = jax.device_put(piece.astype(dtype), _of_slice(stack.sharding))
-                    # Else the host reads ahead, and what it has read piles up.
-                    params[path] = jax.block_until_ready(_put(stack, piece, index))
-                else:
-                    params[path] = jax.device_put(piece.astype(dtype), place(path))
-    return decoder, nest({path: params[path] for path in shapes})
+    return place_tensors(
+        settings,
+        FAMILIES[config["model_type"]].rules,
+        {name: shape for name, (*_, shape) in home.items()},
+        lambda name: _read(*home[name][:2]),
+        dtype=dtype,
+        sharding=sharding,
+        source=str(folder),
+    )
 
 
-def save_folder(
-    folder: Path,
+def stored_form(
     decoder: Transformer,
     params: Params,
     *,
     config: Mapping[str, Any],
     dtype: jax.typing.DTypeLike,
-) -> None:
-    """Writes a folder that `load_folder` and transformers read.
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Returns tensors and config as `load_folder` and transformers read them.
 
     Args:
-      folder: exists.
       decoder: the model; its exits are written into the config.
       params: its parameters.
       config: the `config.json` that it came with.
@@ -162,17 +133,16 @@ def save_folder(
     dtype = jnp.dtype(dtype)
     arrays = flatten(params)
     tensors: dict[str, np.ndarray] = {}
-    for rule in _used(FAMILIES[config["model_type"]].rules, arrays):
-        for index, name in enumerate(_names(rule, decoder.config.num_layers)):
+    for rule in used_rules(FAMILIES[config["model_type"]].rules, arrays):
+        for index, name in enumerate(source_names(rule, decoder.config.num_layers)):
             leaves = [arrays[path] for path in rule.targets]
             if "{layer}" in rule.source:
                 leaves = [leaf[index] for leaf in leaves]
             joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
             tensors[name] = (joined.T if rule.transpose else joined).astype(dtype)
-    save_tensors(folder / _WEIGHTS, tensors, metadata={"format": "pt"})
     stored = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     stored.pop("torch_dtype", None)
-    (folder / "config.json").write_text(json.dumps(stored, indent=1) + "\n")
+    return tensors, stored
 
 
 def _prefix(kind: str) -> str:
@@ -181,18 +151,41 @@ def _prefix(kind: str) -> str:
 
 
 def _where_tensors_are(
-    files: list[Path], *, prefix: str
+    folder: Path, *, prefix: str
 ) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
-    """Returns each tensor's file, name there and shape, by the name that rules know."""
-    home = {}
+    """Returns each tensor's file, name there and shape, by the name that rules know.
+
+    A tensor may lie in several shards, as where one was renamed and the old one left: the index
+    says in which of them it counts.
+
+    Raises:
+      ValueError: files are missing or broken, tensors are no floating-point numbers, are not where
+        the index says, or are in several shards without its saying which counts.
+    """
+    files = weight_files(folder)
+    where = {} if files == [folder / _WEIGHTS] else _weight_map(folder)
+    home, kinds, doubtful = {}, dict[str, str](), list[str]()
     for file in files:
         try:
             with safe_open(str(file), framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    if not name.endswith(_NOT_PARAMETERS):
-                        home[name] = file, name, tuple(opened.get_slice(name).get_shape())
+                    if name.endswith(_NOT_PARAMETERS) or where.get(name, file.name) != file.name:
+                        continue
+                    if name in home:
+                        doubtful.append(f"{name} in {home[name][0].name} and {file.name}")
+                    part = opened.get_slice(name)
+                    home[name] = file, name, tuple(part.get_shape())
+                    kinds[name] = part.get_dtype()
         except (SafetensorError, OSError) as error:
             raise broken_file(file, error) from error
+    lost = [name for name in where if name not in home and not name.endswith(_NOT_PARAMETERS)]
+    if lost or doubtful:
+        raise ValueError(
+            f"Wanted each tensor in the shard that {folder / _INDEX} names. Got "
+            + "; ".join([*(f"no {name} in {where[name]}" for name in lost[:8]), *doubtful[:8]])
+            + ". Fetch the index or the shards again."
+        )
+    check_floats(kinds, source=str(folder))
     if any(name.startswith(prefix) for name in home):
         return home
     return {prefix + name: entry for name, entry in home.items()}
@@ -215,44 +208,7 @@ def _head_differs(home: dict[str, tuple[Path, str, tuple[int, ...]]], embedding:
     return True
 
 
-def _used(rules: tuple[Rule, ...], shapes: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yields the rules of which the model has the parameters."""
-    for rule in rules:
-        if all(path in shapes for path in rule.targets):
-            yield rule
-
-
-def _names(rule: Rule, layers: int) -> list[str]:
-    if "{layer}" not in rule.source:
-        return [rule.source]
-    return [rule.source.format(layer=index) for index in range(layers)]
-
-
-def _stored_shape(rule: Rule, shapes: Mapping[str, Any]) -> tuple[int, ...]:
-    each = [shapes[path].shape[1 if "{layer}" in rule.source else 0 :] for path in rule.targets]
-    shape = (*each[0][:-1], sum(one[-1] for one in each))
-    return shape[::-1] if rule.transpose else shape
-
-
 def _read(file: Path, name: str) -> np.ndarray:
     # Opened anew for each tensor: what is mapped into memory would stay there.
     with safe_open(str(file), framework="numpy") as opened:
         return opened.get_tensor(name)
-
-
-def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:
-    """Returns the parameters in a tensor."""
-    return np.split(tensor.T if rule.transpose else tensor, len(rule.targets), axis=-1)
-
-
-def _of_slice(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Returns the sharding of one layer of a stack."""
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
-        return jax.sharding.NamedSharding(sharding.mesh, spec)
-    return sharding
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put(stack: jax.Array, piece: jax.Array, index: jax.typing.ArrayLike) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, piece, index, axis=0)

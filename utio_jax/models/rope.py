@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,21 @@ from jaxtyping import Array, Float, Int
 
 Rotations = tuple[jax.Array, jax.Array]
 """Cosine and sine of each position's angles, `[*lead, head_dim / 2]` each."""
+
+
+_Kind = Literal["linear", "llama3"]
+
+
+def check_above_zero(value: Any, what: str) -> float:
+    """Returns a number, once it is known to be finite and above 0.
+
+    Raises:
+      ValueError: it is not; `what` begins the sentence.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and 0 < value < math.inf):
+        raise ValueError(f"Wanted {what} above 0. Got {value!r}.")
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +45,31 @@ class RopeScaling:
       original_context_length: tokens that the model was first trained on.
     """
 
-    kind: Literal["linear", "llama3"]
+    kind: _Kind
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_context_length: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(_Kind):
+            raise ValueError(
+                f"Wanted rotations scaled as one of {', '.join(get_args(_Kind))}. Got "
+                f"kind={self.kind!r}."
+            )
+        settings = {
+            "factor": self.factor,
+            "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor,
+            "original_context_length": self.original_context_length,
+        }
+        for name, value in settings.items():
+            check_above_zero(value, f"scaled rotations with {name}")
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                "Wanted scaled rotations whose high_freq_factor is above their low_freq_factor. "
+                f"Got {self.high_freq_factor} and {self.low_freq_factor}."
+            )
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:

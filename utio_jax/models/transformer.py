@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
-from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
+from utio_jax.models.rope import RopeScaling, check_above_zero, frequencies, rotate, rotations
 
 Activation = Literal["squared_relu", "gelu", "swiglu", "geglu"]
 """Of the MLP; the last two are gated and have three matrices. GELU is the tanh approximation."""
@@ -82,6 +82,10 @@ class TransformerConfig(DecoderConfig):
                     f"TransformerConfig needs {name} to be one of {', '.join(allowed)}. "
                     f"Got {name}={getattr(self, name)!r}."
                 )
+        if self.positions == "rope":
+            check_above_zero(self.rope_theta, "rotations with a rope_theta")
+            if self.local_rope_theta is not None:
+                check_above_zero(self.local_rope_theta, "rotations with a local_rope_theta")
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
                 "RoPE rotates pairs, so TransformerConfig needs an even head_dim. "

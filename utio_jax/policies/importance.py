@@ -57,7 +57,7 @@ def embedding_outlier(
         the mean over all leading axes, which lets later tokens and other rows into the score; fine
         for analysis, not for causal routing.
 
-    A state or mean of norm zero has no direction; its outlier is 1.
+    A state or mean of norm zero has no direction; its outlier is 1. NaN stays NaN.
     """
     _needs(embeddings, "embeddings", "[..., token, dim]", 2)
     states = embeddings.astype(jnp.float32)
@@ -71,7 +71,8 @@ def embedding_outlier(
     else:
         mean = batch_mean.astype(jnp.float32)
     norms = jnp.linalg.norm(states, axis=-1) * jnp.linalg.norm(mean)
-    return 1.0 - jnp.where(norms > 0, states @ mean / jnp.where(norms > 0, norms, 1.0), 0.0)
+    nowhere = norms == 0
+    return 1.0 - jnp.where(nowhere, 0.0, states @ mean / jnp.where(nowhere, 1.0, norms))
 
 
 def surrogate_importance(

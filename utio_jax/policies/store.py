@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import jaxtyped
 
-from utio_jax.core.files import load_tensors, nest, read_owned, save_tensors
+from utio_jax.core.decoder import check_depths
+from utio_jax.core.files import json_file, load_owned, nest, save_owned
 from utio_jax.policies import learned, signals, wrappers
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, random_depths
@@ -80,7 +81,7 @@ class Calibration:
         if budget not in fitted:
             raise ValueError(
                 f"Wanted a budget of {sorted(fitted)}, for which {name!r} was calibrated. "
-                f"Got {budget}. `utio-jax calibrate --budgets ...` fits others."
+                f"Got {budget}. `utio-jax calibrate --budget ...` fits others."
             )
         return fitted[budget]
 
@@ -91,7 +92,7 @@ class Calibration:
         entries: Mapping[float, Thresholds],
         *,
         goal: Mapping[str, Any],
-        correlations: Mapping[str, float],
+        correlations: Mapping[str, float | None],
     ) -> Calibration:
         """Returns the calibration with one policy more, and the record of how it was fitted."""
         info = dict(self.info)
@@ -108,36 +109,33 @@ class Calibration:
         out = calibration_file(path)
         stored = {name: _take_apart(signal) for name, signal in self.signals.items()}
         weights = {name: tensors for name, (_, tensors) in stored.items() if tensors}
-        out.parent.mkdir(parents=True, exist_ok=True)
-        if weights:
-            save_tensors(out.with_suffix(".safetensors"), weights)
-        else:  # Signals without any: an empty file of them cannot be read.
-            out.with_suffix(".safetensors").unlink(missing_ok=True)
         entries = {
             name: {str(budget): entry.to_json() for budget, entry in fitted.items()}
             for name, fitted in self.entries.items()
         }
         described = {name: description for name, (description, _) in stored.items()}
-        text = json.dumps(
-            {"info": dict(self.info), "signals": described, "entries": entries}, indent=1
+        save_owned(
+            out, {"info": dict(self.info), "signals": described, "entries": entries}, weights
         )
-        out.write_text(text + "\n")
 
 
 def calibration_file(path: str | Path) -> Path:
-    """Returns the JSON file that a path means: itself, or `policies.json` in a folder."""
-    found = Path(path)
-    return found if found.suffix == ".json" else found / "policies.json"
+    """Returns the JSON file that a path means: itself, or that of a model's folder or file.
+
+    These are `policies.json` in a folder, and `NAME.policies.json` beside `NAME.gguf`.
+    """
+    return json_file(path, "policies")
 
 
 def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
     """Reads what `Calibration.save` wrote to this file or folder.
 
     Raises:
-      ValueError: a file is missing or broken, or the calibration belongs to another model.
+      ValueError: a file is missing or broken, the two do not belong together, or the calibration
+        belongs to another model.
     """
     path = calibration_file(path)
-    stored = read_owned(
+    stored, tensors = load_owned(
         path,
         what="a calibration",
         command="utio-jax calibrate",
@@ -150,19 +148,23 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
             for name, fitted in stored["entries"].items()
         }
         described = stored["signals"]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
             f"Wanted a calibration at {path}. It cannot be read: {error!r}."
         ) from error
-    file = path.with_suffix(".safetensors")
-    tensors = nest(load_tensors(file)) if file.is_file() else {}
+    weights = nest(tensors)
     try:
-        found = {name: _put_together(described[name], tensors.get(name, {})) for name in entries}
-    except (KeyError, TypeError, AttributeError) as error:
+        found = {name: _put_together(described[name], weights.get(name, {})) for name in entries}
+        misfits = [each for name in found for each in _misfits(found[name], name)]
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        misfits = [repr(error)]
+        found = {}
+    if misfits:
         raise ValueError(
-            f"Wanted in {file} the weights of the signals that {path} describes. "
-            f"They do not fit each other: {error!r}. Calibrate again: utio-jax calibrate."
-        ) from error
+            f"Wanted in {path.with_suffix('.safetensors')} the weights of the signals that {path} "
+            f"describes. They do not fit each other: {'; '.join(misfits[:8])}. Calibrate again: "
+            "utio-jax calibrate."
+        )
     return Calibration(entries=entries, signals=found, info=stored["info"])
 
 
@@ -193,6 +195,26 @@ def _put_together(description: Mapping[str, Any], tensors: Mapping[str, Any]) ->
     return _TYPES[description["type"]](**fields, **weights)
 
 
+def _misfits(part: Any, path: str) -> Iterator[str]:
+    """Yields what is wrong with the shapes and types of a signal's weights, by path.
+
+    Held against the fields' declarations: sizes of one name are equal within a part, and what
+    belongs to `exits` has one entry for each.
+    """
+    declared = get_type_hints(type(part))
+    exits = getattr(part, "exits", None)
+    with jaxtyped("context"):
+        for field in dataclasses.fields(part):
+            value, name = getattr(part, field.name), f"{path}.{field.name}"
+            leaves = [] if field.metadata.get("static") else jax.tree.leaves(value)
+            if exits is not None and any(jnp.shape(leaf)[:1] != (len(exits),) for leaf in leaves):
+                yield f"{name} has shapes {[jnp.shape(leaf) for leaf in leaves]} for exits {exits}"
+            if dataclasses.is_dataclass(value):
+                yield from _misfits(value, name)
+            elif leaves and not isinstance(value, declared[field.name]):
+                yield f"{name} has shape {jnp.shape(value)}, wanted {declared[field.name].__name__}"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Thresholds:
     """Which exits a policy uses, and up to which score tokens leave there.
@@ -218,12 +240,21 @@ class Thresholds:
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Sequence[Any]]) -> Thresholds:
-        """Returns what `to_json` was given."""
-        return cls(
-            depths=tuple(stored["depths"]),
-            thresholds=tuple(-np.inf if t is None else t for t in stored["thresholds"]),
-            fractions=tuple(stored["fractions"]),
-        )
+        """Returns what `to_json` was given.
+
+        Raises:
+          ValueError: depths, thresholds and shares that no policy can have.
+        """
+        depths = check_depths(stored["depths"])
+        thresholds = tuple(-np.inf if t is None else t for t in stored["thresholds"])
+        fractions = tuple(stored["fractions"])
+        numbers = [isinstance(x, (int, float)) and x == x for x in (*thresholds, *fractions)]
+        if not (all(numbers) and len(thresholds) + 1 == len(depths) == len(fractions)):
+            raise ValueError(
+                f"Wanted a number for each but the last of depths={depths} as thresholds, and one "
+                f"for each as fractions. Got thresholds={thresholds}, fractions={fractions}."
+            )
+        return cls(depths=depths, thresholds=thresholds, fractions=fractions)
 
     def over(self, depths: Sequence[int]) -> Thresholds:
         """Returns the same decisions over more exits, at which nobody stops."""

@@ -167,11 +167,17 @@ def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence
     return text
 
 
-def depth_legend(levels: Sequence[int]) -> Text:
-    """Returns one line that names each depth in its colour."""
+def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) -> Text:
+    """Returns one line that names each depth in its colour.
+
+    Args:
+      depths: to name.
+      levels: all depths that can occur, ascending, as `depth_text` had them; None means `depths`.
+    """
     text = Text("layers behind each token: ")
-    for index, depth in enumerate(levels):
-        text.append(f" {depth} ", style=_shade(index, len(levels)))
+    among = list(depths if levels is None else levels)
+    for depth in depths:
+        text.append(f" {depth} ", style=_shade(among.index(depth), len(among)))
     return text
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from utio_jax.benchmark.schema import Row
+from utio_jax.core.files import replacing, save_text
 from utio_jax.report.regressions import ResultsComparison, compare_results
 from utio_jax.report.results import Results
 from utio_jax.report.sections import Section, comparison_sections, reading_section, sections_of
@@ -67,9 +68,9 @@ def write_report(
         sections += sections_of(each, out, name=name)
     sections.append(reading_section())
     files = [out / name for name in ("report.md", "rows.csv", "report.html")]
-    files[0].write_text(_markdown(sections), encoding="utf-8")
+    save_text(files[0], _markdown(sections))
     _write_csv(files[1], results)
-    files[2].write_text(_html(sections), encoding="utf-8")
+    save_text(files[2], _html(sections))
     return [*files, *(p.file for section in sections for p in section.pictures)], compared
 
 
@@ -160,7 +161,7 @@ def _write_csv(file: Path, results: Sequence[Results]) -> None:
     found = dict.fromkeys(name for row in rows for name in row)
     order = ["file", *(field.name for field in dataclasses.fields(Row))]
     columns = sorted(found, key=lambda name: order.index(name.split(".")[0]))
-    with file.open("w", newline="", encoding="utf-8") as stream:
+    with replacing(file) as (partial,), partial.open("w", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, columns)
         writer.writeheader()
         writer.writerows(rows)

@@ -171,6 +171,10 @@ class Executor(Protocol):
         """Returns the slots that one `map_slots` computes, padding included."""
         ...
 
+    def heads_run(self, slots: Any) -> Int[Array, ""]:
+        """Returns the slots that go through the head where `map_slots` calls `map_head`."""
+        ...
+
     def work(self, slots: Any, layers: int, *, only_live_keys: bool = False) -> Work:
         """Returns what running `layers` layers on the slots executes."""
         ...

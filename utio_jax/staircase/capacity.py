@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
 from utio_jax.attention.mixing import mixer_at
-from utio_jax.core.arrays import flat
+from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import layer_at, run_layer
+from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
 
@@ -137,7 +137,8 @@ class CapacityPrefix:
             def run_one(index: jax.Array, x: jax.Array) -> jax.Array:
                 layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
                 keys, values = (
-                    rows(y, width) for y in decoder.keys_values(layer, flat(x), flat(tokens.places))
+                    rows(y, width)
+                    for y in keys_values_of(decoder, layer, flat(x), flat(tokens.places))
                 )
                 if tokens.mapped is not None:
                     new_keys, new_values = tokens.mapped_at(index)
@@ -197,6 +198,11 @@ class CapacityPrefix:
         batch, width = slots.live.shape
         used = jnp.where(self._overflows(slots), width, slots.capacity)
         return used.astype(jnp.int32) * batch
+
+    def heads_run(self, slots: PrefixSlots) -> Int[Array, ""]:
+        batch, width = slots.live.shape
+        whole, prefix = (executed_heads(batch * size) for size in (width, slots.capacity))
+        return jnp.where(self._overflows(slots), whole, prefix).astype(jnp.int32)
 
     def work(self, slots: PrefixSlots, layers: int, *, only_live_keys: bool = False) -> Work:
         batch, width = slots.live.shape

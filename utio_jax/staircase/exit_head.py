@@ -136,7 +136,7 @@ class Head:
         states = self._tokens.x if self._states is None else self._states
         decision, self.found = model.map_head(self._slots, look, states, *kept, *arrays)
         self.seen = self._tokens.live & self._asks
-        self.work += Work.of(heads=self.slots_asked)
+        self.work += Work.of(heads=model.executor.heads_run(self._slots))
         return decision
 
     def states_of(self, stops: Bool[Array, "batch token"]) -> Float[Array, "batch token dim"]:
@@ -195,7 +195,7 @@ class Reading:
             found = model.map_head(slots, readout.function, states, *readout.arrays)
             if self.found is not None:
                 found = where_tokens(self.unread, found, self.found)
-        return states, found, [Work.of(heads=model.executor.slots_run(slots))]
+        return states, found, [Work.of(heads=model.executor.heads_run(slots))]
 
 
 def where_tokens(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:

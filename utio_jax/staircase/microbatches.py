@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, write_prompt
 from utio_jax.attention.mixing import mixer_at
-from utio_jax.core.arrays import flat
+from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import layer_at
+from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
@@ -182,7 +182,7 @@ class MicroBatches:
                 queries = put(queries, decoder.queries(layer, block, block_places), start, 0)
                 if only_live_keys:
                     chosen = slot(slots.token_of_slot, start, size)
-                    new_keys, new_values = decoder.keys_values(layer, block, block_places)
+                    new_keys, new_values = keys_values_of(decoder, layer, block, block_places)
                     keys = keys.at[chosen].set(new_keys, mode="drop")
                     values = values.at[chosen].set(new_values, mode="drop")
                 return queries, keys, values
@@ -194,7 +194,7 @@ class MicroBatches:
                 keys = jnp.zeros((batch * width, config.num_kv_heads, config.head_dim), dtype)
                 values = keys
             else:
-                keys, values = decoder.keys_values(layer, states, places)
+                keys, values = keys_values_of(decoder, layer, states, places)
             queries = jnp.zeros((margin, config.num_heads, config.head_dim), dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
             if cache is not None:
@@ -250,6 +250,12 @@ class MicroBatches:
 
     def slots_run(self, slots: PackedSlots) -> Int[Array, ""]:
         return -(-slots.total // self.min_bucket) * self.min_bucket
+
+    def heads_run(self, slots: PackedSlots) -> Int[Array, ""]:
+        # Each block's logits are made in smaller ones of one size, which may be padded again.
+        whole = slots.total // self.block
+        rest = -(-slots.total // self.min_bucket) - whole * (self.block // self.min_bucket)
+        return whole * executed_heads(self.block) + rest * executed_heads(self.min_bucket)
 
     def work(self, slots: PackedSlots, layers: int, *, only_live_keys: bool = False) -> Work:
         run = self.slots_run(slots)

@@ -28,7 +28,7 @@ from utio_jax.attention.products import attention_received
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Params, check_depths
 from utio_jax.core.flops import count_matmul_flops, token_cost
-from utio_jax.core.layer import layer_at
+from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.signals import SignalBase, static
 
@@ -179,7 +179,7 @@ class AttentionHeat(SignalBase):
         heat = jnp.zeros((batch, width), jnp.float32)
         for number in range(boundary.depth, self._stop(boundary.depth, decoder)):
             layer, mix = layer_at(decoder, params, number), mixer_at(decoder, number)
-            keys, _ = decoder.keys_values(layer, flat(x), flat(places))
+            keys, _ = keys_values_of(decoder, layer, flat(x), flat(places))
             queries = decoder.queries(layer, flat(x[rows, asking]), flat(asking_places))
             visible = mix.visible(asking, keys_at) & valid[:, :, None]
             heat += attention_received(

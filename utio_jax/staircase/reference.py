@@ -23,7 +23,7 @@ from utio_jax.core.decoder import (
     apply_exit_lens,
     has_exit_lens,
 )
-from utio_jax.core.layer import layer_at, run_layer
+from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 
 FrozenKV = Literal["propagate", "drop", "full", "mapped"]
 """What other tokens see of one at layers beyond its depth: K/V projected from its frozen state,
@@ -118,7 +118,7 @@ def apply_layer(
     """
     rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
     shown = flat(x if source is None else source)
-    keys, values = (rows(y) for y in decoder.keys_values(layer, shown, flat(places)))
+    keys, values = (rows(y) for y in keys_values_of(decoder, layer, shown, flat(places)))
     if frozen is not None:
         is_frozen = frozen[0][..., None, None]
         keys, values = (

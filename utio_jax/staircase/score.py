@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.core.arrays import flat, map_head, most_probable
+from utio_jax.core.arrays import executed_heads, flat, map_head, most_probable
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
+from utio_jax.core.documents import check_tokens
 from utio_jax.core.work import Work
 from utio_jax.devices.rows import Rows, over_rows
 from utio_jax.policies.base import Policy
@@ -67,12 +69,14 @@ def score(
     """Returns every token's log-likelihood with the depth that the policy gives it.
 
     Pure; jit it with `decoder`, `kv`, `executor` and `mesh` static. Padding past `lengths` changes
-    nothing.
+    nothing. Under jit only shapes are checked: ids outside the vocabulary and lengths beyond the
+    rows then give numbers that mean nothing. `check_tokens` looks at both on the host beforehand,
+    as `score_documents` does.
 
     Args:
       decoder: the model.
       params: its parameters.
-      token_ids: right-padded rows. `check_tokens` validates them on the host.
+      token_ids: right-padded rows, no wider than the model's context.
       lengths: real tokens per row.
       policy: who runs how deep.
       kv: what others see of a frozen token, see `utio_jax.staircase.loop.staircase`.
@@ -82,8 +86,10 @@ def score(
         rows there by `utio_jax.devices.rows.place`. `Scores.work` then leads with a device axis.
 
     Raises:
-      ValueError: rows that the mesh's devices cannot share evenly.
+      ValueError: rows wider than the context, or that the mesh's devices cannot share evenly;
+        outside jit also ids outside the vocabulary and lengths beyond the rows.
     """
+    check_rows(decoder, token_ids, lengths)
     if mesh is not None:
 
         def on_device(params: Params, rows: Rows, policy: Policy, attention: Any) -> Rows:
@@ -124,6 +130,7 @@ def score_dense(
     lengths: Int[Array, " batch"],
 ) -> Scores:
     """Returns the same at full depth by the plain program: all rows at once, layer by layer."""
+    check_rows(decoder, token_ids, lengths)
     depth = decoder.config.num_layers
     (x,) = dense_states(decoder, params, token_ids, lengths, depths=(depth,))
     _, valid = positions_of(token_ids, lengths)
@@ -134,7 +141,7 @@ def score_dense(
         key_slots=slots * float(depth * token_ids.shape[1]),
         decisions=slots * 0,
         choices=slots * 0,
-        heads=slots,
+        heads=jnp.asarray([executed_heads(token_ids.size)], jnp.int32),
         exit_maps=slots * 0,
         kv_maps=slots * 0,
     )
@@ -148,6 +155,27 @@ def score_dense(
         work=work,
         x=x,
     )
+
+
+def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
+    """Checks the rows of a pass, as far as that waits for no device: their width, and known values.
+
+    Raises:
+      ValueError: rows wider than the model's context, and of values that are not traced, ids
+        outside the vocabulary or lengths beyond the rows.
+    """
+    context = decoder.config.context_length
+    if token_ids.shape[-1] > context:
+        raise ValueError(
+            f"Wanted rows of at most {context} tokens, the model's context. Got {token_ids.shape}. "
+            "Cut them: utio_jax.core.documents.windows_of, as score_documents does."
+        )
+    known = [
+        not isinstance(array, Tracer) and getattr(array, "is_fully_addressable", True)
+        for array in (token_ids, lengths)
+    ]
+    if all(known):
+        check_tokens(token_ids, lengths, vocab_size=decoder.config.vocab_size)
 
 
 def next_token_nll(
@@ -256,8 +284,9 @@ def exit_nll(
 ) -> Float[Array, "exit batch token"]:
     """Returns each exit's negative log-likelihood of the next token, nats; 0 where there is none.
 
-    The losses of truncating the model at each of its exits, from one pass.
+    The losses of truncating the model at each of its exits, from one pass. Checked as `score` is.
     """
+    check_rows(decoder, token_ids, lengths)
     exits = decoder.config.exits
     states = dense_states(decoder, params, token_ids, lengths, depths=exits)
     states = [apply_exit_lens(decoder, params, *pair) for pair in zip(states, exits, strict=True)]

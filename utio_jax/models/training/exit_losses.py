@@ -24,6 +24,9 @@ def exit_losses(
       params: its parameters.
       documents: token ids each.
       width: tokens of the windows they are cut into.
+
+    Raises:
+      ValueError: nothing is predicted in them.
     """
     sums, count = np.zeros(len(decoder.config.exits)), 0
     windows = windows_of(documents, width=width)
@@ -31,6 +34,11 @@ def exit_losses(
         nll = _exit_nll(decoder, params, jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
         sums += np.asarray(nll, np.float64).sum(axis=(1, 2))
         count += int(np.maximum(batch.lengths - 1, 0).sum())
+    if not count:
+        raise ValueError(
+            "Wanted a document of at least two tokens, so that something is predicted. "
+            f"Got {len(documents)} without. Add text."
+        )
     return (sums / count).tolist(), count
 
 

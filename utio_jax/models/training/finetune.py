@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from utio_jax.core.decoder import Params
+from utio_jax.core.documents import check_ids
 from utio_jax.core.lens import Lensed
 from utio_jax.models.checkpoint import Model, save
 from utio_jax.models.training.exit_losses import exit_losses
@@ -90,7 +91,7 @@ def finetune(
             f"Wanted exits before the last layer, to train them. Got exits={exits}. For example: "
             f"--exits {max(1, layers // 2)} {layers}."
         )
-    documents = [ids for ids in documents if len(ids) > 1]
+    documents, size = [ids for ids in documents if len(ids) > 1], decoder.config.vocab_size
     held_out = [ids for index, ids in enumerate(documents) if index % _HELD_OUT == 0]
     rest = [ids for index, ids in enumerate(documents) if index % _HELD_OUT]
     context = min(config.context, decoder.config.context_length)
@@ -125,7 +126,7 @@ def finetune(
     )
     params = train(
         decoder,
-        np.concatenate(rest).astype(np.int32),
+        np.concatenate([check_ids(ids, vocab_size=size, what="documents") for ids in rest]),
         recipe,
         out=out,
         resume=resume,

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.core.decoder import Params
+from utio_jax.core.files import replacing, save_text
 from utio_jax.models.checkpoint import save
 from utio_jax.models.presets import PLAIN_12, PLAIN_16, STDLIB_16, TINY
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
@@ -89,9 +90,9 @@ def run_recipe(
         "train_text": describe(documents),
         "bits_per_byte": bits,
     }
-    save(folder / "model", decoder, params)
-    (folder / "model" / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
-    (folder / "model" / "README.md").write_text(model_card(summary, config))
+    save_text(folder / "model" / "tokenizer.json", (folder / "tokenizer.json").read_text())
+    save_text(folder / "model" / "README.md", model_card(summary, config))
+    save(folder / "model", decoder, params)  # Last: a folder with a config is whole.
     return summary
 
 
@@ -99,10 +100,12 @@ def _tokenise(folder: Path, documents: tuple[Document, ...], config: Transformer
     """Returns the encoder and the token stream, made once and kept beside the checkpoints."""
     file, cached = folder / "tokenizer.json", folder / "stream.npy"
     if not file.exists():
-        train_tokenizer((d.text for d in documents), vocab_size=config.vocab_size).save(str(file))
+        tokenizer = train_tokenizer((d.text for d in documents), vocab_size=config.vocab_size)
+        save_text(file, tokenizer.to_str(pretty=True))
     encode = partial(encode_documents, load_tokenizer(file), bos_id=config.bos_id)
     if not cached.exists():
-        np.save(cached, training_stream(documents, encode))
+        with replacing(cached) as (unfinished,), unfinished.open("wb") as opened:
+            np.save(opened, training_stream(documents, encode))
     return encode, np.load(cached)
 
 

@@ -95,7 +95,8 @@ def exit_states(
     num_layers = decoder.config.num_layers
     positions = jnp.broadcast_to(jnp.arange(token), (batch, token))
     places = decoder.encode_positions(positions)
-    growth = jnp.exp2(jnp.arange(num_layers) / (num_layers - 1)) - 1.0  # LayerSkip, equation 2.
+    # LayerSkip, equation 2. A model of one layer drops none: it is the first.
+    growth = jnp.exp2(jnp.arange(num_layers) / max(1, num_layers - 1)) - 1.0
     kept = jax.random.uniform(key, (num_layers, batch)) >= max_layer_dropout * growth[:, None]
 
     # Activations are recomputed in the backward pass: on CPU their memory traffic costs more than

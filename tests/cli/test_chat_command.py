@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax chat` and `generate --chat`: turns, commands, and what ends an answer."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from utio_jax.cli.main import main
+from utio_jax.models import chat, load
+
+FOLDER = Path(__file__).parents[1] / "models" / "huggingface" / "llama"
+TURNS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + ' ' + message.content + "
+    "'<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A model that was hardly trained to chat, with a template."""
+    out = Path(shutil.copytree(FOLDER, tmp_path / "llama"))
+    vocabulary = {piece: i for i, piece in enumerate("Ġabcdefghijklmnopqrstuvwxyz?!.,0123456789")}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(f"<|im_{part}|>") for part in ("start", "end")])
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (out / "chat_template.jinja").write_text(TURNS)
+    return str(out)
+
+
+def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+    """Collects the messages of each answer."""
+    seen: list[list[dict[str, str]]] = []
+    answer = chat.stream_answer
+
+    def remembered(model: Any, messages: Any, **options: Any) -> Iterator[tuple[str, int]]:
+        seen.append([dict(message) for message in messages])
+        return answer(model, messages, **options)
+
+    monkeypatch.setattr(chat, "stream_answer", remembered)
+    return seen
+
+
+def test_a_conversation_goes_on_until_it_is_left(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = asked(monkeypatch)
+    say(monkeypatch, "hello", "", "and?", "/new", "again", "/exit", "never asked")
+    arguments = ["chat", "--model", folder, "--max-new-tokens", "5", "--system", "be brief"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert (found["command"], found["mode"]) == ("chat", "plain")
+    assert [turn["message"] for turn in found["turns"]] == ["hello", "and?", "again"]
+    first = found["turns"][0]["answer"]
+    system = {"role": "system", "content": "be brief"}
+    user = {"role": "user", "content": "hello"}
+    assert seen[0] == [system, user]
+    assert seen[1] == [
+        system,
+        user,
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "and?"},
+    ]
+    assert seen[2] == [system, {"role": "user", "content": "again"}], "/new forgets"
+    assert all(turn["depths"] == [3] * 5 and not turn["stopped"] for turn in found["turns"])
+    for turn in found["turns"]:
+        assert turn["answer"] in shown.err, "shown where the JSON is not"
+    assert load(folder).chat([system, user], max_new_tokens=5).text == first
+
+
+def test_depth_that_varies_is_named(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "hello")
+    policy = ["--enable-utio", "--policy", "uniform", "--depth", "1", "--exits", "1", "3"]
+    assert main(["chat", "--model", folder, "--max-new-tokens", "5", *policy]) == 0
+    shown = capsys.readouterr()
+    (turn,) = json.loads(shown.out)["turns"]
+    assert turn["depths"] == [3, 1, 1, 1, 1], "the first is prefill's, at full depth"
+    assert "layers behind each token:  1  3" in shown.err
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_program(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = chat.stream_answer
+    asked: list[Any] = []
+
+    def interrupted(model: Any, messages: Any, **options: Any) -> Iterator[tuple[str, int]]:
+        asked.append(list(messages))
+        for index, piece in enumerate(answer(model, messages, **options)):
+            if len(asked) == 1 and index == 2:
+                raise KeyboardInterrupt
+            yield piece
+
+    monkeypatch.setattr(chat, "stream_answer", interrupted)
+    say(monkeypatch, "hello", "and?")
+    assert main(["chat", "--model", folder, "--max-new-tokens", "5"]) == 0
+    shown = capsys.readouterr()
+    first, second = json.loads(shown.out)["turns"]
+    assert (first["stopped"], len(first["depths"])) == (True, 2)
+    assert (second["stopped"], len(second["depths"])) == (False, 5)
+    assert asked[1][1] == {"role": "assistant", "content": first["answer"]}, "what was said counts"
+    assert "(stopped)" in shown.err
+
+
+def test_a_conversation_that_fills_the_context_says_what_to_do(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "a" * 40, "b" * 70, "/new", "c")
+    assert main(["chat", "--model", folder, "--max-new-tokens", "100"]) == 0
+    shown = capsys.readouterr()
+    first, second = json.loads(shown.out)["turns"]
+    assert len(first["depths"]) == 64 - 48, "as many as there is room for"
+    assert "within the model's context of 64" in shown.err.replace("\n", " ")
+    assert second["message"] == "c"
+
+
+def test_what_cannot_chat_is_refused_before_anything_is_asked(
+    folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say(monkeypatch, "hello")
+    assert main(["chat", "--model", str(FOLDER)]) == 2
+    assert "Wanted a model with a chat template" in capsys.readouterr().err
+    assert main(["chat", "--model", folder, "--lossless", "--policy", "uniform"]) == 2
+    assert "Wanted --lossless without a policy" in capsys.readouterr().err
+    assert main(["chat", "--model", folder, "--top-p", "0.5"]) == 2
+    assert "Wanted --temperature above 0" in capsys.readouterr().err
+
+
+def test_generate_answers_each_prompt_as_a_message(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", folder, "--max-new-tokens", "5", "--rounds", "1"]
+    assert main(["generate", "hello", "who?", "--chat", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    model = load(folder)
+    for prompt, text in zip(("hello", "who?"), found["texts"], strict=True):
+        wanted = model.chat([{"role": "user", "content": prompt}], max_new_tokens=5)
+        assert text == wanted.text
+    assert main(["generate", "hello", *arguments]) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["texts"][0] != found["texts"][0], "the same text, continued"

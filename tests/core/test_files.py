@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files appear whole or not at all, whoever else writes them, and say what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from utio_jax.core import files
+from utio_jax.core.files import (
+    load_json,
+    load_owned,
+    load_tensors,
+    replacing,
+    save_json,
+    save_owned,
+    save_tensors,
+    save_text,
+)
+
+
+def write_often(file: Path, value: int, times: int, faults: list[str]) -> None:
+    """Writes JSON and tensors of one value, again and again."""
+    try:
+        for _ in range(times):
+            save_json(file, {"value": [value] * 500})
+            save_tensors(file.with_suffix(".safetensors"), {"x": np.full(500, value)})
+    except Exception as error:
+        faults.append(repr(error))
+
+
+def test_writers_of_one_file_do_not_meet_and_readers_see_whole_ones(tmp_path: Path) -> None:
+    file, faults = tmp_path / "one.json", list[str]()
+    write_often(file, 0, 1, faults)
+    writers = [
+        threading.Thread(target=write_often, args=(file, value, 60, faults)) for value in (1, 2, 3)
+    ]
+    for writer in writers:
+        writer.start()
+    seen = 0
+    while any(writer.is_alive() for writer in writers):
+        assert len(set(load_json(file, "a file")["value"])) == 1
+        assert len(np.unique(load_tensors(file.with_suffix(".safetensors"))["x"])) == 1
+        seen += 1
+    assert not faults
+    assert seen
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "one.safetensors"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_modes_are_what_umask_leaves(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        save_tensors(tmp_path / "x.safetensors", {"x": np.zeros(2)})
+        save_text(tmp_path / "x.txt", "x")
+    finally:
+        os.umask(before)
+    for name in ("x.safetensors", "x.txt"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o666 & ~umask
+
+
+def test_what_fails_changes_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save_text(tmp_path / name, "old")
+
+    def fail() -> None:
+        with replacing(tmp_path / "a", tmp_path / "b") as (a, _):
+            a.write_text("new")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "old", "b": "old"}
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="Wanted a file to write. .*folder is a folder"):
+        save_text(tmp_path / "folder", "x")
+    with pytest.raises(ValueError, match="is a folder or a device"):
+        save_text(os.devnull, "x")
+
+
+class Killed(BaseException):
+    """Stands for a signal that ends the process."""
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_kill_between_two_files_leaves_none_that_mixes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    file = tmp_path / "owned.json"
+    save_owned(file, {"owner": "me", "round": 1}, {"x": np.ones(2)})
+    calls: list[Path] = []
+
+    def replace(path: Path, target: Path) -> None:
+        if len(calls) == after:
+            raise Killed
+        calls.append(path)
+        os.replace(path, target)  # noqa: PTH105
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(Killed):
+        save_owned(file, {"owner": "me", "round": 2}, {"x": np.zeros(2)})
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="There is none"):
+        load(file)
+
+
+def load(file: Path) -> tuple[Any, dict[str, np.ndarray]]:
+    return load_owned(
+        file,
+        what="a thing",
+        command="make",
+        model_sha256="me",
+        owner=lambda stored: stored["owner"],
+    )
+
+
+def test_contents_are_on_disk_before_a_name_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash of the machine keeps the old file or the new one, never an empty one."""
+    done: list[str] = []
+    sync, replace = os.fsync, Path.replace
+
+    def noting_sync(opened: int) -> None:
+        folder = stat.S_ISDIR(os.fstat(opened).st_mode)
+        done.append("folder" if folder else "file")
+        sync(opened)
+
+    def noting_replace(path: Path, target: Path) -> Path:
+        done.append("name")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", noting_sync)
+    monkeypatch.setattr(Path, "replace", noting_replace)
+    save_tensors(tmp_path / "x.safetensors", {"x": np.zeros(2)})
+    assert done == ["file", "name", "folder"]
+
+
+def test_tensors_are_those_that_a_file_was_written_with(tmp_path: Path) -> None:
+    file = tmp_path / "owned.json"
+    save_owned(file, {"owner": "me"}, {"x": np.ones(2)})
+    stored, tensors = load(file)
+    assert stored["owner"] == "me"
+    np.testing.assert_array_equal(tensors["x"], np.ones(2))
+    save_tensors(tmp_path / "owned.safetensors", {"x": np.zeros(2)})
+    with pytest.raises(ValueError, match="owned.safetensors holds others"):
+        load(file)
+    save_owned(file, {"owner": "me"}, {})
+    assert load(file)[1] == {}
+    assert not (tmp_path / "owned.safetensors").exists(), "none of these any more"
+    for owner in (3, None, ["me"], {"me": 1}):
+        save_json(file, {"owner": owner})
+        with pytest.raises(ValueError, match="cannot be read: its model_sha256 is .*no text"):
+            load(file)
+    save_json(file, ["me"])
+    with pytest.raises(ValueError, match="Wanted a thing at .*It cannot be read: TypeError"):
+        load(file)
+    save_json(file, {"owner": "me"})
+    save_tensors(tmp_path / "owned.safetensors", {"x": np.zeros(2)})
+    with pytest.raises(ValueError, match="or an earlier version wrote the two"):
+        load(file)
+
+
+def test_weights_that_are_not_finite_are_neither_written_nor_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "owned.json"
+    for value in (np.nan, np.inf):
+        with pytest.raises(ValueError, match="Wanted finite weights.*in a.x. Do the model's"):
+            save_owned(file, {"owner": "me"}, {"a": {"x": np.full(2, value, np.float32)}})
+    assert not list(tmp_path.iterdir())
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_check_finite", lambda *_: None)
+        save_owned(file, {"owner": "me"}, {"x": np.full(2, np.nan), "n": np.arange(3)})
+    with pytest.raises(ValueError, match="Wanted finite weights .*in x"):
+        load(file)
+
+
+def test_json_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    for text, match in (
+        ("[" * 100_000 + "]" * 100_000, "Wanted a thing at .*x.json. It is nested too deeply"),
+        ("{", "It is not JSON: .*Do this."),
+        ("1" * 5000, "It is not JSON: Exceeds the limit"),
+        ("\xff", "It is not JSON: 'utf-8'"),
+    ):
+        file.write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError, match=match):
+            load_json(file, "a thing", remedy="Do this.")
+    with pytest.raises(ValueError, match="There is none. Do this."):
+        load_json(tmp_path / "none", "a thing", remedy="Do this.")
+    with pytest.raises(ValueError, match="Wanted a thing at .*It cannot be read: "):
+        load_json(tmp_path, "a thing")
+    file.write_text("[NaN, Infinity]")
+    assert np.isnan(load_json(file, "a thing")[0])
+    with pytest.raises(ValueError, match="NaN is no number of JSON"):
+        load_json(file, "a thing", strict=True)
+    file.write_text(json.dumps("é"), encoding="utf-8")
+    assert load_json(file, "a thing", strict=True) == "é"

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers in GGUF metadata: the recipes of the models' own tokenizer.json, or a refusal."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.gguf_files import describe_pieces, write_gguf
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from utio_jax.models import load
+from utio_jax.models.gguf.tokenizer import build_tokenizer
+from utio_jax.models.tokenizer import train_tokenizer
+
+FOLDER = Path(__file__).parents[1] / "huggingface"
+LINES = [
+    "def mean(values):\n    return sum(values) / len(values)  # 3.14159",
+    "They've 12345 DON'T I'll  x\t\ty\r\n\r\n  z",
+    "Füße, naïve café, привет мир, שלום, 你好世界, こんにちは, 안녕",
+    "👩‍🔬🚀 x² ½ Ⅷ ٣٤ ---- ==== !!??",
+    "e\u0301 combining, \u00e9 composed",
+    "   leading and trailing   ",
+]
+
+
+def byte_level(**changes: Any) -> tuple[dict[str, Any], Tokenizer]:
+    """The keys of a small byte-level BPE, and the tokenizer that they are of."""
+    trained = train_tokenizer([" ".join(LINES)] * 2, vocab_size=340)
+    import json
+
+    stored = json.loads(trained.to_str())["model"]
+    pieces = sorted(stored["vocab"], key=stored["vocab"].__getitem__)
+    kinds = np.asarray([3] + [1] * (len(pieces) - 1), np.int32)
+    keys = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": pieces,
+        "token_type": kinds,
+        "merges": [" ".join(pair) for pair in stored["merges"]],
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    found = {f"tokenizer.ggml.{name}": value for name, value in {**keys, **changes}.items()}
+    return {name: value for name, value in found.items() if value is not None}, trained
+
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WHOLE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "composed"),
+    [
+        ("gpt-2", WHOLE, False),
+        ("smollm", pre_tokenizers.Sequence([pre_tokenizers.Digits(True), WHOLE]), False),
+        (
+            "llama-bpe",
+            pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA_3), "isolated"), BYTES]),
+            False,
+        ),
+        (
+            "qwen2",
+            pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(QWEN_2), "isolated"), BYTES]),
+            True,
+        ),
+    ],
+)
+def test_text_is_cut_as_the_models_own_tokenizers_cut_it(
+    name: str, recipe: Any, composed: bool
+) -> None:
+    keys, wanted = byte_level(pre=name, add_bos_token=False)
+    wanted.pre_tokenizer = recipe
+    wanted.encode_special_tokens = False
+    if composed:
+        wanted.normalizer = normalizers.NFC()
+    found = build_tokenizer(keys, source="m.gguf")
+
+    @given(st.lists(st.sampled_from(" \n\t'12aé漢🚀-sS"), max_size=12).map("".join))
+    def check(text: str) -> None:
+        for line in (text, *LINES):
+            line = f"{line}<|endoftext|>{text}"
+            assert found.encode(line).ids == wanted.encode(line).ids
+
+    check()
+    for line in LINES:
+        plain = normalizers.NFC().normalize_str(line) if composed else line
+        assert found.decode(found.encode(line).ids) == plain
+
+
+def test_the_default_cuts_punctuation_and_digits_by_threes() -> None:
+    keys, _ = byte_level(pre="default")
+    found = build_tokenizer(keys, source="m.gguf")
+    assert found.pre_tokenizer is not None
+    pieces = [piece for piece, _ in found.pre_tokenizer.pre_tokenize_str("a+b, 12345 <x>")]
+    assert pieces == ["a", "+", "b", ",", "Ġ", "123", "45", "Ġ", "<", "x", ">"]
+
+
+def test_a_piece_that_is_a_whole_word_needs_no_merges_in_llama_3() -> None:
+    keys, _ = byte_level()
+    merges = keys["tokenizer.ggml.merges"]
+    word = max((merge.replace(" ", "") for merge in merges if merge.isascii()), key=len)
+    at = keys["tokenizer.ggml.tokens"].index(word)
+    merges = [merge for merge in merges if merge.replace(" ", "") != word]
+    keys |= {"tokenizer.ggml.merges": merges, "tokenizer.ggml.add_bos_token": False}
+    whole = build_tokenizer({**keys, "tokenizer.ggml.pre": "llama-bpe"}, source="m.gguf")
+    merged = build_tokenizer(keys, source="m.gguf")
+    assert whole.encode(word).ids == [at]
+    assert len(merged.encode(word).ids) > 1
+
+
+def test_special_pieces_are_whole_and_not_shown_and_users_are_shown() -> None:
+    keys, _ = byte_level()
+    pieces, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"].copy()
+    pieces[-1], kinds[-1] = "<think>", 4
+    merges = keys["tokenizer.ggml.merges"][:-1]
+    keys |= {"tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": merges}
+    found = build_tokenizer(keys, source="m.gguf")
+    ids = found.encode("a<|endoftext|><think>").ids
+    assert ids[1:] == [0, len(pieces) - 1]
+    assert found.decode(ids) == "a<think>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "around"),
+    [
+        ({}, ([], [])),
+        ({"add_bos_token": True}, ([0], [])),
+        ({"add_eos_token": True}, ([], [0])),
+        ({"add_bos_token": True, "add_eos_token": True}, ([0], [0])),
+        ({"pre": "llama-bpe"}, ([0], [])),
+        ({"pre": "llama-bpe", "add_bos_token": False}, ([], [])),
+    ],
+)
+def test_texts_are_opened_and_ended_as_the_file_says(
+    changes: dict[str, Any], around: tuple[list[int], list[int]]
+) -> None:
+    keys, _ = byte_level(**changes)
+    found = build_tokenizer(keys, source="m.gguf")
+    bare = found.encode("values", add_special_tokens=False).ids
+    assert found.encode("values").ids == [*around[0], *bare, *around[1]]
+
+
+def spm_pieces() -> tuple[list[str], list[int], list[float]]:
+    """Special pieces, 256 bytes, merged pieces by falling score, characters."""
+    merged = ["▁t", "he", "▁the", "in", "an", "▁a", "▁▁", "er", "▁an", "ing", "th", "aa", "▁▁▁▁"]
+    merged += ["ab", "aba", "aaa", "abab", "aaaa", "▁in", "é▁"]
+    single = [*"▁etainohrsgbé"]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *merged, *single]
+    kinds = [2, 3, 3] + [6] * 256 + [1] * (len(merged) + len(single))
+    scores = [0.0] * 259 + [-float(i) for i in range(len(merged) + len(single))]
+    return pieces, kinds, scores
+
+
+def slow_spm(text: str, pieces: list[str], scores: list[float]) -> list[int]:
+    """SentencePiece's BPE: again and again the leftmost pair whose piece scores highest."""
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    symbols = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [
+            (-scores[ids[a + b]], at)
+            for at, (a, b) in enumerate(itertools.pairwise(symbols))
+            if a + b in ids
+        ]
+        if not pairs:
+            break
+        _, at = min(pairs)
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    return [
+        index
+        for symbol in symbols
+        for index in (
+            [ids[symbol]] if symbol in ids else [ids[f"<0x{byte:02X}>"] for byte in symbol.encode()]
+        )
+    ]
+
+
+def spm_keys(**changes: Any) -> dict[str, Any]:
+    pieces, kinds, scores = spm_pieces()
+    keys = {
+        "model": "llama",
+        "tokens": pieces,
+        "token_type": np.asarray(kinds, np.int32),
+        "scores": np.asarray(scores, np.float32),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    found = {f"tokenizer.ggml.{name}": value for name, value in {**keys, **changes}.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@given(st.lists(st.sampled_from("thenaig r b é漢🚀"), min_size=1, max_size=24).map("".join))
+def test_sentencepiece_merges_what_scores_highest_and_falls_back_to_bytes(text: str) -> None:
+    pieces, _, scores = spm_pieces()
+    found = build_tokenizer(spm_keys(), source="m.gguf")
+    ids = found.encode(text).ids
+    assert ids[0] == 1, "texts are opened by <s> unless the file says otherwise"
+    assert ids[1:] == slow_spm(text, pieces, scores)
+    assert found.decode(ids) == text
+
+
+def test_sentencepiece_without_a_space_in_front() -> None:
+    found = build_tokenizer(spm_keys(add_space_prefix=False, add_bos_token=False), source="m.gguf")
+    pieces, *_ = spm_pieces()
+    assert [pieces[i] for i in found.encode("the in").ids] == ["t", "he", "▁in"]
+    assert found.decode(found.encode(" the").ids) == " the"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (spm_keys(model="t5"), "tokenizer.ggml.model='t5', not gpt2 or llama"),
+        (spm_keys(model=None), "tokenizer.ggml.model=None"),
+        (spm_keys(scores=None), "no tokenizer.ggml.scores for each of the"),
+        (spm_keys(scores=np.zeros(292, np.float32)), "scores that do not order the pieces"),
+        (spm_keys(precompiled_charsmap=np.ones(9, np.uint8)), "changes text before it is cut"),
+        (spm_keys(remove_extra_whitespaces=True), "changes text before it is cut"),
+        (spm_keys(tokens=[str(i) for i in range(292)]), "without a piece for each byte"),
+        (spm_keys(tokens=["a" * 10**6, "b"]), "a piece of 1000000 characters"),
+        (spm_keys(escape_whitespaces=True), "tokenizer.ggml.escape_whitespaces, not understood"),
+        (byte_level(add_sep_token=True)[0], "add_sep_token, which ends texts with another"),
+        (spm_keys(bos_token_id=999), "bos_token_id=999, which texts shall have"),
+        (byte_level(pre="unheard-of")[0], "pre='unheard-of', which says how text is cut, not def"),
+        (byte_level(pre=None)[0], "pre=None, which says how text is cut"),
+        (byte_level(merges=["a"])[0], "no tokenizer.ggml.merges of two pieces each"),
+        (byte_level(merges=["€ €"])[0], "merges that do not fit the pieces"),
+        (byte_level(tokens=["a", "a"])[0], "the same piece twice"),
+        (byte_level(tokens=None)[0], "no tokenizer.ggml.tokens"),
+        (byte_level(token_type=np.ones(3))[0], "no tokenizer.ggml.token_type for each"),
+        (byte_level(add_space_prefix=True)[0], "add_space_prefix of byte-level BPE"),
+    ],
+)
+def test_what_cannot_be_had_exactly_is_refused_with_a_way_out(
+    keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        build_tokenizer(keys, source="folder/Some-1B.Q8_0.gguf")
+    assert "as Some-1B.Q8_0.tokenizer.json" in str(error.value)
+
+
+def test_a_tokenizer_beside_the_file_wins(tmp_path: Path) -> None:
+    pieces = ["<s>", *(chr(ord("!") + i) for i in range(47))]
+    file = tmp_path / "m.gguf"
+    write_gguf(
+        file,
+        FOLDER / "llama",
+        arch="llama",
+        describe=lambda writer: describe_pieces(
+            writer, pieces, [3] + [1] * 47, pre="unheard-of", merges=['! "']
+        ),
+    )
+    model = load(file)
+    with pytest.raises(ValueError, match="as m.tokenizer.json"):
+        model.encode(["!"])
+    beside = Tokenizer(models.WordLevel({"one": 3, "<unk>": 0}, unk_token="<unk>"))
+    beside.save(str(tmp_path / "m.tokenizer.json"))
+    assert load(file).encode(["one"])[0].tolist() == [3]

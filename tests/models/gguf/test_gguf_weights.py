@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: the model that a Hugging Face folder with the same weights is; faults are named."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.gguf_files import dequantised, describe_pieces, quantised, write_gguf
+
+from utio_jax.cli.main import main
+from utio_jax.core.files import load_tensors, save_tensors
+from utio_jax.core.lens import Lens, save_lens
+from utio_jax.models import Model, Transformer, load, save
+from utio_jax.models.gguf.architectures import llama3_scaling
+from utio_jax.models.gguf.header import KINDS
+from utio_jax.models.rope import RopeScaling, frequencies
+from utio_jax.staircase.reference import dense_states
+
+FOLDER = Path(__file__).parents[1] / "huggingface"
+
+
+def logits_of(model: Model, token_ids: Any) -> jax.Array:
+    decoder: Any = model.decoder
+    layers, ids = decoder.config.num_layers, jnp.asarray(token_ids)
+    lengths = jnp.full(len(ids), ids.shape[1])
+    (x,) = dense_states(decoder, model.params, ids, lengths, depths=(layers,))
+    return decoder.unembed(model.params, x)
+
+
+def check_same(file: Path, folder: Path) -> None:
+    """Parameters to rounding, the same settings, and the same logits."""
+    found, wanted = load(file), load(folder)
+    assert found.decoder == wanted.decoder
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-7), found.params, wanted.params
+    )
+    ids = np.random.default_rng(0).integers(0, 48, (2, 20))
+    np.testing.assert_allclose(logits_of(found, ids), logits_of(wanted, ids), atol=1e-5)
+
+
+def copied(case: str, to: Path, **settings: Any) -> Path:
+    """A folder of transformers' with some settings changed."""
+    folder = Path(shutil.copytree(FOLDER / case, to / case))
+    config = {**json.loads((folder / "config.json").read_text()), **settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_llama_with_rows_put_back(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama")
+    check_same(tmp_path / "m.gguf", FOLDER / "llama")
+
+
+def test_llama_with_biases_and_divisors_of_frequencies(tmp_path: Path) -> None:
+    """Biases are interleaved as rows are; the divisors are as converters compute them."""
+    theta, factor, low, high, context, head_dim = 500.0, 8.0, 1.0, 4.0, 32, 16
+    divisors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * np.pi * theta ** (2 * pair / head_dim)
+        smooth = (context / wavelength - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        divisors.append(1.0 if smooth > 1 else factor if smooth < 0 else between)
+    file = tmp_path / "m.gguf"
+    write_gguf(file, FOLDER / "llama_biases", arch="llama", factors=np.asarray(divisors))
+    check_same(file, FOLDER / "llama_biases")
+    write_gguf(file, FOLDER / "llama_biases", arch="llama", factors=np.arange(1.0, 9.0))
+    with pytest.raises(ValueError, match="rope_freqs.weight of shape .8,., of which only the divi"):
+        load(file)
+
+
+@pytest.mark.parametrize("context", [32, 8192])
+@pytest.mark.parametrize("theta", [1e4, 5e5])
+def test_the_scaling_of_llama_3_is_found_in_its_divisors(context: int, theta: float) -> None:
+    true = RopeScaling(kind="llama3", factor=32.0, original_context_length=context)
+    plain, scaled = frequencies(128, theta), frequencies(128, theta, true)
+    found = llama3_scaling((plain / scaled).astype(np.float32), theta=theta)
+    assert found is not None
+    assert found["original_max_position_embeddings"] == context
+    assert (found["factor"], found["high_freq_factor"]) == (32.0, 4.0)
+    noisy = plain / scaled * np.linspace(1, 1.01, 64)
+    assert llama3_scaling(noisy, theta=theta) is None
+    same = llama3_scaling(np.ones(64), theta=theta)
+    assert same == {"rope_type": "default", "rope_theta": theta}
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"), [("llama_linear", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
+)
+def test_tied_heads_linear_scaling_biases_and_qk_norms(
+    case: str, arch: str, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "m.gguf", FOLDER / case, arch=arch)
+    check_same(tmp_path / "m.gguf", FOLDER / case)
+
+
+def test_gemma_2_with_caps_windows_and_norms_less_one(tmp_path: Path) -> None:
+    """A file says nothing of the queries' scale: it goes by the width of a head."""
+    folder = copied("gemma2", tmp_path, query_pre_attn_scalar=16)
+    write_gguf(tmp_path / "m.gguf", folder, arch="gemma2")
+    check_same(tmp_path / "m.gguf", folder)
+
+
+def test_gemma_3_with_its_own_pattern_of_windows(tmp_path: Path) -> None:
+    folder = copied("gemma3", tmp_path, query_pre_attn_scalar=16)
+
+    def describe(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_freq_base_swa(100.0)
+        writer.add_sliding_window_pattern([True, True, False, True])
+
+    write_gguf(tmp_path / "m.gguf", folder, arch="gemma3", describe=describe)
+    check_same(tmp_path / "m.gguf", folder)
+    write_gguf(
+        tmp_path / "plain.gguf", folder, arch="gemma3", describe=lambda w: w.add_file_type(0)
+    )
+    config = load(tmp_path / "plain.gguf").decoder.config
+    assert config.windows == (5, 5, 5, 5), "of six, the last attends to all"
+
+
+def test_the_largest_gemmas_scale_queries_by_the_width_of_states(tmp_path: Path) -> None:
+    from utio_jax.models.gguf.architectures import read_keys
+    from utio_jax.models.gguf.header import read_header
+
+    folder = copied("gemma2", tmp_path)
+    write_gguf(tmp_path / "m.gguf", folder, arch="gemma2")
+    header = read_header(tmp_path / "m.gguf")
+    keys = {**header.keys, "gemma2.block_count": 46}
+    one = {n: t for n, t in header.tensors.items() if n.startswith("blk.0.")}
+    tensors = {n.replace("blk.0", f"blk.{i}"): t for i in range(46) for n, t in one.items()}
+    config, problems = read_keys(keys, {**header.tensors, **tensors})
+    assert not problems
+    assert config["query_pre_attn_scalar"] == 32 / 4
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose rows are as long as the longest block: 256 numbers."""
+    folder = tmp_path_factory.mktemp("wide")
+    config = json.loads((FOLDER / "llama_linear" / "config.json").read_text())
+    config |= {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = np.random.default_rng(0)
+    shapes = {"self_attn.q_proj": (256, 256), "self_attn.k_proj": (128, 256)}
+    shapes |= {"self_attn.v_proj": (128, 256), "self_attn.o_proj": (256, 256)}
+    shapes |= {"mlp.gate_proj": (512, 256), "mlp.up_proj": (512, 256), "mlp.down_proj": (256, 512)}
+    tensors = {"model.embed_tokens.weight": rng.normal(size=(48, 256)), "model.norm.weight": 1.2}
+    for layer in range(2):
+        at = f"model.layers.{layer}."
+        tensors |= {f"{at}{n}.weight": 0.1 * rng.normal(size=s) for n, s in shapes.items()}
+        tensors |= {f"{at}{n}_layernorm.weight": 0.8 for n in ("input", "post_attention")}
+    ones = np.ones(256)
+    save_tensors(
+        folder / "model.safetensors",
+        {n: (ones * t if np.ndim(t) == 0 else t).astype(np.float32) for n, t in tensors.items()},
+    )
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_type_gives_the_weights_that_its_bytes_stand_for(
+    kind: str, wide: Path, tmp_path: Path
+) -> None:
+    stored = load_tensors(wide / "model.safetensors")
+    rows = {n: quantised(t, kind, seed=i) for i, (n, t) in enumerate(stored.items()) if t.ndim > 1}
+    plain = Path(shutil.copytree(wide, tmp_path / "plain"))
+    exact = {n: dequantised(r, kind) for n, r in rows.items()}
+    save_tensors(plain / "model.safetensors", {**stored, **exact})
+    file = tmp_path / "m.gguf"
+    write_gguf(file, wide, arch="llama", kinds=dict.fromkeys(rows, kind), tensors=rows)
+    check_same(file, plain)
+    half = load(file, dtype=jnp.bfloat16)
+    jax.tree.map(np.testing.assert_array_equal, half.params, load(plain, dtype="bfloat16").params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "raw", "wanted"),
+    [
+        # Scale 2 (float16 0x4000), then nibbles: low ones of all bytes first.
+        ("Q4_0", "0040" + "f0" * 16, [2.0 * (0 - 8)] * 16 + [2.0 * (15 - 8)] * 16),
+        # Scale 2 and offset 1 (0x3c00).
+        ("Q4_1", "0040003c" + "31" * 16, [3.0] * 16 + [7.0] * 16),
+        ("Q8_0", "0040" + "ff" * 32, [-2.0] * 32),
+        # The fifth bit of each number lies apart.
+        ("Q5_0", "0040" + "ffff0000" + "00" * 16, [0.0] * 16 + [-32.0] * 16),
+        ("Q5_1", "0040003c" + "0000ffff" + "00" * 16, [1.0] * 16 + [33.0] * 16),
+    ],
+)
+def test_blocks_are_spelled_out(kind: str, raw: str, wanted: list[float], tmp_path: Path) -> None:
+    folder = copied("llama", tmp_path)
+    name = "model.embed_tokens.weight"
+    rows = np.tile(np.frombuffer(bytes.fromhex(raw), np.uint8), (48, 1))
+    write_gguf(tmp_path / "m.gguf", folder, arch="llama", kinds={name: kind}, tensors={name: rows})
+    found = load(tmp_path / "m.gguf").params["embedding"]["embedding"]
+    np.testing.assert_array_equal(found, np.tile(np.asarray(wanted, np.float32), (48, 1)))
+
+
+def test_all_that_is_not_understood_is_named_at_once(tmp_path: Path) -> None:
+    def describe(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(8)
+        writer.add_float32("llama.attention.scale", 0.5)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_uint32("split.count", 3)
+        writer.add_uint32("tokenizer.ggml.eos_token_id", 48)
+        writer.add_string("my.note", "who knows")
+        writer.add_string("general.author", "harmless")
+        writer.add_string("quantize.imatrix.file", "harmless")
+        writer.add_tensor("blk.1.attn_sinks.weight", np.zeros(4, np.float32))
+
+    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama", describe=describe)
+    with pytest.raises(ValueError, match="Wanted a llama that can be run") as error:
+        load(tmp_path / "m.gguf")
+    for part in (
+        "llama.expert_count=8, of which only 0 is supported",
+        "llama.attention.scale=0.5, which is not understood",
+        "llama.rope.scaling.type='yarn', of which only 'none' or 'linear' is supported",
+        "split.count=3, of which only one file is supported",
+        "tokenizer.ggml.eos_token_id=48 in a vocabulary of 48",
+        "my.note='who knows', which is not understood",
+        "tensor blk.{layer}.attn_sinks.weight, which is not understood",
+    ):
+        assert part in str(error.value)
+    assert "harmless" not in str(error.value)
+
+
+def test_sizes_that_are_not_the_tensors_are_refused_before_they_are_used(tmp_path: Path) -> None:
+    from utio_jax.models.gguf.architectures import read_keys
+    from utio_jax.models.gguf.header import read_header
+
+    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama")
+    header = read_header(tmp_path / "m.gguf")
+    for name, value, part in (
+        ("block_count", 2_000_000_000, "block_count=2000000000 with 3 layers of tensors"),
+        ("block_count", 2**32, "block_count=4294967296, of which only one number from 1 to 214"),
+        ("attention.head_count", 2_000_000_000, "blk.0.attn_q.weight has shape (32, 32), the keys"),
+        ("embedding_length", 1 << 30, "token_embd.weight has shape (48, 32), the keys say (48, 10"),
+        ("attention.head_count_kv", np.asarray([1, 2, 2]), "of which only one number"),
+        ("attention.layer_norm_rms_epsilon", float("nan"), "of which only finite numbers above 0"),
+        ("context_length", None, "llama.context_length is missing"),
+        ("expert_count", np.asarray([0, 0]), "llama.expert_count=[0, 0], of which only 0 is"),
+        ("rope.scaling.type", np.asarray([1, 2]), "llama.rope.scaling.type=[1, 2], of which only"),
+        ("rope.scaling.factor", np.asarray([1.0, 2.0]), "llama.rope.scaling.factor=[1.0, 2.0], of"),
+        ("rope.freq_base", "ten", "llama.rope.freq_base='ten', of which only finite numbers"),
+    ):
+        keys = {**header.keys, f"llama.{name}": value}
+        _, problems = read_keys({k: v for k, v in keys.items() if v is not None}, header.tensors)
+        assert any(part in problem for problem in problems), (name, problems)
+    several = {**header.keys, "llama.attention.head_count_kv": np.asarray([2, 2, 2])}
+    config, problems = read_keys(several, header.tensors)
+    assert (config["num_key_value_heads"], problems) == (2, [])
+
+
+def test_other_architectures_and_other_files_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match="architecture of llama, qwen2.*Got 'mamba'.*Decoder"):
+        load(tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match="Wanted a GGUF file at .*none.gguf. There is none"):
+        load(tmp_path / "none.gguf")
+    with pytest.raises(ValueError, match="begins with the bytes GGUF.*loaded by their folder"):
+        load(FOLDER / "llama" / "model.safetensors")
+
+
+def test_a_missing_library_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ValueError, match=re.escape("pip install 'utio-jax[gguf]'")):
+        load(tmp_path / "m.gguf")
+
+
+def with_pieces(file: Path, **options: Any) -> None:
+    """A Llama that ends texts with <|endoftext|>, and turns with <|im_end|>."""
+    pieces = ["<|endoftext|>", "<|im_end|>", *(chr(ord("!") + i) for i in range(45)), "!$"]
+    write_gguf(
+        file,
+        FOLDER / "llama",
+        arch="llama",
+        describe=lambda writer: describe_pieces(
+            writer, pieces, [3, 3] + [1] * 46, merges=["! $"], eos=0, bos=0, **options
+        ),
+    )
+
+
+def test_what_ends_a_text_or_a_turn_is_named_or_known_by_its_spelling(tmp_path: Path) -> None:
+    with_pieces(tmp_path / "m.gguf")
+    assert load(tmp_path / "m.gguf").decoder.config.eos_ids == (0, 1)
+    with_pieces(tmp_path / "named.gguf", eot=7, eom=9)
+    assert load(tmp_path / "named.gguf").decoder.config.eos_ids == (0, 1, 7, 9)
+
+
+def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "SmallLM-1M.Q4_1.gguf"
+    write_gguf(file, FOLDER / "llama", arch="llama")
+    model = load(file)
+    with pytest.raises(ValueError, match="a calibration at .*SmallLM-1M.Q4_1.policies.json"):
+        _ = model.calibration
+    lens = Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(2,))
+    save_lens(file, lens, info={"model_sha256": model.sha256})
+    assert (tmp_path / "SmallLM-1M.Q4_1.lens.json").is_file()
+    through = load(file)
+    assert through.lens == tmp_path / "SmallLM-1M.Q4_1.lens.json"
+    assert through.decoder.config.exits == (2, 3)
+    assert through.sha256 != model.sha256
+    assert load(file, lens=False).sha256 == model.sha256
+
+
+def test_calibrate_writes_beside_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, FOLDER / "llama", arch="llama")
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 48, 40).tolist() for _ in range(60)]
+    (tmp_path / "ids.json").write_text(json.dumps(ids))
+    arguments = ["--model", str(file), "--token-ids", str(tmp_path / "ids.json"), "--context", "32"]
+    options = ["--exits", "1", "3", "--policy", "position", "--budget", "0.8", "--fit-lens"]
+    assert main(["calibrate", *arguments, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["out"] == str(tmp_path / "m.policies.json")
+    assert found["lens"] == str(tmp_path / "m.lens.json")
+    model = load(file)
+    assert model.decoder.config.exits == (1, 3)
+    assert set(model.calibration.entries) == {"position"}
+
+
+def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> None:
+    with_pieces(tmp_path / "m.gguf", template="{{ messages[0].content }}")
+    model = load(tmp_path / "m.gguf", exits=(1, 3))
+    assert isinstance(model.decoder, Transformer)
+    save(tmp_path / "out", model.decoder, model.params, like=model.folder, dtype=jnp.float32)
+    again = load(tmp_path / "out")
+    assert again.decoder == model.decoder
+    jax.tree.map(np.testing.assert_array_equal, again.params, model.params)
+    text = ["!$%<|im_end|>"]
+    assert model.encode(text)[0].tolist() == [47, 6, 1]
+    np.testing.assert_array_equal(again.encode(text)[0], model.encode(text)[0])
+    assert again.chat_template == model.chat_template
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stored["architectures"] == ["LlamaForCausalLM"]
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {
+        "bos_token_id": 0,
+        "eos_token_id": [0, 1],
+    }
+
+
+def test_a_file_without_tokenizer_is_saved_without(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama")
+    model = load(tmp_path / "m.gguf")
+    assert isinstance(model.decoder, Transformer)
+    save(tmp_path / "out", model.decoder, model.params, like=model.folder)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+
+
+def test_the_command_line_takes_a_file_and_says_in_one_line_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, FOLDER / "llama", arch="llama")
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([list(range(20))]))
+    assert main(["evaluate", "--model", str(file), "--token-ids", str(ids)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", "--model", str(FOLDER / "llama"), "--token-ids", str(ids)]) == 0
+    wanted = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
+    file.write_bytes(file.read_bytes()[:-200])
+    assert main(["evaluate", "--model", str(file), "--token-ids", str(ids)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "truncated or corrupt: tensor" in line
+
+
+def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
+    """In a process of its own: 250 MB of float32 from 35 MB, a fifth of it the embedding."""
+    program = f"""
+import re, gguf, numpy as np, jax
+from pathlib import Path
+from utio_jax.models import load
+file = Path({str(tmp_path / "m.gguf")!r})
+writer = gguf.GGUFWriter(str(file), "llama")
+dim, mlp, vocab, layers = 512, 1536, 24576, 16
+for add, value in ((writer.add_context_length, 64), (writer.add_embedding_length, dim),
+                   (writer.add_block_count, layers), (writer.add_feed_forward_length, mlp),
+                   (writer.add_head_count, 8), (writer.add_layer_norm_rms_eps, 1e-5)):
+    add(value)
+kind, rng = gguf.GGMLQuantizationType.Q4_0, np.random.default_rng(0)
+def add(name, rows, columns):
+    blocks = rng.integers(0, 60, (rows, columns // 32 * 18), np.uint8)
+    writer.add_tensor(name + ".weight", blocks, raw_dtype=kind)
+add("token_embd", vocab, dim)
+ones = np.ones(dim, np.float32)
+writer.add_tensor("output_norm.weight", ones)
+for layer in range(layers):
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+        add(f"blk.{{layer}}.{{name}}", dim, dim)
+    add(f"blk.{{layer}}.ffn_gate", mlp, dim)
+    add(f"blk.{{layer}}.ffn_up", mlp, dim)
+    add(f"blk.{{layer}}.ffn_down", dim, mlp)
+    for name in ("attn_norm", "ffn_norm"):
+        writer.add_tensor(f"blk.{{layer}}.{{name}}.weight", ones)
+writer.write_header_to_file(); writer.write_kv_data_to_file(); writer.write_tensors_to_file()
+writer.close()
+def read(field):
+    return 1024 * int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+jax.block_until_ready(jax.numpy.ones(3) + 1)
+Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
+before = read("VmRSS")
+params = jax.block_until_ready(load(file).params)
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+assert size > 250e6, size
+print((read("VmHWM") - before) / size)
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert float(found.stdout) < 1.25

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates in the sandbox, and answers that end where a turn does."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.gguf_files import describe_pieces, write_gguf
+
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.text import new_text
+from utio_jax.models import Model, load
+from utio_jax.models.chat import (
+    encode_chat,
+    find_template,
+    render_chat,
+    stream_answer,
+    turn_ends,
+)
+
+FOLDER = Path(__file__).parent / "huggingface"
+HELLO = [{"role": "user", "content": "Hello"}]
+TURNS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n'"
+    " }}{% endif %}"
+)
+
+
+def test_a_conversation_is_rendered_turn_by_turn() -> None:
+    said = [*HELLO, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Bye"}]
+    assert render_chat(TURNS, said) == (
+        "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert render_chat(TURNS, HELLO, add_generation_prompt=False).endswith("<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        # A block leaves neither its line's indentation nor its newline.
+        ("a\n  {% if true %}\nb\n  {% endif %}\nc", "a\nb\nc"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{{ {'text': 'é<b>', 'n': 1} | tojson }}", '{"text": "é<b>", "n": 1}'),
+        ("{{ [1, 2] | tojson(indent=1) }}", "[\n 1,\n 2\n]"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "Hello!"),
+        ("{{ strftime_now('%Y') }}", str(datetime.datetime.now().year)),
+        ("{{ bos_token }}{{ eos_token }}{{ tools is none }}{{ unheard_of }}", "<s></s>True"),
+        ("{{ enable_thinking }}", "False"),
+        ("{{ 'key' in messages[0] }}", "False"),
+        ("{% set ns = namespace(n=1) %}{% set ns.n = 2 %}{{ ns.n }}", "2"),
+    ],
+)
+def test_templates_have_what_transformers_gives_them(template: str, wanted: str) -> None:
+    said = [{**HELLO[0], "key": None}]
+    found = render_chat(template, said, bos_token="<s>", eos_token="</s>", enable_thinking=False)
+    assert found == wanted
+
+
+def test_a_template_can_refuse_and_its_words_are_told() -> None:
+    refusing = "{% if messages[0].role != 'user' %}{{ raise_exception('Users begin') }}{% endif %}"
+    assert render_chat(refusing, HELLO) == ""
+    with pytest.raises(
+        ValueError, match="messages that the model's chat template takes.*Users beg"
+    ):
+        render_chat(refusing, [{"role": "system", "content": "x"}])
+    with pytest.raises(ValueError, match=r"Wanted a chat template in Jinja\. Line 2:"):
+        render_chat("\n{% for %}", HELLO)
+    with pytest.raises(ValueError, match="chat template takes"):
+        render_chat("{{ 'a' + messages[0].content }}", [{"role": "user", "content": 3}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update(role='x') }}",
+        "{{ raise_exception.__globals__['os'] }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ],
+)
+def test_templates_stay_in_their_sandbox(template: str) -> None:
+    with pytest.raises(ValueError, match="chat template takes"):
+        render_chat(template, HELLO)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "a list of messages, at least one"),
+        ("Hello", "a list of messages"),
+        (["Hello"], "message 0: 'Hello'"),
+        ([{"content": "x"}], "messages with a role"),
+        ([{"role": "user", "content": object()}], "text, numbers, lists and dicts.*Got object"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(
+    messages: Any, message: str, unchecked_shapes: None
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        render_chat(TURNS, messages)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer knows the marks of turns."""
+    out = Path(shutil.copytree(FOLDER / "llama", tmp_path_factory.mktemp("chat") / "llama"))
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "vocab_size": 48}))
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = [*"Helouasrtin\n ĊĠ<|_>mdByeEcptvw.,!?'-:"]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(f"<|im_{part}|>") for part in ("start", "end")])
+    assert tokenizer.get_vocab_size() <= 48
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "chat_template": TURNS}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings))
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return load(folder)
+
+
+def test_a_folder_has_its_template_in_one_of_three_places(folder: Path, tmp_path: Path) -> None:
+    found = find_template(folder)
+    assert (found.template, dict(found.special_tokens)) == (TURNS, {"eos_token": "<|im_end|>"})
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": "several"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    assert find_template(tmp_path).template == "several"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert find_template(tmp_path).template == "file"
+
+
+def test_a_model_without_a_template_says_so_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Wanted a model with a chat template.*generate contin"):
+        load(FOLDER / "llama").chat(HELLO)
+    file = tmp_path / "m.gguf"
+    write_gguf(file, FOLDER / "llama", arch="llama")
+    with pytest.raises(ValueError, match=r"put its template at .*m\.chat_template\.jinja"):
+        load(file).chat(HELLO)
+    (tmp_path / "m.chat_template.jinja").write_text("beside")
+    assert load(file).chat_template.template == "beside"
+
+
+def test_a_gguf_file_has_its_template_and_tokens_in_its_metadata(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    pieces = ["<s>", "</s>", *(chr(ord("!") + i) for i in range(46))]
+    write_gguf(
+        file,
+        FOLDER / "llama",
+        arch="llama",
+        describe=lambda writer: describe_pieces(
+            writer, pieces, [3, 3] + [1] * 46, template="{{ bos_token }}!", bos=0, eos=1
+        ),
+    )
+    found = load(file).chat_template
+    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert found.render(HELLO) == "<s>!"
+
+
+def test_marks_of_turns_are_single_tokens_and_nothing_is_put_around(model: Model) -> None:
+    ids = encode_chat(model, HELLO).tolist()
+    start, end = (model.tokenizer.token_to_id(f"<|im_{part}|>") for part in ("start", "end"))
+    assert ids[0] == start
+    assert ids.count(end) == 1
+    assert ids == model.tokenizer.encode(model.chat_template.render(HELLO)).ids
+
+
+def test_an_answer_ends_with_the_turn(model: Model) -> None:
+    """Whichever token the tokenizer's config calls the end, the model's config names none."""
+    assert model.decoder.config.eos_ids == ()
+    end = model.tokenizer.token_to_id("<|im_end|>")
+    assert turn_ends(model) == (end,)
+    prompt = encode_chat(model, HELLO)
+    plain = generate(model.decoder, model.params, [prompt], max_new_tokens=20)
+    first = int(plain.token_ids[0][7])
+    reply = model.chat(HELLO, max_new_tokens=20, eos_ids=(first,))
+    stop = plain.token_ids[0].tolist().index(first)
+    assert reply.generated.finish_reasons == ("eos",)
+    np.testing.assert_array_equal(reply.generated.token_ids[0], plain.token_ids[0][: stop + 1])
+    assert reply.text == new_text(model.tokenizer, prompt, plain.token_ids[0][: stop + 1])
+    assert reply.message == {"role": "assistant", "content": reply.text}
+
+
+def test_an_answer_ends_before_a_stop_string(model: Model) -> None:
+    text = model.chat(HELLO, max_new_tokens=20).text
+    stop = text[5:7]
+    reply = model.chat(HELLO, max_new_tokens=20, stop_strings=[stop])
+    assert reply.text == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_a_streamed_answer_is_the_same_text_with_a_depth_per_token(
+    model: Model, chunk: int
+) -> None:
+    reply = model.chat(HELLO, max_new_tokens=20)
+    streamed = list(stream_answer(model, HELLO, max_new_tokens=20, chunk=chunk))
+    assert "".join(piece for piece, _ in streamed) == reply.text
+    assert [depth for _, depth in streamed][:20] == reply.generated.decided[0].tolist()

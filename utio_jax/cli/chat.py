@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax chat`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+from utio_jax.cli.modes import OfDecoding
+
+# Tokens between two looks at the device: few, so that text appears and Ctrl-C is heard at once.
+_CHUNK = 4
+
+_HELP = "/new begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat(OfDecoding):
+    """Talks with a model by its own chat template; where depth varies, it colours the text.
+
+    Messages are lines of the terminal, or of standard input. `/new` begins a new conversation,
+    `/exit` or Ctrl-D leaves, Ctrl-C stops an answer, of which the model remembers what was said.
+
+    Attributes:
+      system: what the system message says; by default what the template says by itself, if
+        anything.
+      max_new_tokens: of an answer, at most.
+    """
+
+    system: str | None = None
+    max_new_tokens: int = 256
+
+    def run(self) -> dict[str, Any]:
+        """Runs the command and returns its JSON."""
+        from rich.console import Console
+
+        model, sampling = self.load(), self.sampling()
+        mode, prefill, _ = self.decoding_mode(model)
+        mode.check(model.decoder)
+        if prefill is not None:
+            prefill.check(model.decoder, kv=mode.prompt_kv)
+        _ = model.chat_template  # Before anything is asked.
+        console = Console(stderr=not sys.stdout.isatty(), highlight=False)
+        if sys.stdin.isatty():
+            console.print(_HELP, style="dim")
+        options = {"mode": mode, "prefill": prefill, "sampling": sampling}
+        turns: list[dict[str, Any]] = []
+        conversation = self._opened()
+        while (said := _next_message(console)) is not None:
+            if said == "/new":
+                conversation = self._opened()
+            elif said:
+                asked = [*conversation, {"role": "user", "content": said}]
+                try:
+                    turn = self._answer(model, console, asked, len(turns), options)
+                except ValueError as error:
+                    console.print(f"{error} Begin anew: /new.", style="red", markup=False)
+                    continue
+                answer = {"role": "assistant", "content": turn["answer"]}
+                conversation = [*asked, answer] if turn["answer"] else conversation
+                turns.append({"message": said, **turn})
+        return {"command": "chat", "mode": mode.name, "turns": turns}
+
+    def _opened(self) -> list[dict[str, str]]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def _answer(
+        self,
+        model: Any,
+        console: Any,
+        messages: list[dict[str, str]],
+        turn: int,
+        options: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Shows an answer as it comes; returns it with its depths, and whether it was stopped."""
+        from utio_jax.decoding.base import Plain
+        from utio_jax.models.chat import encode_chat, stream_answer
+        from utio_jax.report.terminal import depth_legend, depth_text
+
+        config = model.decoder.config
+        left = config.context_length - encode_chat(model, messages).size
+        if left < 1:
+            raise ValueError(
+                f"Wanted a conversation within the model's context of {config.context_length} "
+                f"tokens. It has {config.context_length - left}."
+            )
+        levels = range(1, config.num_layers + 1)
+        coloured = not isinstance(options["mode"], Plain)
+        text, depths, stopped = "", [], False
+        answer = stream_answer(
+            model,
+            messages,
+            chunk=_CHUNK,
+            max_new_tokens=min(self.max_new_tokens, left),
+            seeds=self.seed + turn,
+            **options,
+        )
+        try:
+            for piece, depth in answer:
+                text += piece
+                depths.append(depth)
+                shown = depth_text([piece], [depth], levels=levels)
+                console.print(shown if coloured else shown.plain, end="", markup=False)
+        except KeyboardInterrupt:
+            stopped = True
+        console.print(" (stopped)" if stopped else "", style="dim")
+        if coloured and depths:
+            console.print(depth_legend(sorted(set(depths)), levels=levels))
+        return {"answer": text, "depths": depths, "stopped": stopped}
+
+
+def _next_message(console: Any) -> str | None:
+    """Returns the next line, None where there are no more."""
+    while True:
+        try:
+            if not sys.stdin.isatty():
+                line = sys.stdin.readline()
+                if not line:
+                    return None
+                console.print(f"> {line.strip()}", style="dim", markup=False)
+            else:
+                line = input("> ")
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            console.print(f"\n{_HELP}", style="dim")
+            continue
+        return None if line.strip() == "/exit" else line.strip()

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF architectures as data: which Hugging Face config their keys describe, and which tensors.
+
+An `Architecture` turns a file's keys into the `config.json` of its family, so that everything
+behind it is as for a Hugging Face folder; its rules are those of `utio_jax.models.families` under
+GGUF's names. The conventions are those of llama.cpp, which writes and runs these files: a key that
+is left out has its default, and one that is not known here is a problem, not an omission.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from utio_jax.models.families import FAMILIES, Rule
+from utio_jax.models.gguf.header import Tensor
+
+_LARGEST = 2**31 - 1
+
+# What changes no result: notes on the model's origin, its text side (`gguf.tokenizer` reads that),
+# and how it was quantised. The keys of `general` that do matter are checked in `read_keys`.
+_HARMLESS = (
+    "general.",
+    "tokenizer.",
+    "quantize.",
+    "{arch}.rope.scaling.finetuned",
+)
+
+# Which tokens end an answer, where a file has no key that says so.
+_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")
+_CONTROL = 3
+
+
+class Keys:
+    """Reads a file's keys and collects what is wrong with them, to tell all of it at once."""
+
+    def __init__(self, keys: Mapping[str, Any], tensors: Mapping[str, Tensor], arch: str):
+        self.keys, self.tensors, self.arch = keys, tensors, arch
+        self.problems: list[str] = []
+        self.used: set[str] = set()
+
+    def stored(self, name: str) -> Any:
+        """Returns the value of `{arch}.name`, None where there is none."""
+        self.used.add(f"{self.arch}.{name}")
+        return self.keys.get(f"{self.arch}.{name}")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Returns a whole number from 1; an array must have one value for all layers."""
+        value = self.stored(name)
+        if isinstance(value, np.ndarray) and value.size and np.all(value == value[0]):
+            value = value[0].item()
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
+            self._refuse(name, value, f"one number from 1 to {_LARGEST} is")
+            return 1  # Goes on, to find what else is wrong.
+        return value
+
+    def scale(self, name: str, default: float | None = None) -> float:
+        """Returns a finite number above 0."""
+        value = self.stored(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, int | float) and math.isfinite(value) and value > 0:
+            return float(value)
+        self._refuse(name, value, "finite numbers above 0 are")
+        return 1.0
+
+    def need(self, name: str, *allowed: Any) -> None:
+        """Notes a key that is present and not one of the allowed."""
+        value = self.stored(name)
+        if not _among(value, None, *allowed):
+            self._refuse(name, value, f"{' or '.join(map(repr, allowed))} is")
+
+    def _refuse(self, name: str, value: Any, wanted: str) -> None:
+        key = f"{self.arch}.{name}"
+        self.problems.append(
+            f"{key} is missing"
+            if value is None
+            else f"{key}={_short(value)}, of which only {wanted} supported"
+        )
+
+    def token_id(self, name: str, vocab: int) -> int | None:
+        """Returns the id that `tokenizer.ggml.name` holds, None where there is none."""
+        value = self.keys.get(f"tokenizer.ggml.{name}")
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab:
+            self.problems.append(
+                f"tokenizer.ggml.{name}={_short(value)} in a vocabulary of {vocab}"
+            )
+            return None
+        return value
+
+    def has(self, *names: str) -> bool:
+        """Whether the first layer has one of these tensors."""
+        return any(f"blk.0.{name}" in self.tensors for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How the files of one architecture are read.
+
+    Attributes:
+      family: its `model_type` among `utio_jax.models.families.FAMILIES`.
+      settings: turns keys into what is special about its config.
+      names: Hugging Face names of a layer's modules, or of the model's, by GGUF's.
+      rotates_pairs: whether queries and keys rotate neighbours rather than halves: the rows of
+        their matrices are interleaved.
+      norms_plus_one: whether norms are stored with the one that Gemma adds to them.
+    """
+
+    family: str
+    settings: Callable[[Keys, dict[str, Any]], dict[str, Any]]
+    names: Mapping[str, str]
+    rotates_pairs: bool = False
+    norms_plus_one: bool = False
+
+    def rules(self) -> tuple[Rule, ...]:
+        """Returns the family's rules under GGUF's names of tensors."""
+        return tuple(
+            dataclasses.replace(rule, source=self._renamed(rule.source))
+            for rule in FAMILIES[self.family].rules
+        )
+
+    def _renamed(self, source: str) -> str:
+        module, leaf = source.rsplit(".", 1)
+        layer = "model.layers.{layer}."
+        if module.startswith(layer):
+            return f"blk.{{layer}}.{self.names[module.removeprefix(layer)]}.{leaf}"
+        return f"{self.names[module]}.{leaf}"
+
+
+def _llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    keys.need("tensor_data_layout", "Meta AI original pth")
+    return {
+        **_rope(keys),
+        "hidden_act": "silu",
+        "attention_bias": keys.has("attn_q.bias", "attn_output.bias"),
+        "mlp_bias": keys.has("ffn_up.bias"),
+    }
+
+
+def _qwen(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_rope(keys),
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "attention_bias": keys.has("attn_q.bias"),
+    }
+
+
+def _gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_rope(keys),
+        **_gemma(keys, common, period=2, largest=46),
+        "sliding_window": keys.count("attention.sliding_window", 4096),
+        "attn_logit_softcapping": keys.scale("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.scale("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    rope = _rope(keys)["rope_parameters"]
+    local = keys.scale("rope.freq_base_swa", 10_000.0)
+    capped = f"{keys.arch}.final_logit_softcapping" in keys.keys
+    return {
+        **_gemma(keys, common, period=6, largest=62),
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+        "sliding_window": keys.count("attention.sliding_window"),
+        "final_logit_softcapping": keys.scale("final_logit_softcapping") if capped else None,
+    }
+
+
+def _gemma(keys: Keys, common: dict[str, Any], *, period: int, largest: int) -> dict[str, Any]:
+    """Returns what Gemma 2 and 3 share.
+
+    Args:
+      keys: of the file.
+      common: what all architectures share.
+      period: the last of so many layers attends to everything.
+      largest: layers of the model whose queries are scaled by the width of the states.
+    """
+    layers, heads = common["num_hidden_layers"], common["num_attention_heads"]
+    pattern = keys.stored("attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray) and pattern.dtype == bool and pattern.size >= layers:
+        local = pattern[:layers].tolist()
+    elif pattern is None or (isinstance(pattern, int) and pattern > 0):
+        every = pattern or period
+        local = [layer % every < every - 1 for layer in range(layers)]
+    else:
+        keys.problems.append(f"{keys.arch}.attention.sliding_window_pattern={_short(pattern)}")
+        local = []
+    wide = layers == largest
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": common["hidden_size"] / heads if wide else common["head_dim"],
+        "layer_types": ["sliding_attention" if near else "full_attention" for near in local],
+    }
+
+
+def _rope(keys: Keys) -> dict[str, Any]:
+    """Returns the rotations of the layers that see everything."""
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": keys.scale("rope.freq_base", 10_000.0),
+    }
+    keys.need("rope.scaling.attn_factor", 1.0)
+    keys.need("rope.scaling.type", "none", "linear")
+    keys.stored("rope.scaling.original_context_length")  # Of kinds that are refused.
+    names = ("rope.scaling.factor", "rope.scale_linear")
+    given = [name for name in names if not _among(keys.stored(name), None, 0.0)]
+    if given and not _among(keys.stored("rope.scaling.type"), "none"):
+        factor = keys.scale(given[0])
+        rope |= {} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+    return {"rope_parameters": rope}
+
+
+_LLAMA_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_GEMMA_NAMES = {
+    **_LLAMA_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", _llama, _LLAMA_NAMES, rotates_pairs=True),
+    "qwen2": Architecture("qwen2", _qwen, _LLAMA_NAMES),
+    "qwen3": Architecture("qwen3", _qwen, _LLAMA_NAMES),
+    "gemma2": Architecture("gemma2", _gemma2, _GEMMA_NAMES, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA_NAMES, norms_plus_one=True),
+}
+"""By `general.architecture`."""
+
+
+def architecture_of(keys: Mapping[str, Any], *, source: str) -> Architecture:
+    """Returns a file's architecture. Raises ValueError where it is not among `ARCHITECTURES`."""
+    name = keys.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(
+            f"Wanted a general.architecture of {', '.join(ARCHITECTURES)} in {source}. "
+            f"Got {_short(name)}. Other decoders take part through the `utio_jax.Decoder` protocol."
+        )
+    return ARCHITECTURES[name]
+
+
+def read_keys(
+    keys: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the Hugging Face config that a file's keys describe, and what is wrong with them.
+
+    Every key that is neither understood nor known to be harmless is a problem, and so is every
+    tensor that has no place, and every size that is not that of the tensors.
+    """
+    arch = keys["general.architecture"]
+    architecture, read = ARCHITECTURES[arch], Keys(keys, tensors, arch)
+    _check_general(read)
+    vocab, dim = tensors["token_embd.weight"].shape if _is_matrix(tensors) else (1, 1)
+    heads = read.count("attention.head_count")
+    layers = read.count("block_count")
+    config: dict[str, Any] = {
+        "architectures": [FAMILIES[architecture.family].architecture],
+        "model_type": architecture.family,
+        "vocab_size": vocab,
+        "hidden_size": read.count("embedding_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": read.count("attention.head_count_kv", heads),
+        "head_dim": read.count("attention.key_length", max(1, dim // heads)),
+        "intermediate_size": read.count("feed_forward_length"),
+        "max_position_embeddings": read.count("context_length"),
+        "rms_norm_eps": read.scale("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": read.token_id("bos_token_id", vocab),
+        "pad_token_id": read.token_id("padding_token_id", vocab),
+        "eos_token_id": _ends(read, vocab),
+    }
+    head_dim = config["head_dim"]
+    read.need("attention.value_length", head_dim)
+    read.need("rope.dimension_count", head_dim)
+    read.need("vocab_size", vocab)
+    read.need("expert_count", 0)
+    read.need("expert_used_count", 0)
+    read.need("attention.causal", True)
+    read.problems += _wrong_sizes(config, tensors)
+    read.problems += _strange_tensors(architecture, tensors)
+    # As many layers as there are tensors for, whatever the key says.
+    config |= architecture.settings(
+        read, {**config, "num_hidden_layers": min(layers, _layers(tensors))}
+    )
+    harmless = tuple(name.format(arch=arch) for name in _HARMLESS)
+    read.problems += [
+        f"{name}={_short(value)}, which is not understood"
+        for name, value in keys.items()
+        if name not in read.used and not name.startswith(harmless)
+    ]
+    return config, read.problems
+
+
+def _check_general(read: Keys) -> None:
+    kind, version = (read.keys.get(f"general.{name}") for name in ("type", "quantization_version"))
+    if not _among(kind, None, "model"):
+        read.problems.append(f"general.type={_short(kind)}, of which only 'model' is supported")
+    if not _among(version, None, 2):
+        read.problems.append(
+            f"general.quantization_version={_short(version)}, of which only 2 is supported"
+        )
+    parts = read.keys.get("split.count")
+    if parts is not None:
+        read.used |= {"split.no", "split.count", "split.tensors.count"}
+        if not _among(parts, 1):
+            read.problems.append(
+                f"split.count={_short(parts)}, of which only one file is supported: merge them, "
+                "for example with llama-gguf-split --merge"
+            )
+
+
+def _ends(read: Keys, vocab: int) -> int | list[int] | None:
+    """Returns the ids that end a text or a turn, as the keys name them or as pieces are spelled."""
+    named = ("eos_token_id", "eot_token_id", "eom_token_id")
+    found = {read.token_id(name, vocab) for name in named}
+    pieces, kinds = (read.keys.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    if isinstance(pieces, list) and isinstance(kinds, np.ndarray):
+        special = np.flatnonzero(kinds == _CONTROL).tolist()
+        found |= {i for i in special if i < min(vocab, len(pieces)) and pieces[i] in _TURN_ENDS}
+    ends = sorted(index for index in found if index is not None)
+    return ends[0] if len(ends) == 1 else ends or None
+
+
+def _is_matrix(tensors: Mapping[str, Tensor]) -> bool:
+    return "token_embd.weight" in tensors and len(tensors["token_embd.weight"].shape) == 2
+
+
+def _layers(tensors: Mapping[str, Tensor]) -> int:
+    found = (re.match(r"blk\.(\d+)\.", name) for name in tensors)
+    return len({match[1] for match in found if match})
+
+
+def _wrong_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns what is wrong with the sizes, before any of them is used for shapes of parameters."""
+    problems = []
+    if _layers(tensors) != config["num_hidden_layers"]:
+        problems.append(
+            f"block_count={config['num_hidden_layers']} with {_layers(tensors)} layers of tensors"
+        )
+    dim, head_dim = config["hidden_size"], config["head_dim"]
+    wanted = {
+        "token_embd.weight": (config["vocab_size"], dim),
+        "blk.0.attn_q.weight": (config["num_attention_heads"] * head_dim, dim),
+        "blk.0.attn_k.weight": (config["num_key_value_heads"] * head_dim, dim),
+        "blk.0.ffn_up.weight": (config["intermediate_size"], dim),
+    }
+    for name, shape in wanted.items():
+        if name not in tensors:
+            problems.append(f"missing {name}")
+        elif tensors[name].shape != shape:
+            problems.append(f"{name} has shape {tensors[name].shape}, the keys say {shape}")
+    return problems
+
+
+def _strange_tensors(architecture: Architecture, tensors: Mapping[str, Tensor]) -> list[str]:
+    known = {rule.source for rule in architecture.rules()}
+    if architecture.rotates_pairs:
+        known.add("rope_freqs.weight")
+    general = (re.sub(r"^blk\.\d+\.", "blk.{layer}.", name) for name in tensors)
+    return [
+        f"tensor {name}, which is not understood"
+        for name in dict.fromkeys(general)
+        if name not in known
+    ]
+
+
+def llama3_scaling(factors: np.ndarray, *, theta: float) -> dict[str, Any] | None:
+    """Returns the `rope_parameters` of Llama 3.1 whose frequencies are divided by `factors`.
+
+    A file holds the divisors of the `head_dim / 2` frequencies alone (`rope_freqs.weight`). Between
+    those that are kept and those that are divided in full their inverse is linear in the frequency,
+    which gives back `original_max_position_embeddings` and `high_freq_factor`, `low_freq_factor`
+    being 1. None where the divisors are not of that form.
+    """
+    divisors = np.asarray(factors, np.float64).reshape(-1)
+    if np.all(divisors == 1.0):
+        return {"rope_type": "default", "rope_theta": theta}
+    factor = divisors.max()
+    between = (divisors > 1.0 + 1e-5) & (divisors < factor * (1 - 1e-5))
+    if not np.all(np.isfinite(divisors)) or divisors.min() < 1.0 or between.sum() < 2:
+        return None
+    turns = theta ** (-np.arange(divisors.size) / divisors.size) / (2 * math.pi)  # Per token.
+    kept = (1 / divisors[between] - 1 / factor) / (1 - 1 / factor)
+    slope, offset = np.polyfit(turns[between], kept, 1)
+    if slope <= 0 or offset >= 0:
+        return None
+    context, high = round(-slope / offset), 1 - 1 / offset
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": float(factor),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": round(float(high), 3),
+        "original_max_position_embeddings": context,
+    }
+    again = np.clip((context * turns - 1.0) / (rope["high_freq_factor"] - 1.0), 0.0, 1.0)
+    same = np.allclose(1 / (again + (1 - again) / factor), divisors, rtol=1e-4)
+    return rope if same else None
+
+
+def _among(value: Any, *allowed: Any) -> bool:
+    """Whether a value of a file is one of the allowed, which arrays are not."""
+    return not isinstance(value, np.ndarray | list) and value in allowed
+
+
+def _short(value: Any) -> str:
+    shown = repr(value.tolist() if isinstance(value, np.ndarray) and value.size < 9 else value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a GGUF file holds beside weights, and how it becomes a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from utio_jax.models.gguf.header import read_header
+from utio_jax.models.gguf.tokenizer import build_tokenizer
+from utio_jax.models.gguf.weights import config_of
+from utio_jax.models.tokenizer import load_tokenizer
+
+
+def keys_of(file: Path) -> dict[str, Any]:
+    """Returns a file's metadata. Raises ValueError, see `read_header`."""
+    return read_header(file).keys
+
+
+def tokenizer_of(file: Path) -> Tokenizer:
+    """Returns `NAME.tokenizer.json` beside a file, or the tokenizer that its metadata describe.
+
+    Raises:
+      ValueError: see `build_tokenizer`.
+    """
+    beside = file.with_suffix(".tokenizer.json")
+    if beside.is_file():
+        return load_tokenizer(beside, special_in_text=True)
+    return build_tokenizer(keys_of(file), source=file)
+
+
+def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the `config.json` of a file's model, and the text files that go beside it, by name.
+
+    These are tokenizer, chat template and settings as transformers has them. What the file lacks,
+    or what cannot be had exactly, is not among them.
+    """
+    from utio_jax.models.chat import find_template
+
+    header = read_header(file)
+    config, texts = config_of(header), dict[str, str]()
+    settings: dict[str, Any] = {}
+    try:
+        texts["tokenizer.json"] = tokenizer_of(file).to_str(pretty=True)
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    except ValueError:
+        pass
+    try:
+        chat = find_template(file, header.keys)
+        settings |= chat.special_tokens
+        texts["chat_template.jinja"] = chat.template
+    except ValueError:
+        pass
+    ends = {
+        name: config[name]
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+        if config[name] is not None
+    }
+    each = {"tokenizer_config.json": settings, "generation_config.json": ends}
+    texts |= {name: json.dumps(value, indent=1) + "\n" for name, value in each.items() if value}
+    return config, texts

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer in a GGUF file's metadata, as one of the `tokenizers` library.
+
+Byte-level BPE (`tokenizer.ggml.model` is `gpt2`) by its named pre-tokenizer, and SentencePiece's
+BPE (`llama`), whose scores are the order of merges. What the library cannot do exactly is refused:
+then the model's own `tokenizer.json`, as `NAME.tokenizer.json` beside `NAME.gguf`, is used instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_SPACE = "\u2581"  # How SentencePiece writes a space.
+
+# Keys of `tokenizer.ggml` that are read here, or say nothing of how text becomes ids.
+_KNOWN = (
+    *("model", "pre", "tokens", "token_type", "token_type_count", "scores", "merges"),
+    *("add_bos_token", "add_eos_token", "add_sep_token", "add_space_prefix"),
+    *("remove_extra_whitespaces", "precompiled_charsmap"),
+)
+_PREFIX = "tokenizer.ggml."
+# Real ones have at most some 250 characters; what follows takes the square of that.
+_LONGEST_PIECE = 512
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Split:
+    """How text is cut before bytes are merged.
+
+    Attributes:
+      patterns: each cuts what the one before left, at its matches.
+      composed: whether text is normalised to NFC first.
+      whole_words: whether a piece that is in the vocabulary is taken as it is, merges or not.
+      opens: whether texts are opened with the BOS token unless the file says otherwise.
+    """
+
+    patterns: tuple[str, ...]
+    composed: bool = False
+    whole_words: bool = False
+    opens: bool = False
+
+
+_LLAMA3_SPLIT = _Split(patterns=(_LLAMA3,), whole_words=True, opens=True)
+_SPLITS = {
+    "default": _Split(patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _Split(patterns=(_GPT2,)),
+    "smollm": _Split(patterns=(r"\p{N}", _GPT2)),
+    "llama-bpe": _LLAMA3_SPLIT,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "qwen2": _Split(patterns=(_QWEN2,), composed=True),
+}
+"""By `tokenizer.ggml.pre`."""
+
+
+def build_tokenizer(keys: Mapping[str, Any], *, source: str | Path) -> Tokenizer:
+    """Returns the tokenizer that a file's metadata describe.
+
+    Text that spells a special piece encodes as that piece, and `encode` puts around a text what the
+    file says.
+
+    Args:
+      keys: the metadata.
+      source: the file, for errors.
+
+    Raises:
+      ValueError: there is none, it is broken, or it is of a kind that cannot be had exactly.
+    """
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece}
+    kind = keys.get("tokenizer.ggml.model")
+    try:
+        if not isinstance(kind, str) or kind not in builders:
+            raise _UnsupportedError(f"tokenizer.ggml.model={kind!r}, not {' or '.join(builders)}")
+        _check_known(keys)
+        pieces, kinds = _vocabulary(keys)
+        tokenizer, opens = builders[kind](keys, pieces, kinds)
+        special = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        tokenizer.add_tokens(
+            [
+                AddedToken(piece, special=kind != _USER_DEFINED, normalized=False)
+                for piece, kind in zip(pieces, kinds.tolist(), strict=True)
+                if kind in special
+            ]
+        )
+        if tokenizer.get_vocab_size() != len(pieces):
+            raise _UnsupportedError(
+                f"{tokenizer.get_vocab_size()} pieces where tokenizer.ggml.tokens has {len(pieces)}"
+            )
+        _put_around(tokenizer, keys, pieces, opens=opens)
+    except _UnsupportedError as error:
+        beside = Path(source).with_suffix(".tokenizer.json").name
+        raise ValueError(
+            f"Wanted a tokenizer in {source} that can be had exactly. Got {error}. Put the model's "
+            f"own tokenizer.json beside it, as {beside}."
+        ) from error
+    return tokenizer
+
+
+class _UnsupportedError(Exception):
+    """What keeps a tokenizer from being built."""
+
+
+def _check_known(keys: Mapping[str, Any]) -> None:
+    """Refuses keys that could change how text becomes ids, and are not understood."""
+    ours = [name.removeprefix(_PREFIX) for name in keys if name.startswith(_PREFIX)]
+    strange = [name for name in ours if name not in _KNOWN and not name.endswith("_token_id")]
+    if strange:
+        named = ", ".join(f"{_PREFIX}{name}" for name in strange[:8])
+        raise _UnsupportedError(f"{named}, not understood")
+    if keys.get(f"{_PREFIX}add_sep_token"):
+        raise _UnsupportedError(f"{_PREFIX}add_sep_token, which ends texts with another token")
+
+
+def _vocabulary(keys: Mapping[str, Any]) -> tuple[list[str], np.ndarray]:
+    """Returns the pieces, and the type of each."""
+    pieces = keys.get("tokenizer.ggml.tokens")
+    if not isinstance(pieces, list) or not pieces:
+        raise _UnsupportedError("no tokenizer.ggml.tokens")
+    if max(map(len, pieces)) > _LONGEST_PIECE:
+        raise _UnsupportedError(f"a piece of {max(map(len, pieces))} characters")
+    if len(set(pieces)) != len(pieces):
+        raise _UnsupportedError("tokenizer.ggml.tokens with the same piece twice")
+    kinds = keys.get("tokenizer.ggml.token_type", np.ones(len(pieces), np.int32))
+    return pieces, _per_piece(kinds, pieces, "token_type")
+
+
+def _per_piece(values: Any, pieces: list[str], name: str) -> np.ndarray:
+    if not isinstance(values, np.ndarray) or len(values) != len(pieces):
+        raise _UnsupportedError(f"no tokenizer.ggml.{name} for each of the {len(pieces)} pieces")
+    return values
+
+
+def _byte_level(
+    keys: Mapping[str, Any], pieces: list[str], kinds: np.ndarray
+) -> tuple[Tokenizer, bool]:
+    name = keys.get("tokenizer.ggml.pre")
+    if not isinstance(name, str) or name not in _SPLITS:
+        raise _UnsupportedError(
+            f"tokenizer.ggml.pre={name!r}, which says how text is cut, not {', '.join(_SPLITS)}"
+        )
+    if keys.get("tokenizer.ggml.add_space_prefix"):
+        raise _UnsupportedError("tokenizer.ggml.add_space_prefix of byte-level BPE")
+    merges = keys.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list) or any(merge.count(" ") != 1 for merge in merges):
+        raise _UnsupportedError("no tokenizer.ggml.merges of two pieces each")
+    split = _SPLITS[name]
+    pairs = [(first, second) for first, second in (merge.split(" ") for merge in merges)]
+    tokenizer = _bpe(pieces, pairs, ignore_merges=split.whole_words)
+    if split.composed:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, split.opens
+
+
+def _sentencepiece(
+    keys: Mapping[str, Any], pieces: list[str], kinds: np.ndarray
+) -> tuple[Tokenizer, bool]:
+    """Merges of the pair whose piece has the highest score, bytes for what has no piece."""
+    scores = _per_piece(keys.get("tokenizer.ggml.scores"), pieces, "scores")
+    for name in ("remove_extra_whitespaces", "precompiled_charsmap"):
+        if np.any(keys.get(f"tokenizer.ggml.{name}", False)):
+            raise _UnsupportedError(f"tokenizer.ggml.{name}, which changes text before it is cut")
+    ids = {piece: index for index, piece in enumerate(pieces)}
+    if any(f"<0x{byte:02X}>" not in ids for byte in range(256)):
+        raise _UnsupportedError("SentencePiece without a piece for each byte")
+    special = (_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE)
+    long = [
+        index
+        for index, kind in enumerate(kinds.tolist())
+        if kind not in special and len(pieces[index]) > 1
+    ]
+    if len(set(scores[long].tolist())) != len(long) or not np.all(np.isfinite(scores[long])):
+        raise _UnsupportedError("scores that do not order the pieces, so not those of merges")
+    ordered = sorted(long, key=lambda index: -scores[index])
+    merges = [
+        (piece[:cut], piece[cut:])
+        for piece in (pieces[index] for index in ordered)
+        for cut in range(1, len(piece))
+        if piece[:cut] in ids and piece[cut:] in ids
+    ]
+    unknown = next((pieces[i] for i, kind in enumerate(kinds.tolist()) if kind == _UNKNOWN), None)
+    tokenizer = _bpe(pieces, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    opened = keys.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    steps = [normalizers.Prepend(_SPACE), spaces] if opened else [spaces]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    back = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    strip = [decoders.Strip(" ", 1, 0)] if opened else []
+    tokenizer.decoder = decoders.Sequence([*back, *strip])
+    return tokenizer, True
+
+
+def _bpe(pieces: list[str], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    try:
+        return Tokenizer(models.BPE(vocab=vocabulary, merges=merges, **options))
+    except Exception as error:  # The library raises a bare Exception.
+        raise _UnsupportedError(f"merges that do not fit the pieces: {error}") from error
+
+
+def _put_around(
+    tokenizer: Tokenizer, keys: Mapping[str, Any], pieces: list[str], *, opens: bool
+) -> None:
+    """Has `encode` open and end texts as the file says."""
+    template, used = ["$A"], []
+    for name, default in (("bos", opens), ("eos", False)):
+        if not keys.get(f"tokenizer.ggml.add_{name}_token", default):
+            continue
+        index = keys.get(f"tokenizer.ggml.{name}_token_id")
+        if not isinstance(index, int) or not 0 <= index < len(pieces):
+            raise _UnsupportedError(
+                f"tokenizer.ggml.{name}_token_id={index!r}, which texts shall have"
+            )
+        used.append({"id": name, "ids": [index], "tokens": [pieces[index]]})
+        template = [name, *template] if name == "bos" else [*template, name]
+    if used:
+        post = processors.TemplateProcessing(single=template, special_tokens=used)
+        tokenizer.post_processor = post

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF files: dequantised tensor by tensor, block by block, to the asked dtype.
+
+`load_file` for a model; `config_of` for the Hugging Face config that the file describes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.core.decoder import Params
+from utio_jax.models.families import read_config
+from utio_jax.models.gguf.architectures import (
+    Architecture,
+    architecture_of,
+    llama3_scaling,
+    read_keys,
+)
+from utio_jax.models.gguf.header import Header, Tensor, library, read_header
+from utio_jax.models.stacking import place_tensors
+from utio_jax.models.tensor_parallel import Sharding
+from utio_jax.models.transformer import Transformer, TransformerConfig
+
+# Numbers that are dequantised at once: their intermediates stay in the caches.
+_BLOCK = 2**18
+
+_ROPE_FREQS = "rope_freqs.weight"
+
+
+def load_file(
+    file: str | Path,
+    *,
+    exits: tuple[int, ...] = (),
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    sharding: Sharding | None = None,
+) -> tuple[Transformer, Params]:
+    """Returns the decoder and the parameters of a GGUF file.
+
+    Raises:
+      ValueError: see `utio_jax.models.load`; every key and tensor that is not understood is named.
+    """
+    header = read_header(file)
+    architecture, _, settings = _understood(header, exits)
+    heads = {"attn_q": settings.num_heads, "attn_k": settings.num_kv_heads}
+
+    def read(name: str) -> np.ndarray:
+        part = name.split(".")[-2]
+        found = read_tensor(header, name, dtype=dtype, minus_one=_is_shifted(architecture, part))
+        interleaved = architecture.rotates_pairs and part in heads
+        return _halves(found, heads[part]) if interleaved else found
+
+    return place_tensors(
+        settings,
+        architecture.rules(),
+        {name: tensor.shape for name, tensor in header.tensors.items() if name != _ROPE_FREQS},
+        read,
+        dtype=dtype,
+        sharding=sharding,
+        source=str(file),
+    )
+
+
+def config_of(header: Header) -> dict[str, Any]:
+    """Returns the `config.json` of the model as a Hugging Face folder.
+
+    Raises:
+      ValueError: keys or tensors that are not understood, all of them named.
+    """
+    return _understood(header, ())[1]
+
+
+def _understood(
+    header: Header, exits: tuple[int, ...]
+) -> tuple[Architecture, dict[str, Any], TransformerConfig]:
+    source = str(header.file)
+    architecture = architecture_of(header.keys, source=source)
+    config, problems = read_keys(header.keys, header.tensors)
+    if not problems and _ROPE_FREQS in header.tensors:
+        rope = config["rope_parameters"]
+        factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
+        found = None
+        if rope["rope_type"] == "default" and factors.shape == (config["head_dim"] // 2,):
+            found = llama3_scaling(factors, theta=rope["rope_theta"])
+        if found is None:
+            problems.append(
+                f"{_ROPE_FREQS} of shape {factors.shape}, of which only the divisors of Llama 3's "
+                "scaling are supported"
+            )
+        config["rope_parameters"] = found
+    if problems:
+        raise ValueError(
+            f"Wanted a {header.keys['general.architecture']} that can be run, in {source}. Got "
+            f"{'; '.join(problems)}."
+        )
+    return architecture, config, read_config(config, source=source, exits=exits)
+
+
+def read_tensor(
+    header: Header, name: str, *, dtype: jax.typing.DTypeLike, minus_one: bool = False
+) -> np.ndarray:
+    """Returns a tensor of the file, rows first; the arithmetic is in float32.
+
+    Args:
+      header: of the file.
+      name: of the tensor.
+      dtype: of what is returned.
+      minus_one: whether one is taken away before it is rounded to `dtype`.
+
+    Raises:
+      ValueError: the file has become shorter since its header was read.
+    """
+    tensor = header.tensors[name]
+    dequantize = _dequantizer(tensor)
+    out = _aligned(tensor.shape, np.dtype(dtype))
+    rows = out.reshape(-1, tensor.shape[-1])
+    step = max(1, _BLOCK // rows.shape[1])
+    with header.file.open("rb") as opened:
+        opened.seek(tensor.offset)
+        for start in range(0, len(rows), step):
+            block = rows[start : start + step]
+            raw = opened.read(len(block) * tensor.row_bytes)
+            if len(raw) != len(block) * tensor.row_bytes:
+                raise ValueError(
+                    f"Wanted the tensor {name} in {header.file}. The file has become shorter. "
+                    "Fetch it again."
+                )
+            # Scales of a damaged file may be infinite, and weights too large for float16.
+            with np.errstate(all="ignore"):
+                numbers = dequantize(raw).reshape(block.shape)
+                block[...] = numbers - np.float32(1) if minus_one else numbers
+    return out
+
+
+def _dequantizer(tensor: Tensor) -> Callable[[bytes], np.ndarray]:
+    gguf = library()
+    kind = gguf.GGMLQuantizationType[tensor.kind]
+    # As one long row: the library works on 16 rows at a time, whatever their length.
+    return lambda raw: gguf.dequantize(np.frombuffer(raw, np.uint8).reshape(1, -1), kind)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns an array that begins on a cache line: JAX uses it on CPU as it is, without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(dtype).reshape(shape)
+
+
+def _is_shifted(architecture: Architecture, part: str) -> bool:
+    return architecture.norms_plus_one and part.endswith("_norm")
+
+
+def _halves(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """Returns rows of which neighbours rotate with each other so that halves of a head do."""
+    pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(tensor.shape)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint's tensors become stacked parameters, one at a time, each at its place.
+
+Whatever the format, so that a checkpoint needs little more memory than its parameters.
+`utio_jax.models.families` says what goes where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.core.decoder import Params
+from utio_jax.core.files import check_shapes, flatten, nest
+from utio_jax.models.families import Rule
+from utio_jax.models.tensor_parallel import Sharding, place_of
+from utio_jax.models.transformer import Transformer, TransformerConfig
+
+
+def place_tensors(
+    settings: TransformerConfig,
+    rules: tuple[Rule, ...],
+    found: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], np.ndarray],
+    *,
+    dtype: jax.typing.DTypeLike,
+    sharding: Sharding | None,
+    source: str,
+) -> tuple[Transformer, Params]:
+    """Returns the decoder of these settings and its parameters.
+
+    Args:
+      settings: of the model.
+      rules: which tensor is which parameter.
+      found: the shapes of the checkpoint's tensors.
+      read: returns one of them.
+      dtype: of the parameters.
+      sharding: where they go, see `utio_jax.models.load`.
+      source: where the checkpoint is, for errors.
+
+    Raises:
+      ValueError: names every missing, unexpected and mis-shaped tensor at once.
+    """
+    decoder = Transformer(settings)
+    shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
+    used = list(used_rules(rules, shapes))
+    layers = settings.num_layers
+    wanted = {
+        name: stored_shape(rule, shapes) for rule in used for name in source_names(rule, layers)
+    }
+    check_shapes(_abstract(found), _abstract(wanted), source=source)
+
+    place_by = place_of(sharding, settings)
+
+    def place(path: str) -> Any:
+        return place_by(path, shapes[path].shape)
+
+    params: dict[str, jax.Array] = {}
+    # Whole tensors first: the largest, embeddings, pass through while there is little else.
+    for rule in sorted(used, key=lambda rule: "{layer}" in rule.source):
+        if "{layer}" in rule.source:
+            for path in rule.targets:
+                params[path] = jnp.zeros(shapes[path].shape, dtype, device=place(path))
+        for index, name in enumerate(source_names(rule, layers)):
+            for path, piece in zip(rule.targets, _pieces(rule, read(name)), strict=True):
+                piece = piece.astype(dtype, copy=False)
+                if "{layer}" in rule.source:
+                    stack = params[path]
+                    piece = jax.device_put(piece, _of_slice(stack.sharding))
+                    # Else the host reads ahead, and what it has read piles up.
+                    params[path] = jax.block_until_ready(_put(stack, piece, index))
+                else:
+                    params[path] = jax.device_put(piece, place(path))
+    return decoder, nest({path: params[path] for path in shapes})
+
+
+def used_rules(rules: tuple[Rule, ...], shapes: Mapping[str, Any]) -> Iterator[Rule]:
+    """Yields the rules of which the model has the parameters."""
+    for rule in rules:
+        if all(path in shapes for path in rule.targets):
+            yield rule
+
+
+def source_names(rule: Rule, layers: int) -> list[str]:
+    """Returns the tensors that a rule is about, one per layer where it is about layers."""
+    if "{layer}" not in rule.source:
+        return [rule.source]
+    return [rule.source.format(layer=index) for index in range(layers)]
+
+
+def stored_shape(rule: Rule, shapes: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the shape of a rule's tensor in a checkpoint, given those of the parameters."""
+    each = [shapes[path].shape[1 if "{layer}" in rule.source else 0 :] for path in rule.targets]
+    shape = (*each[0][:-1], sum(one[-1] for one in each))
+    return shape[::-1] if rule.transpose else shape
+
+
+def _abstract(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:
+    """Returns the parameters in a tensor."""
+    return np.split(tensor.T if rule.transpose else tensor, len(rule.targets), axis=-1)
+
+
+def _of_slice(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """Returns the sharding of one layer of a stack."""
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
+        return jax.sharding.NamedSharding(sharding.mesh, spec)
+    return sharding
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(stack: jax.Array, piece: jax.Array, index: jax.typing.ArrayLike) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, piece, index, axis=0)
