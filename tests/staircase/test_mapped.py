@@ -16,6 +16,7 @@ from helpers.counting import Counting, read_counts
 from helpers.models import Model, gated, live_params, with_random_maps
 
 from utio_jax import CapacityPrefix, MicroBatches, given_depths, score, staircase, uniform
+from utio_jax.core.arrays import normalise
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.kv_maps import KVMap, with_kv_maps
 from utio_jax.core.lens import Lens, lensed
@@ -71,11 +72,11 @@ def test_the_static_prefix_is_the_same(mapped: Model) -> None:
 
 
 def test_maps_that_repeat_the_layers_own_projection_are_propagation(tiny: Any) -> None:
-    """The model without norms, so that keys and values are linear in the state."""
+    """The model without scales of norms, so that K/V are linear in the normalised state."""
 
     class Plain(Transformer):
         def keys_values(self, layer: Any, x: jax.Array, places: Any) -> tuple[jax.Array, jax.Array]:
-            shape = (*x.shape[:-1], self.config.num_kv_heads, self.config.head_dim)
+            shape, x = (*x.shape[:-1], self.config.num_kv_heads, self.config.head_dim), normalise(x)
             keys = (x @ layer["k_proj"]["kernel"]).reshape(shape)
             values = (x @ layer["v_proj"]["kernel"]).reshape(shape)
             return self.rotate_keys(layer, keys, places), values

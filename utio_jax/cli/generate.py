@@ -51,12 +51,16 @@ class Generate(OfDecoding):
             reason = self._no_profit(model, self.profit)
             if reason is not None:
                 print(f"plain decoding instead: {reason}", file=sys.stderr)
-                mode, budget, fallbacks = Plain(), None, {reason: len(self.prompts)}
+                mode, prefill, budget = Plain(), None, None
+                fallbacks = {reason: len(self.prompts)}
         mode.check(model.decoder)
         if prefill is not None:
             prefill.check(model.decoder, kv=mode.prompt_kv)
         prompts, eos_ids = self._encoded(model)
-        modes = {"plain": Plain(), mode.name: mode}
+        plain = Plain()
+        # Plain decoding behind a prompt that was read otherwise is not the baseline.
+        label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
+        modes = {"plain": plain, label: mode}
         with progress_bar((len(modes) + 1) * (self.rounds + 1), "decoding") as step:
             measured = measure_modes(
                 model.decoder,
@@ -70,17 +74,17 @@ class Generate(OfDecoding):
                     prompts,
                     stop_strings=self.stop,
                     mode=mode,
-                    prefill=None if isinstance(mode, Plain) else prefill,
+                    prefill=None if mode is plain else prefill,
                     sampling=sampling,
                     max_new_tokens=self.max_new_tokens,
                     seeds=self.seed,
                     eos_ids=eos_ids,
                 ),
                 sampling=sampling,
-                budgets={} if budget is None else {mode.name: budget},
+                budgets={} if budget is None else {label: budget},
                 rounds=self.rounds,
                 progress=step,
-            )[mode.name]
+            )[label]
         (generated,) = measured.results
         found = read_text(model.tokenizer, prompts, generated, stop_strings=self.stop)
         self._show(found, mode, model.decoder.config.num_layers)
@@ -127,6 +131,7 @@ class Generate(OfDecoding):
             "--throttle": self.throttle,
             "--sparse-prompt": self.sparse_prompt,
             "--route-prompt": self.route_prompt or None,
+            "--prompt-budget": self.prompt_budget,
         }
         given = [name for name, value in others.items() if value is not None]
         if not self.enable_utio or given:

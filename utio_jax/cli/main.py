@@ -19,6 +19,7 @@ from utio_jax.cli.compare import Compare
 from utio_jax.cli.demo import Demo
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.finetune import Finetune
+from utio_jax.cli.fit_prompt import FitPrompt
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.launch import launch
 from utio_jax.cli.lm_eval import LmEval
@@ -39,6 +40,7 @@ _COMMANDS = {
     "report": Report,
     "train": Train,
     "finetune": Finetune,
+    "fit-prompt": FitPrompt,
     "lm-eval": LmEval,
 }
 

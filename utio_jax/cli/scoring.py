@@ -44,7 +44,7 @@ class Scoring(OfWindows):
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
       batch: rows per pass.
-      kv: what others see of a token beyond its depth: propagate or drop.
+      kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
       min_tokens: passes of fewer tokens run at full depth.
       profit: a profit.json that `utio-jax bench` measured here; passes that it predicts not to pay
         run at full depth.
@@ -58,7 +58,7 @@ class Scoring(OfWindows):
     calibration: Path | None = None
     depth: int | None = None
     batch: int = 16
-    kv: str = "propagate"
+    kv: str | None = None
     min_tokens: int = 0
     profit: Path | None = None
     shards: Path | None = None
@@ -71,7 +71,7 @@ class Scoring(OfWindows):
         from utio_jax.models.training.corpus import read_files
         from utio_jax.staircase.reference import check_kv
 
-        check_kv(self.kv, ("propagate", "drop"))
+        kv = check_kv(self.kv or "propagate", ("propagate", "drop"))
         if (self.token_ids is None) == (not files):
             raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
         mesh = self.mesh()
@@ -95,7 +95,7 @@ class Scoring(OfWindows):
                 documents,
                 policy,
                 rows=self.batch,
-                kv=self.kv,  # type: ignore[arg-type]
+                kv=kv,  # type: ignore[arg-type]
                 mesh=mesh,
                 shards=shards,
                 fractions=fractions,
