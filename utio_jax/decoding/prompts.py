@@ -44,13 +44,30 @@ def prompt_prefill(
     Raises:
       ValueError: no budget, nothing that fits it, or a stock model of which nothing was measured.
     """
-    if not 0 < budget <= 1:
+    if budget == 1:
+        return None
+    best = prompt_choice(decoder, params, budget, choices=choices, gate=gate)
+    return Prefill(policy=best.policy(decoder, gate=gate), kv=best.kv)
+
+
+def prompt_choice(
+    decoder: Decoder,
+    params: Params,
+    budget: float,
+    *,
+    choices: Sequence[PromptChoice] = (),
+    gate: Signal | None = None,
+) -> PromptChoice:
+    """Returns the way of reading prompts that `prompt_prefill` takes, for a budget below 1.
+
+    Raises:
+      ValueError: see there.
+    """
+    if not 0 < budget < 1:
         raise ValueError(
             "Wanted a prompt budget above 0 and at most 1, a share of the FLOPs of reading prompts "
             f"in full. Got {budget}."
         )
-    if budget == 1:
-        return None
     maps = isinstance(decoder, HasKVMaps)
     usable = [
         each
@@ -73,8 +90,7 @@ def prompt_prefill(
             f"Wanted a prompt budget of at least {least:.3f}, the cheapest way of reading prompts "
             f"that is known of this model. Got {budget}."
         )
-    best = min(fitting, key=lambda each: (each.nll_increase_pct or 0.0, -each.stop))
-    return Prefill(policy=best.policy(decoder, gate=gate), kv=best.kv)
+    return min(fitting, key=lambda each: (each.nll_increase_pct or 0.0, -each.stop))
 
 
 def _at_exits(decoder: Decoder, params: Params) -> list[PromptChoice]:

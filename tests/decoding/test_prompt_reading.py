@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,8 +26,11 @@ from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.prompts import prompt_choice, prompt_prefill
 from utio_jax.policies.depth import uniform
+from utio_jax.policies.signals import Position
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.prompts import PromptChoice
 
 DEPTHS = (1, 2, 4)
 LONG = [[*PROMPTS[0], *range(10, 24)], PROMPTS[1] * 3, PROMPTS[2]]
@@ -115,3 +119,51 @@ def test_what_does_not_fit_together_is_refused() -> None:
         run(few, prefill=Prefill(policy=uniform(1), kv="mapped"))
     with pytest.raises(ValueError, match='the same kv for prompts and new tokens.*"drop"'):
         run(model, prefill=Prefill(policy=uniform(2), kv="drop"))
+
+
+def test_a_budget_takes_the_least_loss_that_fits() -> None:
+    model = with_random_maps(lively_model(), (2,))
+    known = [
+        PromptChoice(stop=2, deep=deep, by=by, flops_ratio=ratio, nll_increase_pct=loss)
+        for deep, by, ratio, loss in (
+            (0.1, "heat", 0.60, 2.0),
+            (0.2, "sinks_recent", 0.68, 1.0),
+            (0.3, "sinks_recent", 0.75, 0.4),
+            (0.3, "gate", 0.74, 0.1),
+        )
+    ]
+    choose = partial(prompt_choice, model.decoder, model.params, choices=known)
+    assert choose(0.65).by == "heat"
+    assert choose(0.7).deep == pytest.approx(0.2)
+    assert choose(0.99).deep == pytest.approx(0.3)
+    assert choose(0.99, gate=Position()).by == "gate"
+    with pytest.raises(ValueError, match=r"a prompt budget of at least 0.600.*Got 0.5"):
+        choose(0.5)
+    how = prompt_prefill(model.decoder, model.params, 0.7, choices=known)
+    assert how is not None
+    assert how.kv == "mapped"
+    assert how.policy is not None
+    assert how.policy.name == "prompt_sinks_recent"
+    assert float(how.policy.deep[0]) == pytest.approx(0.2)  # type: ignore[attr-defined]
+    for budget in (0.0, -1.0, 1.5):
+        with pytest.raises(ValueError, match="above 0 and at most 1"):
+            prompt_prefill(model.decoder, model.params, budget, choices=known)
+
+
+def test_a_model_with_exits_needs_nothing_measured() -> None:
+    model = lively_model()
+    assert prompt_prefill(model.decoder, model.params, 1.0) is None
+    shallow = prompt_choice(model.decoder, model.params, 0.5)
+    deep = prompt_choice(model.decoder, model.params, 0.8)
+    assert (shallow.stop, deep.stop) == (1, 2)
+    assert shallow.kv == deep.kv == "propagate"
+    how = prompt_prefill(model.decoder, model.params, 0.8)
+    prompts = [[*range(1, 49)], [5, 6, 7], [8]]
+    found = run(model, prompts, prefill=how, max_new_tokens=2)
+    assert [int((depths == 4).sum()) for depths in found.prompt_depths] == [16, 3, 1]
+    through_lens = with_lens(model)
+    with pytest.raises(ValueError, match="trained to stop early.*fit-prompt"):
+        prompt_prefill(through_lens.decoder, through_lens.params, 0.8)
+    maps_only = [PromptChoice(stop=2, deep=0.1, flops_ratio=0.5)]
+    with pytest.raises(ValueError, match="trained to stop early.*fit-prompt"):
+        prompt_prefill(through_lens.decoder, through_lens.params, 0.8, choices=maps_only)
