@@ -98,7 +98,7 @@ def test_generate_reads_prompts_within_a_budget(
     capsys.readouterr()
 
     def generate(*options: str) -> dict[str, Any]:
-        arguments = ["generate", WORDS * 3, "--model", str(folder), "--rounds", "1"]
+        arguments = ["generate", WORDS * 5, "--model", str(folder), "--rounds", "1"]
         assert main([*arguments, "--max-new-tokens", "4", *options]) == 0
         return last_line(capsys)
 
@@ -107,7 +107,7 @@ def test_generate_reads_prompts_within_a_budget(
     assert generate("--prompt-budget", "1")["token_ids"] == plain["token_ids"]
     found = generate("--prompt-budget", "0.9")
     assert found["mode"] == "plain"
-    # At the deepest exit that is cheap enough; of some forty tokens sixteen run in full.
+    # At the deepest exit that is cheap enough; of some fifty tokens sixteen run in full.
     assert found["prompt"]["depth_mean"] < 4
     assert found["prompt"]["flops_ratio"] < 1
     mapped = generate("--prompt-budget", "0.99", "--prompt-maps", str(maps))
@@ -123,6 +123,8 @@ def test_what_cannot_be_used_is_named(
     other = tmp_path / "other"
     decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
     save(other, decoder, live_params(decoder, seed=9))
+    foreign = ["evaluate", "--model", str(other), "--token-ids", str(ids), "--prompt-tokens", "40"]
+    routed = ["--enable-utio", "--policy", "uniform", "--depth", "2", "--route-prompt"]
     for arguments, message in (
         ([*rows, "--prompt-stop", "2"], "Wanted --prompt-tokens with --prompt-stop"),
         ([*rows, "--prompt-tokens", "60"], "rows of more than 60 tokens"),
@@ -132,8 +134,7 @@ def test_what_cannot_be_used_is_named(
         ([*prompts, "--prompt-stop", "2", "--prompt-by", "luck"], "Got 'luck'"),
         ([*prompts, "--policy", "uniform"], "without --policy"),
         (
-            ["evaluate", "--model", str(other), "--token-ids", str(ids), "--prompt-tokens", "40"]
-            + ["--prompt-stop", "2", "--prompt-maps", str(maps)],
+            [*foreign, "--prompt-stop", "2", "--prompt-maps", str(maps)],
             "Wanted KV maps of the model with SHA-256",
         ),
         (["fit-prompt", *model, "--token-ids", str(ids)], "--stop 2 2"),
@@ -145,8 +146,7 @@ def test_what_cannot_be_used_is_named(
             "which promises the full model's keys and values",
         ),
         (
-            ["generate", "a", *model, "--prompt-budget", "0.9", "--enable-utio"]
-            + ["--policy", "uniform", "--depth", "2", "--route-prompt"],
+            ["generate", "a", *model, "--prompt-budget", "0.9", *routed],
             "one way of reading prompts",
         ),
     ):

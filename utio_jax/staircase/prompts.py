@@ -67,6 +67,10 @@ class PromptImportance:
 
     def __post_init__(self) -> None:
         check_depths(self.depths)
+        for field in ("at_least", "prompt_tokens"):  # Counts, not numbers of any kind.
+            count = getattr(self, field)
+            if isinstance(count, int):
+                object.__setattr__(self, field, jnp.asarray(count, jnp.int32))
 
     @property
     def name(self) -> str:
