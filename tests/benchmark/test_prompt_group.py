@@ -21,7 +21,7 @@ BENCH = Bench(
 
 def test_rows_of_the_first_token_and_of_all() -> None:
     model = lively_model()
-    documents = [np.asarray(ids) for ids in model.tokens(4, 120)]
+    documents = [np.asarray(ids) for ids in model.tokens(4, 340)]
     subject = Subject(name="tiny", decoder=model.decoder, params=model.params, documents=documents)
     group = prompt_group(BENCH, subject, (2, 80, 4), budgets=(0.8, 0.01))
     found = {(row.method, row.setting["output"]): row for row in group.measure()}
