@@ -93,7 +93,7 @@ def with_random_maps(model: Model, stops: tuple[int, ...], *, seed: int = 8) -> 
         keys = jax.random.split(jax.random.key(seed + stop))
         shape = (config.num_layers - stop, 2, config.num_kv_heads, config.head_dim)
         maps[stop] = KVMap(
-            kernel=0.3 * jax.random.normal(keys[0], (config.embed_dim, *shape)),
+            kernel=0.2 * jax.random.normal(keys[0], (config.embed_dim, *shape)),
             bias=0.1 * jax.random.normal(keys[1], shape),
         )
     return Model(*with_kv_maps(model.decoder, model.params, maps))

@@ -25,6 +25,7 @@ PARTS = (
     "lossless",
     "sparse",
     "throttle",
+    "prompt",
     "compile",
     "memory",
     "growth",

@@ -15,7 +15,7 @@ from utio_jax.benchmark.decoding import middles
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import expected_flops, token_cost
-from utio_jax.core.lens import Lensed
+from utio_jax.core.lens import Wrapped
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import random_depths, uniform
 from utio_jax.policies.store import Calibration
@@ -100,7 +100,7 @@ class Subject:
 
 
 def _with_context(decoder: Any, context: int) -> Any:
-    if isinstance(decoder, Lensed):
+    if isinstance(decoder, Wrapped):
         inner: Any = _with_context(decoder.decoder, context)
         return dataclasses.replace(decoder, decoder=inner)
     config = dataclasses.replace(decoder.config, context_length=context)

@@ -17,6 +17,7 @@ from utio_jax.benchmark.growth import growth_group
 from utio_jax.benchmark.passes import memory_group, score_group
 from utio_jax.benchmark.predictions import Prediction, predict
 from utio_jax.benchmark.profitability import profit_group
+from utio_jax.benchmark.prompts import prompt_group
 from utio_jax.benchmark.results import Recorder
 from utio_jax.benchmark.rows import Bench, Group
 from utio_jax.benchmark.schema import Row
@@ -41,6 +42,7 @@ class Suite:
       policies: see `methods_of`; controls join them by themselves.
       score: batches and tokens per row of scoring; the last one also of "compile" and "memory".
       decode: batches, prompt and output lengths.
+      prompts: batches, prompt and output lengths, of prompts that mostly stop early.
       lengths: tokens of a row that is scored with sparse attention.
       contexts: tokens of caches that are decoded from, some rows throttled.
       rows: of these.
@@ -57,6 +59,7 @@ class Suite:
     policies: tuple[str, ...] = ("learned@0.6",)
     score: tuple[tuple[int, int], ...] = ((16, 512),)
     decode: tuple[tuple[int, int, int], ...] = ((1, 64, 56),)
+    prompts: tuple[tuple[int, int, int], ...] = ((1, 448, 64),)
     lengths: tuple[int, ...] = (2048,)
     contexts: tuple[int, ...] = (2048,)
     rows: int = 8
@@ -80,18 +83,19 @@ SUITES = {
     for suite in (
         Suite(
             name="quick",
-            parts=("score", "decode", "lossless", "compile", "memory", "growth"),
+            parts=("score", "decode", "lossless", "prompt", "compile", "memory", "growth"),
             growth={"context": (128, 256, 512)},
         ),
         Suite(
             name="cpu",
             parts=(
-                *("score", "decode", "lossless", "sparse", "throttle", "compile", "memory"),
-                *("growth", "execution", "profit"),
+                *("score", "decode", "lossless", "prompt", "sparse", "throttle", "compile"),
+                *("memory", "growth", "execution", "profit"),
             ),
             policies=("learned@0.5", "learned@0.6", "learned@0.75", "utio_surrogate@0.6"),
             score=((4, 128), (1, 512), (16, 512)),
             decode=((1, 64, 120), (8, 64, 120), (32, 64, 120)),
+            prompts=((1, 448, 64), (8, 448, 64)),
             lengths=(2048, 8192),
             contexts=(2048, 8192),
             growth={
@@ -132,6 +136,7 @@ def tiny(suite: Suite) -> Suite:
         policies=("random@0.6",),
         score=((2, 64),),
         decode=((1, 16, 8), (2, 16, 8)),
+        prompts=((2, 48, 8),),
         lengths=(64,),
         contexts=tuple(dict.fromkeys(sizes.get(context, 64) for context in suite.contexts)),
         rows=2,
@@ -154,6 +159,7 @@ def groups_of(suite: Suite, subject: Subject, bench: Bench) -> list[Group]:
         "score": lambda: [score_group(bench, subject, *shape, named) for shape in suite.score],
         "decode": lambda: [decode_group(bench, subject, shape, named) for shape in suite.decode],
         "lossless": lambda: [lossless_group(bench, subject, shape) for shape in suite.decode],
+        "prompt": lambda: [prompt_group(bench, subject, shape) for shape in suite.prompts],
         "sparse": lambda: [
             sparse_group(bench, subject, tokens, history=suite.history) for tokens in suite.lengths
         ],

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from utio_jax.cli.options import is_first
+from utio_jax.cli.options import calibration_of, is_first, progress_bar, read_documents
 from utio_jax.cli.scoring import Scoring
 
 
@@ -17,14 +17,37 @@ from utio_jax.cli.scoring import Scoring
 class Evaluate(Scoring):
     """Prints loss and perplexity of a text, and what they cost, in full or by a policy.
 
+    With --prompt-tokens the first tokens of every row are a prompt, of which most may stop early,
+    and losses are those of the tokens behind it.
+
     Attributes:
       text: text files.
+      prompt_tokens: of each row of --token-ids.
+      prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
+      prompt_deep: share of each prompt that goes deep.
+      prompt_by: what chooses it: sinks_recent, heat, gate, random or none (the last token alone).
+      prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
+        default.
     """
 
     text: tuple[Path, ...] = ()
+    prompt_tokens: int | None = None
+    prompt_stop: int | None = None
+    prompt_deep: float = 0.15
+    prompt_by: str = "sinks_recent"
+    prompt_maps: Path | None = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
+        if self.prompt_tokens is not None:
+            return self._run_prompts(self.prompt_tokens)
+        given = {"--prompt-stop": self.prompt_stop, "--prompt-maps": self.prompt_maps}
+        alone = [name for name, value in given.items() if value is not None]
+        if alone:
+            raise ValueError(
+                f"Wanted --prompt-tokens with {', '.join(alone)}: how many tokens of each row are "
+                "the prompt? For example: --prompt-tokens 448."
+            )
         found, read = self.score(self.text)
         losses = [-float(each.log_likelihood.sum()) for each in found.documents]
         tokens = sum(each.log_likelihood.size for each in found.documents)
@@ -56,4 +79,67 @@ class Evaluate(Scoring):
             "documents": len(losses),
             **row.to_dict(),
             "fallbacks": dict(found.fallbacks),
+        }
+
+    def _run_prompts(self, prompt_tokens: int) -> dict[str, Any]:
+        """Returns losses of what follows prompts, and what reading these costs."""
+        from utio_jax.evaluation.prompts import (
+            continuation_losses,
+            prompt_flops_ratio,
+            prompt_rows,
+        )
+        from utio_jax.staircase.prompts import PromptChoice
+
+        if self.mesh() is not None or self.policy != "full":
+            raise ValueError(
+                "Wanted --prompt-tokens on one device and without --policy: what follows the "
+                "prompt runs in full. Leave these out."
+            )
+        if self.text or self.token_ids is None:
+            raise ValueError(
+                "Wanted --token-ids FILE with --prompt-tokens: a JSON list of rows, each a list of "
+                "ids, whose first tokens are the prompt."
+            )
+        model = self.load()
+        choice, gate = None, None
+        if self.prompt_stop is not None:
+            kv: Any = self.kv or ("propagate" if self.prompt_maps is None else "mapped")
+            choice = PromptChoice(
+                stop=self.prompt_stop, deep=self.prompt_deep, by=self.prompt_by, kv=kv
+            )
+            if self.prompt_by == "gate":
+                gate = calibration_of(model, self.calibration).signals.get("learned")
+        if self.prompt_maps is not None:
+            model = model.with_kv_maps(self.prompt_maps)
+        documents, _ = read_documents(model, (), self.token_ids, "test")
+        decoder, params = model.decoder, model.params
+        rows = prompt_rows(
+            documents, prompt_tokens=prompt_tokens, batch=self.batch, decoder=decoder
+        )
+        with progress_bar(2 * len(rows.batches), "scoring") as step:
+            full = continuation_losses(decoder, params, rows, None, progress=step)
+            found = full
+            if choice is not None:
+                found = continuation_losses(decoder, params, rows, choice, gate=gate, progress=step)
+        ratio = 1.0
+        if choice is not None:
+            ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate)
+        increase = 100 * (float(found.sum()) / float(full.sum()) - 1)
+        if is_first():
+            how = "in full" if choice is None else f"by {choice.label}"
+            print(
+                f"{rows.rows} prompts of {prompt_tokens} tokens read {how}, at {ratio:.3f} of "
+                f"their FLOPs: {increase:+.3f} % loss of the {rows.tokens:,} tokens that follow",
+                file=sys.stderr,
+            )
+        return {
+            "command": "evaluate",
+            "rows": rows.rows,
+            "prompt_tokens": prompt_tokens,
+            "tokens": rows.tokens,
+            "prompt": None if choice is None else choice.label,
+            "nll": round(float(found.sum()) / rows.tokens, 6),
+            "nll_full": round(float(full.sum()) / rows.tokens, 6),
+            "nll_increase_pct": round(increase, 4),
+            "prompt_flops_ratio": round(ratio, 6),
         }

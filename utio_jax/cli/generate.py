@@ -54,10 +54,15 @@ class Generate(OfDecoding):
             reason = self._no_profit(model, self.profit, rows=len(prompts))
             if reason is not None:
                 print(f"plain decoding instead: {reason}", file=sys.stderr)
-                mode, budget, fallbacks = Plain(), None, {reason: len(prompts)}
+                mode, prefill, budget = Plain(), None, None
+                fallbacks = {reason: len(prompts)}
         mode.check(model.decoder)
         if prefill is not None:
             prefill.check(model.decoder, kv=mode.prompt_kv)
+        plain = Plain()
+        # Plain decoding behind a prompt that was read otherwise is not the baseline.
+        label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
+        modes = {"plain": plain, label: mode}
 
         def decode(mode: Any) -> Any:
             return generate_until(
@@ -67,7 +72,7 @@ class Generate(OfDecoding):
                 prompts,
                 stop_strings=self.stop,
                 mode=mode,
-                prefill=None if isinstance(mode, Plain) else prefill,
+                prefill=None if mode is plain else prefill,
                 sampling=sampling,
                 max_new_tokens=self.max_new_tokens,
                 seeds=self.seed,
@@ -78,7 +83,7 @@ class Generate(OfDecoding):
         found = read_text(tokenizer, prompts, generated, stop_strings=self.stop)
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
         _show(shown, found, model.decoder.config.num_layers)
-        measured = self._measured(model, mode, prompts, generated, decode, sampling, budget)
+        measured = self._measured(model, modes, prompts, generated, decode, sampling, budget)
         prompt = None
         if prefill is not None:
             spent = prompt_cost(model.decoder, model.params, prefill, prompts, generated)
@@ -133,7 +138,7 @@ class Generate(OfDecoding):
     def _measured(
         self,
         model: Any,
-        mode: Any,
+        modes: dict[str, Any],
         prompts: list[Any],
         generated: Any,
         decode: Callable[[Any], Any],
@@ -143,24 +148,23 @@ class Generate(OfDecoding):
         """Returns cost and time beside plain decoding's; without rounds, the cost alone."""
         from utio_jax.accounting.generation import generation_ledger
         from utio_jax.benchmark.decoding import Written, measure_modes
-        from utio_jax.decoding.base import Plain
 
+        label = [*modes][-1]
         if not self.rounds:
             ledger = generation_ledger(
                 model.decoder,
                 model.params,
-                mode,
+                modes[label],
                 [prompts],
                 [generated],
                 sampling=sampling,
                 budget=budget,
             )
             return Written(results=(generated,), ledger=ledger)
-        modes = {"plain": Plain(), mode.name: mode}
         warm = [generated]  # It has been decoded once, and need not be for a warm-up.
 
         def run(_: Any, chosen: Any) -> Any:
-            return warm.pop() if chosen is modes[mode.name] and warm else decode(chosen)
+            return warm.pop() if chosen is modes[label] and warm else decode(chosen)
 
         with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as step:
             return measure_modes(
@@ -170,10 +174,10 @@ class Generate(OfDecoding):
                 modes,
                 run=run,
                 sampling=sampling,
-                budgets={} if budget is None else {mode.name: budget},
+                budgets={} if budget is None else {label: budget},
                 rounds=self.rounds,
                 progress=step,
-            )[mode.name]
+            )[label]
 
     def _no_profit(self, model: Any, file: Path, *, rows: int) -> str | None:
         """Returns why the policy is predicted not to pay for these prompts, None where it is."""
@@ -186,6 +190,7 @@ class Generate(OfDecoding):
             "--throttle": self.throttle,
             "--sparse-prompt": self.sparse_prompt,
             "--route-prompt": self.route_prompt or None,
+            "--prompt-budget": self.prompt_budget,
         }
         given = [name for name, value in others.items() if value is not None]
         if not self.enable_utio or given:

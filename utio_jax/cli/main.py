@@ -24,6 +24,7 @@ from utio_jax.cli.compare import Compare
 from utio_jax.cli.demo import Demo
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.finetune import Finetune
+from utio_jax.cli.fit_prompt import FitPrompt
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.launch import Launch
 from utio_jax.cli.lm_eval import LmEval
@@ -44,6 +45,7 @@ COMMANDS = {
     "report": Report,
     "train": Train,
     "finetune": Finetune,
+    "fit-prompt": FitPrompt,
     "lm-eval": LmEval,
     "launch": Launch,
 }

@@ -21,7 +21,8 @@ class OfDecoding(OfModel):
       lossless: the plain model's own tokens, drafted at shallow exits. Implies --enable-utio.
       drafter: what drafts for --lossless: exit, ngram (what followed the last tokens when the text
         had them before; needs no exit) or both. By default exit.
-      kv: what later tokens see of a shallow one: propagate, drop or full. By default propagate.
+      kv: what later tokens see of a shallow one: propagate, drop, full, or mapped with
+        --prompt-maps. By default propagate.
       policy: who stops early: uniform, random, or one that the calibration holds. By default
         learned.
       budget: target flops_ratio of a fitted policy. By default 0.6, or the only one.
@@ -32,6 +33,10 @@ class OfDecoding(OfModel):
       sparse_prompt: prompt tokens that score at most this attend to the history alone, from the
         policy's first depth on; inf for all. In the unit of --throttle.
       route_prompt: prompt tokens, too, stop where the policy says.
+      prompt_budget: FLOPs of reading a prompt, over reading it in full: most of its tokens stop
+        early. 1 is the plain program.
+      prompt_maps: a file that `utio-jax fit-prompt` wrote: what a stock model needs for
+        --prompt-budget.
       history: of throttled and sparse tokens: how many recent ones they see, and how many first
         ones. By default 98 4.
       temperature: 0 takes the most probable token, always; above it tokens are drawn.
@@ -50,10 +55,21 @@ class OfDecoding(OfModel):
     throttle: float | None = None
     sparse_prompt: float | None = None
     route_prompt: bool = False
+    prompt_budget: float | None = None
+    prompt_maps: Path | None = None
     history: tuple[int, int] | None = None
     temperature: float = 0.0
     top_p: float | None = None
     seed: int = 0
+
+    def load(self) -> Any:
+        """Returns the `utio_jax.models.Model`, with KV maps where they are named.
+
+        Raises:
+          ValueError: it cannot be used.
+        """
+        model = super().load()
+        return model if self.prompt_maps is None else model.with_kv_maps(self.prompt_maps)
 
     def named_policy(self, model: Any) -> Any:
         """Returns the policy, its budget, and the shares of its depths."""
@@ -75,6 +91,29 @@ class OfDecoding(OfModel):
 
     def decoding_mode(self, model: Any) -> tuple[Any, Any, float | None]:
         """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
+        from utio_jax.decoding.prompts import prompt_prefill
+
+        mode, prefill, budget = self._mode(model)
+        if self.prompt_budget is None:
+            return mode, prefill, budget
+        if prefill is not None:
+            raise ValueError(
+                "Wanted one way of reading prompts. Got --prompt-budget beside --route-prompt or "
+                "--sparse-prompt. Leave out one or the other."
+            )
+        by_gate = any(choice.by == "gate" for choice in model.prompt_choices)
+        gate = calibration_of(model, self.calibration).signals.get("learned") if by_gate else None
+        prefill = prompt_prefill(
+            model.decoder,
+            model.params,
+            self.prompt_budget,
+            choices=model.prompt_choices,
+            gate=gate,
+        )
+        return mode, prefill, budget
+
+    def _mode(self, model: Any) -> tuple[Any, Any, float | None]:
+        """Returns the same without --prompt-budget."""
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.drafting import Controller

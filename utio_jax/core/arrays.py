@@ -78,3 +78,9 @@ def map_head(
 def flat(tree: Any) -> Any:
     """Returns a pytree with its two leading axes merged: one 2D GEMM beats a batched 3D one."""
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), tree)
+
+
+def normalise(x: Float[Array, "*lead dim"]) -> Float[Array, "*lead dim"]:
+    """Returns states of root-mean-square 1: no scale, which a gate's first matrix can learn."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -3,23 +3,27 @@
 
 A token that stops early still has to show keys and values to others in the layers that it skips.
 Projecting them from its frozen state (`kv="propagate"`) is exact only for a model trained so. Here
-an affine map for each skipped layer takes the state at the stop to what the full model would show
-there, as SwiftKV (arXiv 2410.03960) trains it; `utio_jax.calibration.prompts` fits the maps in
-closed form. All skipped layers of a token are one product `[dim] x [dim, layer * 2 * kv]`. Tokens
-that run on keep the model's own weights, so full depth stays what it is, bit by bit.
+an affine map for each skipped layer takes the normalised state at the stop to what the full model
+would show there, as SwiftKV (arXiv 2410.03960) trains it; `utio_jax.calibration.prompt_maps` fits
+the maps in closed form. All skipped layers of a token are one product
+`[dim] x [dim, layer * 2 * kv]`. Tokens that run on keep the model's own weights, so full depth
+stays what it is, bit by bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, HasExitLens, Params
+from utio_jax.core.arrays import normalise
+from utio_jax.core.decoder import Decoder, HasExitLens, Params, check_depths
+from utio_jax.core.files import json_file, load_owned, save_owned
 from utio_jax.core.lens import Wrapped
 
 
@@ -27,10 +31,12 @@ from utio_jax.core.lens import Wrapped
 class KVMap:
     """The maps of one stop depth, to each of the layers behind it.
 
-    Keys are those before the rotation by position, and behind a norm of keys where a model has one.
+    They start from the state over its root mean square, as layers themselves do: the first tokens'
+    states are many times as long as others, and no affine map of both fits both. Keys are those
+    before the rotation by position, and behind a norm of keys where a model has one.
 
     Attributes:
-      kernel: from a state to keys (index 0) and values (1).
+      kernel: from a normalised state to keys (index 0) and values (1).
       bias: likewise.
     """
 
@@ -62,7 +68,7 @@ class KVMapped(Wrapped):
         check_stops((depth,), self.stops)
         maps = params["kv_maps"][str(depth)]
         kernel, bias = (maps[name].astype(x.dtype) for name in ("kernel", "bias"))
-        shown = x @ kernel.reshape(kernel.shape[0], -1)
+        shown = normalise(x).astype(x.dtype) @ kernel.reshape(kernel.shape[0], -1)
         shown = shown.reshape(*x.shape[:-1], *bias.shape)
         return shown + jnp.broadcast_to(bias, shown.shape)
 
@@ -89,9 +95,17 @@ def with_kv_maps(
     """Returns the decoder and parameters of a model with KV maps.
 
     Raises:
-      ValueError: the maps are of other sizes than the model, or it cannot rotate keys.
+      ValueError: the maps are of other sizes than the model, start where it has no layers to skip,
+        or it cannot rotate keys.
     """
     config, stops = decoder.config, tuple(sorted(maps))
+    outside = [stop for stop in stops if not 0 < stop < config.num_layers]
+    if outside:
+        raise ValueError(
+            f"Wanted maps from depths between 1 and {config.num_layers - 1}, behind which this "
+            f"model has layers to skip. Got {outside}. Fit them for this model: utio-jax "
+            "fit-prompt."
+        )
     for stop in stops:
         layers = config.num_layers - stop
         wanted = (config.embed_dim, layers, 2, config.num_kv_heads, config.head_dim)
@@ -126,3 +140,72 @@ def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
             f"Wanted stops at depths {known}, for which there are KV maps. Got {missing}. Fit maps "
             "for these: utio-jax fit-prompt --stop."
         )
+
+
+def kv_maps_file(path: str | Path) -> Path:
+    """Returns the JSON file that a path means: itself, one beside tensors, or that of a folder.
+
+    These are `NAME.json` for `NAME.safetensors`, and `prompt.json` in a folder.
+    """
+    found = Path(path)
+    if found.suffix == ".safetensors":
+        return found.with_suffix(".json")
+    return json_file(found, "prompt")
+
+
+def save_kv_maps(path: str | Path, maps: Mapping[int, KVMap], *, info: Mapping[str, Any]) -> None:
+    """Writes a JSON file with the stops and `info`, and the maps beside it as safetensors.
+
+    Both appear whole or not at all, and belong together by a hash.
+
+    Args:
+      path: see `kv_maps_file`.
+      maps: by the depth that they start from; at least one.
+      info: what they were fitted to; must name the `model_sha256`.
+
+    Raises:
+      ValueError: a map is not finite.
+    """
+    tensors = {str(stop): {"kernel": m.kernel, "bias": m.bias} for stop, m in maps.items()}
+    save_owned(kv_maps_file(path), {"stops": sorted(maps), **info}, tensors)
+
+
+def load_kv_maps(
+    path: str | Path, *, model_sha256: str
+) -> tuple[dict[int, KVMap], Mapping[str, Any]]:
+    """Returns what `save_kv_maps` wrote: the maps, and the JSON with what else is known of them.
+
+    Raises:
+      ValueError: a file is missing or broken, the two do not belong together, the maps belong to
+        another model, are not finite, or are not what the JSON says.
+    """
+    file = kv_maps_file(path)
+    stored, tensors = load_owned(
+        file,
+        what="KV maps",
+        command="utio-jax fit-prompt",
+        model_sha256=model_sha256,
+        owner=lambda stored: stored["model_sha256"],
+    )
+    try:
+        stops = check_depths(stored["stops"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"Wanted KV maps at {file}. They cannot be read: {error!r}.") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    names = {f"{stop}.{part}" for stop in stops for part in ("kernel", "bias")}
+    good = shapes.keys() == names
+    for stop in stops if good else ():
+        kernel, bias = shapes[f"{stop}.kernel"], shapes[f"{stop}.bias"]
+        good &= len(kernel) == 5 and kernel[1:] == bias
+    if not good:
+        raise ValueError(
+            f"Wanted for each of the stops {stops} a kernel [dim, layer, 2, kv_head, head_dim] and "
+            f"its bias beside {file}. Got {shapes}. Fit again: utio-jax fit-prompt."
+        )
+    maps = {
+        stop: KVMap(
+            kernel=jnp.asarray(tensors[f"{stop}.kernel"]), bias=jnp.asarray(tensors[f"{stop}.bias"])
+        )
+        for stop in stops
+    }
+    return maps, stored

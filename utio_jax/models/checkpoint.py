@@ -35,7 +35,17 @@ from utio_jax.core.files import (
     nest,
     replacing,
 )
-from utio_jax.core.lens import Lens, Lensed, lens_file, lens_tensors, lensed, load_lens, save_lens
+from utio_jax.core.kv_maps import KVMapped, load_kv_maps, with_kv_maps
+from utio_jax.core.lens import (
+    Lens,
+    Lensed,
+    Wrapped,
+    lens_file,
+    lens_tensors,
+    lensed,
+    load_lens,
+    save_lens,
+)
 from utio_jax.decoding.base import Mode
 from utio_jax.models import huggingface
 from utio_jax.models.gguf import files as gguf_files
@@ -47,6 +57,7 @@ from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.models.verbs import Verbs
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
+from utio_jax.staircase.prompts import PromptChoice, choices_of
 
 if TYPE_CHECKING:
     from utio_jax.models.chat import ChatTemplate, Messages, Reply
@@ -66,18 +77,21 @@ class Model(Verbs):
     for a model without exits also how these are read. All else leaves it as it is.
 
     Attributes:
-      decoder: the model; `Lensed` if its exits are read through a lens.
+      decoder: the model; `Lensed` if its exits are read through a lens, `KVMapped` if it has KV
+        maps.
       params: its parameters.
       folder: where config, weights and tokenizer are: a folder, or a GGUF file.
       lens: the lens' file, if there is one.
       lens_sha256: of the lens' weights, if it is read through one.
+      prompt_choices: ways of reading prompts that were measured with its KV maps.
     """
 
-    decoder: Transformer | Lensed
+    decoder: Transformer | Lensed | KVMapped
     params: Params
     folder: Path
     lens: Path | None = None
     lens_sha256: str | None = None
+    prompt_choices: tuple[PromptChoice, ...] = ()
 
     def __repr__(self) -> str:
         config, size = self.decoder.config, sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -97,15 +111,25 @@ class Model(Verbs):
 
     def with_context(self, context_length: int) -> Model:
         """Returns the model for windows of at most so many tokens."""
-        through = isinstance(self.decoder, Lensed)
-        inner: Any = self.decoder
-        plain: Transformer = inner.decoder if through else inner
-        short = Transformer(
-            dataclasses.replace(
-                plain.config, context_length=min(context_length, plain.config.context_length)
-            )
-        )
-        return dataclasses.replace(self, decoder=Lensed(short) if through else short)
+
+        def shorten(decoder: Any) -> Any:
+            if isinstance(decoder, Wrapped):
+                return dataclasses.replace(decoder, decoder=shorten(decoder.decoder))
+            length = min(context_length, decoder.config.context_length)
+            return Transformer(dataclasses.replace(decoder.config, context_length=length))
+
+        return dataclasses.replace(self, decoder=shorten(self.decoder))
+
+    def with_kv_maps(self, path: str | Path) -> Model:
+        """Returns the model with KV maps, for prompts whose tokens stop early (`kv="mapped"`).
+
+        Raises:
+          ValueError: there are no such maps, or they are another model's.
+        """
+        maps, stored = load_kv_maps(path, model_sha256=self.sha256)
+        decoder, params = with_kv_maps(self.decoder, self.params, maps)
+        choices = choices_of(stored.get("choices", ()), source=str(path))
+        return dataclasses.replace(self, decoder=decoder, params=params, prompt_choices=choices)
 
     def with_lens(self, path: str | Path) -> Model:
         """Returns the model with its exits read through a lens.
@@ -149,9 +173,10 @@ class Model(Verbs):
 
     def _seen_through(self, lens: Lens) -> tuple[Lensed, Params]:
         decoder, exits = self.decoder, self.decoder.config.exits
-        if isinstance(decoder, Lensed):
+        if not isinstance(decoder, Transformer):
             raise ValueError(
-                "Wanted a model that is read through no lens yet. Load it with lens=False."
+                "Wanted a model without lens and KV maps to put a lens on. Got a "
+                f"{type(decoder).__name__} one. Load it with lens=False; add KV maps afterwards."
             )
         # The lens says where a stock model can be read.
         if len(exits) == 1:
@@ -365,12 +390,13 @@ def save(
       dtype: of the weights.
 
     Raises:
-      ValueError: the decoder is read through a lens, which has a file of its own.
+      ValueError: the decoder has a lens or KV maps, which have files of their own.
     """
-    if isinstance(decoder, Lensed):
+    if isinstance(decoder, Wrapped):
         raise ValueError(
-            "Wanted a model without a lens. Got a Lensed decoder. Load it with lens=False; "
-            "utio_jax.core.lens.save_lens writes the lens."
+            "Wanted a model without a lens or KV maps. Got a "
+            f"{type(decoder).__name__} decoder. Load it with lens=False; "
+            "utio_jax.core.lens.save_lens writes the lens, utio_jax.core.kv_maps.save_kv_maps maps."
         )
     out = Path(folder)
     config: dict[str, Any] = dataclasses.asdict(decoder.config)

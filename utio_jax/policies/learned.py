@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.policies.base import Boundary
@@ -53,12 +54,6 @@ class StateGate:
     def at(self, index: int) -> StateGate:
         """Returns the gate of one exit."""
         return jax.tree.map(lambda leaf: leaf[index], self)
-
-
-def normalise(x: Float[Array, "*lead dim"]) -> Float[Array, "*lead dim"]:
-    """Returns states of root-mean-square 1: no scale, which a gate's first matrix can learn."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 @jax.tree_util.register_dataclass

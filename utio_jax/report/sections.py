@@ -50,6 +50,7 @@ _PARTS = {
     "lossless": ("Lossless decoding", "Shallow drafts, verified: the full model's own tokens."),
     "sparse": ("Sparse attention", "Tokens of low importance see a part of the past; scoring."),
     "throttle": ("Throttled KV", "Tokens of low importance read a part of the cache; decoding."),
+    "prompt": ("Prompts by importance", "Most of a prompt stops early; the first token, and all."),
     "compile": ("Compilation", "A fresh process' first call, without and with the stored cache."),
     "memory": ("Memory", "Of the compiled programs."),
     "growth": ("Growth", "One setting varies, all else stays."),

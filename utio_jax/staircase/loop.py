@@ -114,12 +114,14 @@ def staircase(
         slots = packing.pack(index, tokens)
 
         # 2. Run this segment's layers on these slots alone. Frozen tokens keep their states.
+        # Of those, others see nothing, or what maps have made of them.
+        alone = kv == "drop" or tokens.mapped is not None
         with jax.named_scope(f"segment_{start}_{stop}"):
             x, cache = executor.run_layers(
-                decoder, params, tokens, slots, (start, stop), cache, only_live_keys=kv == "drop"
+                decoder, params, tokens, slots, (start, stop), cache, only_live_keys=alone
             )
             tokens = dataclasses.replace(tokens, x=x)
-        spent = packing.work + executor.work(slots, stop - start, only_live_keys=kv == "drop")
+        spent = packing.work + executor.work(slots, stop - start, only_live_keys=alone)
 
         # 3. Ask which tokens go deeper. At the last depth none do.
         last = stop == depths[-1]

@@ -180,7 +180,7 @@ class MicroBatches:
                 block = slot(packed, start, size)
                 block_places = jax.tree.map(lambda leaf: slot(leaf, start, size), slot_places)
                 queries = put(queries, decoder.queries(layer, block, block_places), start, 0)
-                if only_live_keys or tokens.mapped is not None:
+                if only_live_keys:
                     chosen = slot(slots.token_of_slot, start, size)
                     new_keys, new_values = keys_values_of(decoder, layer, block, block_places)
                     keys = keys.at[chosen].set(new_keys, mode="drop")

@@ -17,6 +17,7 @@ looks ahead within the prompt: such a policy is not causal, and is for prompts a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,13 +27,17 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import attention_received
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, Params, check_depths
+from utio_jax.core.decoder import Decoder, Mixes, Params, check_depths
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.policies.base import Boundary, Signal
-from utio_jax.policies.signals import SignalBase, static
+from utio_jax.policies.signals import Chance, SignalBase, static
+from utio_jax.staircase.reference import FrozenKV, check_kv
 
 _EVERYTHING = jnp.iinfo(jnp.int32).max
+
+SIGNALS = ("sinks_recent", "heat", "gate", "random", "none")
+"""What may choose the tokens that go deep, see `PromptChoice`."""
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +67,10 @@ class PromptImportance:
 
     def __post_init__(self) -> None:
         check_depths(self.depths)
+        for field in ("at_least", "prompt_tokens"):  # Counts, not numbers of any kind.
+            count = getattr(self, field)
+            if isinstance(count, int):
+                object.__setattr__(self, field, jnp.asarray(count, jnp.int32))
 
     @property
     def name(self) -> str:
@@ -164,6 +173,11 @@ class AttentionHeat(SignalBase):
 
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
         decoder, params, x = boundary.decoder, boundary.params, boundary.x
+        if isinstance(decoder, Mixes):
+            raise ValueError(
+                "Wanted a decoder that mixes by softmax attention, whose heat is known. Got "
+                f"{type(decoder).__name__}, which mixes in its own way. Choose by sinks_recent."
+            )
         batch, width = boundary.live.shape
         lengths = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
         last = jnp.max(jnp.where(boundary.live, boundary.positions, -1), axis=1)
@@ -251,3 +265,101 @@ class Interleaved(SignalBase):
 
     def reads_logits(self, index: int) -> bool:
         return self.first.reads_logits(index) or self.second.reads_logits(index)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptChoice:
+    """How prompts are read: where tokens stop, which and how many go on, what the others show.
+
+    The last token always goes deep. So do the first four, and all of a prompt of at most 16 tokens,
+    but for `by="none"`.
+
+    Attributes:
+      stop: depth at which the others stop.
+      deep: share of a prompt's tokens that goes deep; 1: all, full depth.
+      by: `"sinks_recent"`: the latest; `"heat"`: those that the prompt's last queries look at;
+        `"gate"`: those of which a fitted gate says that they need depth; `"random"`: any, the
+        control; `"none"`: the last token alone, whatever `deep` says.
+      kv: what the others show in the layers that they skip: `"mapped"`, `"propagate"` or `"drop"`.
+      flops_ratio: of a prompt, over full depth, as far as it was measured.
+      nll_increase_pct: loss of what follows, over full depth's, as far as it was measured.
+    """
+
+    stop: int
+    deep: float
+    by: str = "sinks_recent"
+    kv: FrozenKV = "mapped"
+    flops_ratio: float | None = None
+    nll_increase_pct: float | None = None
+
+    def __post_init__(self) -> None:
+        check_kv(self.kv, ("mapped", "propagate", "drop"))
+        if self.by not in SIGNALS:
+            raise ValueError(
+                f"Wanted prompt tokens chosen by one of {', '.join(SIGNALS)}. Got {self.by!r}."
+            )
+        if not 0 <= self.deep <= 1:
+            raise ValueError(
+                "Wanted a share of prompt tokens that go deep, from 0 to 1. "
+                f"Got {self.deep}. For example: 0.15."
+            )
+
+    @property
+    def label(self) -> str:
+        """A short name: stop, share, signal, kv."""
+        share = "" if self.by == "none" else f" {self.deep:g}"
+        return f"{self.stop} {self.by}{share} {self.kv}"
+
+    def policy(
+        self, decoder: Decoder, *, gate: Signal | None = None, prompt_tokens: int = _EVERYTHING
+    ) -> PromptImportance:
+        """Returns the policy.
+
+        Args:
+          decoder: the model.
+          gate: for `by="gate"`: scores tokens, the higher the deeper they need to run.
+          prompt_tokens: of each row, at most; what lies behind runs in full.
+
+        Raises:
+          ValueError: a stop at which the model skips nothing, or there is no gate to choose by.
+        """
+        layers = decoder.config.num_layers
+        if not 0 < self.stop < layers:
+            raise ValueError(
+                f"Wanted prompts to stop at a depth between 1 and {layers - 1} of this model. "
+                f"Got {self.stop}."
+            )
+        if self.by == "gate" and gate is None:
+            raise ValueError(
+                "Wanted a calibrated model to choose prompt tokens by its gate. Got none. "
+                "Calibrate one: utio-jax calibrate; or choose by heat or sinks_recent."
+            )
+        signals: Mapping[str, Any] = {
+            "heat": AttentionHeat(),
+            "gate": gate,
+            "random": Chance(key=jax.random.key(0), name="random", causal=False),
+        }
+        nothing = self.by == "none"
+        return PromptImportance(
+            signal=signals.get(self.by, Recency()),
+            deep=jnp.asarray([0.0 if nothing else self.deep], jnp.float32),
+            at_least=0 if nothing else 16,
+            prompt_tokens=prompt_tokens,
+            depths=(self.stop, layers),
+            sinks=0 if nothing else 4,
+        )
+
+
+def choices_of(stored: Any, *, source: str) -> tuple[PromptChoice, ...]:
+    """Returns choices from what JSON held.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    try:
+        return tuple(PromptChoice(**each) for each in stored)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"Wanted ways of reading prompts in {source}. They cannot be read: {error}. Fit again: "
+            "utio-jax fit-prompt."
+        ) from error

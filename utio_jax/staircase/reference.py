@@ -44,7 +44,7 @@ def check_kv(
     if kv == "mapped" and decoder is not None and not isinstance(decoder, HasKVMaps):
         raise ValueError(
             'Wanted a decoder with KV maps for kv="mapped". Got one without. Fit some: utio-jax '
-            "fit-prompt; and load them: load(..., kv_maps=FILE), or with_kv_maps(decoder, params, "
+            "fit-prompt; and load them: model.with_kv_maps(FILE), or with_kv_maps(decoder, params, "
             "maps)."
         )
     return kv

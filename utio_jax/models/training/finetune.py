@@ -19,7 +19,6 @@ import optax
 
 from utio_jax.core.decoder import Params
 from utio_jax.core.documents import check_ids
-from utio_jax.core.lens import Lensed
 from utio_jax.models.checkpoint import Model, save
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.train import TrainConfig, train
@@ -80,10 +79,10 @@ def finetune(
       ValueError: the model has one exit, there is too little text, or `out` holds another run.
     """
     decoder, exits = model.decoder, model.decoder.config.exits
-    if isinstance(decoder, Lensed):
+    if not isinstance(decoder, Transformer):
         raise ValueError(
             "Wanted a model whose head reads its exits as they are, to train them. Got one with "
-            f"the lens {model.lens}. Load it with lens=False, or --lens none."
+            f"the lens {model.lens}, or KV maps. Load it with lens=False, or --lens none."
         )
     if len(exits) < 2:
         layers = decoder.config.num_layers

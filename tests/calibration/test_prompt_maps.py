@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV maps fitted in closed form, and ways of reading prompts chosen within a limit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import run_dense
+from helpers.models import Model, live_params
+
+from utio_jax.calibration.prompt_choice import (
+    PromptText,
+    choose_prompt,
+    controls_of,
+    increase_interval,
+    rows_of,
+    split_text,
+)
+from utio_jax.calibration.prompt_maps import MapConfig, fit_kv_maps, fit_rows
+from utio_jax.core.kv_maps import with_kv_maps
+from utio_jax.models import TINY, Transformer
+from utio_jax.staircase.prompts import PromptChoice
+
+
+def batches(model: Any, documents: int = 20, width: int = 32) -> list[Any]:
+    ids = np.asarray(model.tokens(documents, width))
+    return fit_rows([*ids], width=width, tokens=documents * width, batch=5, decoder=model.decoder)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "windows, normed keys, two rotations": {
+        "windows": (4, 0, 4, 0),
+        "local_rope_theta": 100.0,
+        "qk_norm": True,
+    },
+    "learned positions": {"positions": "learned"},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_maps_are_the_least_squares_of_deeper_keys_and_values(name: str) -> None:
+    """Against a solver, on states and K/V that are written out layer by layer."""
+    decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
+    model = Model(decoder, live_params(decoder, seed=5))
+    read = batches(model)
+    fitted = fit_kv_maps(decoder, model.params, read, stops=(3, 1), config=MapConfig(ridge=1e-6))
+    assert sorted(fitted) == [1, 3]
+    depths = (1, 2, 3)
+    states: dict[int, list[np.ndarray]] = {depth: [] for depth in depths}
+    for batch in read:
+        ids, ends = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+        found = run_dense(decoder, model.params, ids, ends, depths=depths)
+        real = np.arange(32) < batch.lengths[:, None]
+        for depth, x in zip(depths, found, strict=True):
+            states[depth].append(np.asarray(x)[real])
+    rows = {depth: np.concatenate(each) for depth, each in states.items()}
+    origin = decoder.encode_positions(jnp.zeros(len(rows[1]), jnp.int32))
+    for stop, maps in fitted.items():
+        x = rows[stop] / np.sqrt((rows[stop] ** 2).mean(-1, keepdims=True) + 1e-6)
+        inputs = np.concatenate([x, np.ones((len(x), 1))], axis=1).astype(np.float64)
+        for index in range(stop, 4):
+            layer = jax.tree.map(lambda leaf, n=index: leaf[n], decoder.layers(model.params))
+            shown = decoder.keys_values(layer, jnp.asarray(rows[index]), origin)
+            target = np.stack([np.asarray(each) for each in shown], axis=1).reshape(len(x), -1)
+            wanted = np.linalg.lstsq(inputs, target, rcond=None)[0]
+            mine = np.asarray(maps.kernel)[:, index - stop].reshape(32, -1)
+            bias = np.asarray(maps.bias)[index - stop].reshape(-1)
+            np.testing.assert_allclose(x @ mine + bias, inputs @ wanted, atol=2e-3)
+
+
+def test_where_layers_do_nothing_maps_are_exact(tiny: Model) -> None:
+    """Fresh weights: all layers are the identity, so keys and values are linear in the state."""
+    decoder = tiny.decoder
+    params = decoder.init(jax.random.key(3))
+    read = batches(tiny)
+    maps = fit_kv_maps(decoder, params, read, stops=(2,), config=MapConfig(ridge=1e-9))
+    mapped, both = with_kv_maps(decoder, params, maps)
+    x = decoder.embed(params, jnp.arange(64), jnp.zeros(64, jnp.int32))
+    shown = mapped.map_keys_values(both, x, 2)
+    places = decoder.encode_positions(jnp.arange(64))
+    for index in (2, 3):
+        layer = jax.tree.map(lambda leaf, n=index: leaf[n], decoder.layers(params))
+        keys, values = decoder.keys_values(layer, x, places)
+        mine = mapped.rotate_keys(layer, shown[:, index - 2, 0], places)
+        np.testing.assert_allclose(mine, keys, atol=2e-3)
+        np.testing.assert_allclose(shown[:, index - 2, 1], values, atol=2e-3)
+
+
+def test_padding_is_not_fitted_to(tiny: Model) -> None:
+    ids = np.asarray(tiny.tokens(6, 32))
+    short = [each[:20] for each in ids]
+    stops, decoder = (2,), tiny.decoder
+    narrow = fit_rows(short, width=20, tokens=10_000, batch=3, decoder=decoder)
+    wide = [
+        dataclasses.replace(b, token_ids=np.pad(b.token_ids, ((0, 0), (0, 12)))) for b in narrow
+    ]
+    one, other = (
+        fit_kv_maps(decoder, tiny.params, each, stops=stops)[2] for each in (narrow, wide)
+    )
+    np.testing.assert_allclose(one.kernel, other.kernel, atol=1e-3)
+
+
+def test_too_little_text_and_wrong_stops_are_refused(tiny: Model) -> None:
+    few = batches(tiny, documents=1)
+    with pytest.raises(ValueError, match="at least 64 tokens to fit maps of 32 inputs to. Got 32"):
+        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(2,))
+    with pytest.raises(ValueError, match="stops between 1 and 3 of this model's 4 layers"):
+        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(2, 4))
+    with pytest.raises(ValueError, match="strictly increasing depths"):
+        fit_kv_maps(tiny.decoder, tiny.params, few, stops=(0,))
+
+
+def test_no_document_is_in_two_parts() -> None:
+    documents = [np.full(10 + index, index) for index in range(23)]
+    text = split_text(documents, seed=3)
+    parts = [{int(each[0]) for each in part} for part in (text.fit, text.calibrate, text.test)]
+    assert [len(part) for part in parts] == [15, 4, 4]
+    assert set.union(*parts) == set(range(23))
+    assert text.parts == "documents"
+    assert {int(each[0]) for each in split_text(documents, seed=4).test} != parts[2]
+
+
+def test_a_few_documents_are_cut() -> None:
+    text = split_text([np.arange(100)])
+    assert text.parts == "parts of documents"
+    assert np.concatenate(text.fit).tolist() == [*range(60)]
+    assert np.concatenate(text.calibrate).tolist() == [*range(60, 80)]
+    assert np.concatenate(text.test).tolist() == [*range(80, 100)]
+
+
+def test_rows_come_from_all_documents_and_do_not_overlap() -> None:
+    documents = [np.arange(start, start + 50) for start in range(0, 500, 50)]
+    rows = rows_of(documents, prompt_tokens=8, continuation=2, count=7)
+    assert len(rows) == 7
+    assert len({int(row[0]) // 50 for row in rows}) == 7
+    assert all(row.size == 10 and row[0] % 10 == 0 for row in rows)
+    with pytest.raises(ValueError, match="at least 60 tokens.*Got at most 50.*--prompt-tokens"):
+        rows_of(documents, prompt_tokens=50, continuation=10, count=3)
+
+
+@pytest.fixture(scope="module")
+def study_text(tiny: Model) -> PromptText:
+    ids = np.asarray(tiny.tokens(12, 64, seed=2))
+    return PromptText(
+        fit=tuple(ids[:2]), calibrate=tuple(ids[2:7]), test=tuple(ids[7:]), parts="documents"
+    )
+
+
+def study(tiny: Model, text: PromptText, limit: float) -> Any:
+    candidates = [
+        PromptChoice(stop=stop, deep=deep, kv="propagate") for stop in (1, 2) for deep in (0.4, 1.0)
+    ]
+    return choose_prompt(
+        tiny.decoder,
+        tiny.params,
+        text,
+        candidates,
+        limit=limit,
+        prompt_tokens=48,
+        continuation=16,
+        batch=5,
+    )
+
+
+def test_the_cheapest_within_the_limit_is_chosen(tiny: Model, study_text: PromptText) -> None:
+    found = study(tiny, study_text, 1e6)
+    assert found.chosen == min(found.candidates, key=lambda each: each.flops_ratio)
+    assert (found.chosen.stop, found.chosen.deep) == (1, 0.4)
+    first, *controls = found.test
+    assert first.role == "chosen"
+    assert [each.choice.label for each in controls] == [
+        "1 random 0.4 propagate",
+        "1 none propagate",
+        "1 sinks_recent 0.4 drop",
+    ]
+    for each in found.test:
+        low, high = each.interval
+        assert low <= each.choice.nll_increase_pct <= high
+    assert found.verdict.startswith("Chosen: 1 sinks_recent 0.4 propagate")
+
+
+def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText) -> None:
+    """All tokens deep lose nothing and save nothing; the others are above the limit."""
+    found = study(tiny, study_text, -1e6)
+    assert found.chosen is None
+    assert found.test[0].role == "best"
+    assert found.verdict.startswith("Nothing pays within +-1e+06 %")
+    with pytest.raises(ValueError, match="at least one way of reading prompts"):
+        choose_prompt(tiny.decoder, tiny.params, study_text, [], limit=1)
+
+
+def test_controls_differ_in_one_thing() -> None:
+    choice = PromptChoice(stop=2, deep=0.3, by="heat", flops_ratio=0.5, nll_increase_pct=1.0)
+    assert [each.label for each in controls_of(choice)] == [
+        "2 random 0.3 mapped",
+        "2 none mapped",
+        "2 heat 0.3 drop",
+        "2 heat 0.3 propagate",
+    ]
+    assert all(each.flops_ratio is None for each in controls_of(choice))
+
+
+def test_intervals_hold_the_increase() -> None:
+    rng = np.random.default_rng(0)
+    full = rng.uniform(50, 150, 40)
+    losses = full * (1.02 + 0.01 * rng.normal(size=40))
+    low, high = increase_interval(losses, full)
+    assert low < 100 * (losses.sum() / full.sum() - 1) < high
+    assert 0.2 < high - low < 1.0
+    assert increase_interval(full, full) == (0.0, 0.0)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that mostly stop early, from the command line: fit-prompt, evaluate, generate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.models import live_params
+
+from utio_jax.cli.main import main
+from utio_jax.models import TINY, Transformer, save
+from utio_jax.models.tokenizer import train_tokenizer
+
+WORDS = "one two three four five six seven eight nine ten "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model folder with a tokenizer."""
+    out = tmp_path_factory.mktemp("model")
+    train_tokenizer([WORDS * 20], vocab_size=300).save(str(out / "tokenizer.json"))
+    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
+    save(out, decoder, live_params(decoder))
+    return out
+
+
+@pytest.fixture(scope="module")
+def ids(folder: Path) -> Path:
+    file = folder / "ids.json"
+    drawn = np.random.default_rng(0).integers(0, 300, (10, 60))
+    file.write_text(json.dumps(drawn.tolist()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def maps(folder: Path, ids: Path) -> Path:
+    out = folder / "maps.json"
+    arguments = ["fit-prompt", "--model", str(folder), "--token-ids", str(ids), "--out", str(out)]
+    arguments += ["--stop", "2", "--deep", "0.4", "--by", "sinks_recent", "--prompt-tokens", "40"]
+    arguments += ["--continuation", "16", "--max-nll-increase-pct", "1000"]
+    assert main(arguments) == 0
+    return out
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1, "stdout is one line of JSON"
+    return json.loads(out)
+
+
+def test_fit_prompt_writes_maps_and_what_they_cost(maps: Path, folder: Path) -> None:
+    stored = json.loads(maps.read_text())
+    assert stored["stops"] == [2]
+    assert stored["parts"] == "documents"
+    assert [each["kv"] for each in stored["choices"]] == ["mapped", "propagate"]
+    assert stored["chosen"]["flops_ratio"] < 1
+    roles = [each["role"] for each in stored["test"]]
+    assert roles == ["chosen", *["control"] * 4][: len(roles)]
+    assert {each["by"] for each in stored["test"]} == {"sinks_recent", "random", "none"}
+    assert maps.with_suffix(".safetensors").is_file()
+
+
+def test_evaluate_reports_losses_behind_prompts(
+    folder: Path, ids: Path, maps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+
+    def evaluate(*options: str) -> dict[str, Any]:
+        arguments = ["evaluate", "--model", str(folder), "--token-ids", str(ids)]
+        assert main([*arguments, "--prompt-tokens", "40", *options]) == 0
+        return last_line(capsys)
+
+    full = evaluate()
+    assert full["tokens"] == 10 * 20
+    assert full["nll"] == full["nll_full"]
+    assert full["nll_increase_pct"] == 0
+    assert full["prompt_flops_ratio"] == 1
+    found = evaluate("--prompt-stop", "2", "--prompt-maps", str(maps))
+    assert found["prompt"] == "2 sinks_recent 0.15 mapped"
+    assert found["nll_full"] == pytest.approx(full["nll_full"], abs=1e-4)
+    assert found["nll"] != found["nll_full"]
+    assert found["prompt_flops_ratio"] < 1
+    increase = 100 * (found["nll"] / found["nll_full"] - 1)
+    assert found["nll_increase_pct"] == pytest.approx(increase, abs=1e-3)
+    hidden = evaluate("--prompt-stop", "2", "--prompt-by", "none", "--kv", "drop")
+    assert hidden["prompt"] == "2 none drop"
+    assert hidden["prompt_flops_ratio"] < found["prompt_flops_ratio"]
+
+
+def test_generate_reads_prompts_within_a_budget(
+    folder: Path, maps: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+
+    def generate(*options: str) -> dict[str, Any]:
+        arguments = ["generate", WORDS * 5, "--model", str(folder), "--rounds", "1"]
+        assert main([*arguments, "--max-new-tokens", "4", *options]) == 0
+        return last_line(capsys)
+
+    plain = generate()
+    assert plain["prompt"] is None
+    assert generate("--prompt-budget", "1")["token_ids"] == plain["token_ids"]
+    found = generate("--prompt-budget", "0.9")
+    assert found["mode"] == "plain"
+    # At the deepest exit that is cheap enough; of some fifty tokens sixteen run in full.
+    assert found["prompt"]["depth_mean"] < 4
+    assert found["prompt"]["flops_ratio"] < 1
+    mapped = generate("--prompt-budget", "0.99", "--prompt-maps", str(maps))
+    assert mapped["prompt"]["depth_mean"] < 4
+
+
+def test_what_cannot_be_used_is_named(
+    folder: Path, ids: Path, maps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model", str(folder)]
+    rows = ["evaluate", *model, "--token-ids", str(ids)]
+    prompts = [*rows, "--prompt-tokens", "40"]
+    other = tmp_path / "other"
+    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
+    save(other, decoder, live_params(decoder, seed=9))
+    foreign = ["evaluate", "--model", str(other), "--token-ids", str(ids), "--prompt-tokens", "40"]
+    routed = ["--enable-utio", "--policy", "uniform", "--depth", "2", "--route-prompt"]
+    for arguments, message in (
+        ([*rows, "--prompt-stop", "2"], "Wanted --prompt-tokens with --prompt-stop"),
+        ([*rows, "--prompt-tokens", "60"], "rows of more than 60 tokens"),
+        ([*prompts, "--prompt-stop", "4"], "between 1 and 3 of this model"),
+        ([*prompts, "--prompt-stop", "2", "--kv", "mapped"], 'KV maps for kv="mapped"'),
+        ([*prompts, "--prompt-stop", "1", "--prompt-maps", str(maps)], "stops at depths (2,)"),
+        ([*prompts, "--prompt-stop", "2", "--prompt-by", "luck"], "Got 'luck'"),
+        ([*prompts, "--policy", "uniform"], "without --policy"),
+        (
+            [*foreign, "--prompt-stop", "2", "--prompt-maps", str(maps)],
+            "Wanted KV maps of the model with SHA-256",
+        ),
+        (["fit-prompt", *model, "--token-ids", str(ids)], "--stop 2 2"),
+        (["fit-prompt", *model, "--token-ids", str(ids), "--stop", "2"], "context of 64"),
+        (["generate", "a", *model, "--prompt-budget", "0.01"], "budget of at least"),
+        (["generate", "a", *model, "--prompt-budget", "0"], "above 0 and at most 1"),
+        (
+            ["generate", "a", *model, "--prompt-budget", "0.9", "--lossless"],
+            "which promises the full model's keys and values",
+        ),
+        (
+            ["generate", "a", *model, "--prompt-budget", "0.9", *routed],
+            "one way of reading prompts",
+        ),
+    ):
+        assert main(arguments) == 2, arguments
+        assert message in capsys.readouterr().err

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KV maps as files: written whole, tied to one model's weights, refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from utio_jax.core.files import hash_file
+from utio_jax.core.kv_maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
+
+SHA = "a" * 64
+
+
+def maps_of(stops: tuple[int, ...], *, dim: int = 32, layers: int = 4) -> dict[int, KVMap]:
+    found = {}
+    for stop in stops:
+        keys = jax.random.split(jax.random.key(stop))
+        shape = (layers - stop, 2, 2, 8)
+        found[stop] = KVMap(
+            kernel=jax.random.normal(keys[0], (dim, *shape)), bias=jax.random.normal(keys[1], shape)
+        )
+    return found
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    file = tmp_path / "maps.json"
+    save_kv_maps(file, maps_of((1, 3)), info={"model_sha256": SHA, "seed": 7})
+    return file
+
+
+def rewrite(file: Path, tensors: dict[str, Any] | None = None, **changes: Any) -> None:
+    """Writes other contents with a hash that fits, as an editor who knows the format would."""
+    beside = file.with_suffix(".safetensors")
+    if tensors is not None:
+        save_file(tensors, str(beside))
+    stored = json.loads(file.read_text())
+    stored.update(weights_sha256=hash_file(beside), **changes)
+    file.write_text(json.dumps(stored))
+
+
+def test_what_is_saved_comes_back(saved: Path, tiny: Any) -> None:
+    found, info = load_kv_maps(saved, model_sha256=SHA)
+    assert info["seed"] == 7
+    assert sorted(found) == [1, 3]
+    for stop, wanted in maps_of((1, 3)).items():
+        np.testing.assert_array_equal(found[stop].kernel, wanted.kernel)
+        np.testing.assert_array_equal(found[stop].bias, wanted.bias)
+    decoder, _ = with_kv_maps(tiny.decoder, tiny.params, found)
+    assert decoder.stops == (1, 3)
+    # By the name of the tensors, too.
+    again, _ = load_kv_maps(saved.with_suffix(".safetensors"), model_sha256=SHA)
+    assert sorted(again) == [1, 3]
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["maps.json", "maps.safetensors"]
+
+
+def test_a_folder_means_its_prompt_json(tmp_path: Path) -> None:
+    assert kv_maps_file(tmp_path) == tmp_path / "prompt.json"
+    model = tmp_path / "model.gguf"
+    model.touch()
+    assert kv_maps_file(model) == tmp_path / "model.prompt.json"
+
+
+def test_maps_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    broken = maps_of((2,))[2]
+    broken = KVMap(kernel=broken.kernel.at[3, 1].set(jnp.nan), bias=broken.bias)
+    with pytest.raises(ValueError, match="finite weights"):
+        save_kv_maps(tmp_path / "maps.json", {2: broken}, info={"model_sha256": SHA})
+    assert not [*tmp_path.iterdir()]
+
+
+def test_another_models_maps_are_refused(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"KV maps of the model with SHA-256 bbbb.*fit-prompt"):
+        load_kv_maps(saved, model_sha256="b" * 64)
+    with pytest.raises(ValueError, match=r"Wanted KV maps at .*There is none.*fit-prompt"):
+        load_kv_maps(saved.with_name("none.json"), model_sha256=SHA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors | {"1.bias": tensors["1.bias"][..., :-1]},
+        lambda tensors: tensors | {"1.kernel": tensors["1.kernel"][:, :-1]},
+        lambda tensors: {name: leaf for name, leaf in tensors.items() if name != "3.bias"},
+        lambda tensors: tensors | {"2.bias": tensors["1.bias"]},
+    ],
+    ids=["bias", "kernel", "missing", "unexpected"],
+)
+def test_misshaped_maps_are_refused(saved: Path, change: Any) -> None:
+    rewrite(saved, change(load_file(str(saved.with_suffix(".safetensors")))))
+    with pytest.raises(ValueError, match=r"a kernel \[dim, layer, 2, kv_head, head_dim\]"):
+        load_kv_maps(saved, model_sha256=SHA)
+
+
+def test_files_that_do_not_belong_together_are_refused(saved: Path) -> None:
+    tensors = load_file(str(saved.with_suffix(".safetensors")))
+    nan = tensors | {"1.bias": np.full_like(tensors["1.bias"], np.inf)}
+    save_file(nan, str(saved.with_suffix(".safetensors")))
+    with pytest.raises(ValueError, match="the weights that .* was written with"):
+        load_kv_maps(saved, model_sha256=SHA)
+    rewrite(saved, nan)
+    with pytest.raises(ValueError, match="finite weights"):
+        load_kv_maps(saved, model_sha256=SHA)
+    for stops in ([3, 1], [], "13", [1.5, 3]):
+        rewrite(saved, tensors, stops=stops)
+        with pytest.raises(ValueError, match="They cannot be read"):
+            load_kv_maps(saved, model_sha256=SHA)
+    saved.write_text(saved.read_text()[:20])
+    with pytest.raises(ValueError, match="It is not JSON"):
+        load_kv_maps(saved, model_sha256=SHA)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_maps_that_do_not_fit_a_model_are_refused(tiny: Any) -> None:
+    with pytest.raises(ValueError, match=r"from depth 1 of shape \(32, 3, 2, 2, 8\)"):
+        with_kv_maps(tiny.decoder, tiny.params, maps_of((1,), layers=5))
+    with pytest.raises(ValueError, match=r"from depth 1 of shape \(32, 3, 2, 2, 8\)"):
+        with_kv_maps(tiny.decoder, tiny.params, maps_of((1,), dim=16))
+    for stop in (0, 4, 5):
+        with pytest.raises(ValueError, match=rf"from depths between 1 and 3.*Got \[{stop}\]"):
+            with_kv_maps(tiny.decoder, tiny.params, maps_of((stop,), layers=6))

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts whose tokens stop early: K/V from maps, exits through a lens, depth by importance."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import (
+    PROMPTS,
+    DepthAt,
+    depth_table,
+    lively_model,
+    run,
+    true_logits,
+)
+from helpers.models import Model, with_random_maps
+
+from utio_jax.accounting.prompt import prompt_cost
+from utio_jax.core.flops import token_cost
+from utio_jax.core.lens import Lens, lensed
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.prompts import prompt_choice, prompt_prefill
+from utio_jax.policies.depth import uniform
+from utio_jax.policies.signals import Position
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.prompts import PromptChoice
+
+DEPTHS = (1, 2, 4)
+LONG = [[*PROMPTS[0], *range(10, 24)], PROMPTS[1] * 3, PROMPTS[2]]
+"""17, 21 and 1 tokens, padded to 24."""
+SMALL_BLOCKS = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
+
+
+def with_lens(model: Model) -> Model:
+    """Returns the model read through a lens that changes every prediction at its exits."""
+    exits, dim = model.decoder.config.exits[:-1], model.decoder.config.embed_dim
+    matrix = 0.3 * jax.random.normal(jax.random.key(3), (len(exits), dim, dim))
+    lens = Lens(matrix=matrix, bias=jnp.ones((len(exits), dim)), exits=exits)
+    return Model(*lensed(model.decoder, model.params, lens))
+
+
+def check_against_the_oracle(
+    model: Model, found: Any, kv: str, table: jax.Array, *, decided: bool = True
+) -> None:
+    """Compares every new token's log-probability with the reference at the decided depths."""
+    for row, prompt in enumerate(LONG):
+        wanted = np.asarray(table)[row, : len(prompt)]
+        np.testing.assert_array_equal(found.prompt_depths[row], wanted)
+        new, depths = found.token_ids[row], np.array(found.decided[row])
+        if not decided:  # New tokens run in full; the first one is the prompt's last token's.
+            depths[1:] = model.decoder.config.num_layers
+            depths[0] = wanted[-1]
+        logits = true_logits(model, prompt, new, depths, kv, prompt_depths=wanted)
+        expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
+        np.testing.assert_allclose(found.log_probabilities[row], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("deepest", [4, 2], ids=["all depths", "none to the end"])
+@pytest.mark.parametrize("through_lens", [False, True], ids=["plain", "lens"])
+@pytest.mark.parametrize("kv", ["mapped", "propagate"])
+def test_new_tokens_see_what_the_reference_shows_of_a_prompt(
+    kv: Any, through_lens: bool, deepest: int
+) -> None:
+    """States that maps and projections start from are the tokens' own, not those of a lens."""
+    model = with_lens(lively_model()) if through_lens else lively_model()
+    model = with_random_maps(model, (1, 2))
+    table = jnp.minimum(depth_table(DEPTHS, shape=(3, 96)), deepest)
+    reading = DepthAt(table=table, depths=DEPTHS)
+    how = Prefill(policy=reading, kv=kv, executor=SMALL_BLOCKS)
+    found = run(model, LONG, mode=Plain(), prefill=how)
+    check_against_the_oracle(model, found, kv, table, decided=False)
+
+
+@pytest.mark.parametrize("through_lens", [False, True], ids=["plain", "lens"])
+def test_prompts_and_new_tokens_alike_are_mapped(through_lens: bool) -> None:
+    model = with_lens(lively_model()) if through_lens else lively_model()
+    model = with_random_maps(model, (1, 2))
+    table = depth_table(DEPTHS, shape=(3, 96))
+    policy = DepthAt(table=table, depths=DEPTHS)
+    how = Prefill(policy=policy, executor=SMALL_BLOCKS)
+    found = run(model, LONG, mode=Adaptive(policy=policy, kv="mapped"), prefill=how)
+    check_against_the_oracle(model, found, "mapped", table)
+    # One map for each skipped layer of every row, in steps in which any row stops there.
+    assert (found.mapped_layers > 0).all()
+    assert not found.frozen_layers.any()
+
+
+def test_maps_of_prompts_are_charged() -> None:
+    model = with_random_maps(lively_model(), (1, 2))
+    cost = token_cost(model.decoder, model.params)
+
+    def cost_of(kv: Any) -> Any:
+        how = Prefill(policy=uniform(2), kv=kv, executor=SMALL_BLOCKS)
+        found = run(model, LONG, prefill=how, max_new_tokens=1)
+        return prompt_cost(model.decoder, model.params, how, LONG, found), found.prompt_work
+
+    copied, _ = cost_of("propagate")
+    mapped, work = cost_of("mapped")
+    # 39 tokens in blocks of 2, two skipped layers each.
+    np.testing.assert_array_equal(work.kv_maps, [[2 * 40]] * 3)
+    # Instead of projections of all 3 x 24 slots.
+    spared = 2 * 72 * cost.keys_values
+    assert mapped.flops == copied.flops - spared + 2 * 40 * cost.kv_map
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    model = lively_model()
+    with pytest.raises(ValueError, match='KV maps for kv="mapped".*fit-prompt'):
+        run(model, prefill=Prefill(policy=uniform(2), kv="mapped"))
+    few = with_random_maps(model, (2,))
+    with pytest.raises(ValueError, match=r"stops at depths \(2,\).*Got \[1\]"):
+        run(few, prefill=Prefill(policy=uniform(1), kv="mapped"))
+    with pytest.raises(ValueError, match='the same kv for prompts and new tokens.*"drop"'):
+        run(model, prefill=Prefill(policy=uniform(2), kv="drop"))
+
+
+def test_a_budget_takes_the_least_loss_that_fits() -> None:
+    model = with_random_maps(lively_model(), (2,))
+    known = [
+        PromptChoice(stop=2, deep=deep, by=by, flops_ratio=ratio, nll_increase_pct=loss)
+        for deep, by, ratio, loss in (
+            (0.1, "heat", 0.60, 2.0),
+            (0.2, "sinks_recent", 0.68, 1.0),
+            (0.3, "sinks_recent", 0.75, 0.4),
+            (0.3, "gate", 0.74, 0.1),
+        )
+    ]
+    choose = partial(prompt_choice, model.decoder, model.params, choices=known)
+    assert choose(0.65).by == "heat"
+    assert choose(0.7).deep == pytest.approx(0.2)
+    assert choose(0.99).deep == pytest.approx(0.3)
+    assert choose(0.99, gate=Position()).by == "gate"
+    with pytest.raises(ValueError, match=r"a prompt budget of at least 0.600.*Got 0.5"):
+        choose(0.5)
+    how = prompt_prefill(model.decoder, model.params, 0.7, choices=known)
+    assert how is not None
+    assert how.kv == "mapped"
+    assert how.policy is not None
+    assert how.policy.name == "prompt_sinks_recent"
+    assert float(how.policy.deep[0]) == pytest.approx(0.2)  # type: ignore[attr-defined]
+    for budget in (0.0, -1.0, 1.5):
+        with pytest.raises(ValueError, match="above 0 and at most 1"):
+            prompt_prefill(model.decoder, model.params, budget, choices=known)
+
+
+def test_a_model_with_exits_needs_nothing_measured() -> None:
+    model = lively_model()
+    assert prompt_prefill(model.decoder, model.params, 1.0) is None
+    shallow = prompt_choice(model.decoder, model.params, 0.5)
+    deep = prompt_choice(model.decoder, model.params, 0.8)
+    assert (shallow.stop, deep.stop) == (1, 2)
+    assert shallow.kv == deep.kv == "propagate"
+    how = prompt_prefill(model.decoder, model.params, 0.8)
+    prompts = [[*range(1, 49)], [5, 6, 7], [8]]
+    found = run(model, prompts, prefill=how, max_new_tokens=2)
+    assert [int((depths == 4).sum()) for depths in found.prompt_depths] == [16, 3, 1]
+    through_lens = with_lens(model)
+    with pytest.raises(ValueError, match="trained to stop early.*fit-prompt"):
+        prompt_prefill(through_lens.decoder, through_lens.params, 0.8)
+    maps_only = [PromptChoice(stop=2, deep=0.1, flops_ratio=0.5)]
+    with pytest.raises(ValueError, match="trained to stop early.*fit-prompt"):
+        prompt_prefill(through_lens.decoder, through_lens.params, 0.8, choices=maps_only)

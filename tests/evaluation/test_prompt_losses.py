@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss of what follows a prompt, against the reference, and what reading the prompt costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.cases import run_oracle
+from helpers.models import Model, plain_nll, with_random_maps
+
+from utio_jax import MicroBatches
+from utio_jax.core.flops import token_cost
+from utio_jax.evaluation.prompts import continuation_losses, prompt_flops_ratio, prompt_rows
+from utio_jax.staircase.prompts import PromptChoice
+
+EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=64)
+PROMPT = 40
+
+
+@pytest.fixture(scope="module")
+def model(tiny: Model) -> Model:
+    return with_random_maps(tiny, (2,))
+
+
+@pytest.fixture(scope="module")
+def documents(tiny: Model) -> list[np.ndarray]:
+    ids = np.asarray(tiny.tokens(3, 48))
+    return [ids[0], ids[1, :45], ids[2, :41]]
+
+
+@pytest.mark.parametrize("kv", ["mapped", "propagate", "drop"])
+def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv: Any) -> None:
+    """At the depths that a choice of the latest gives: ten of forty, the first four among them."""
+    rows = prompt_rows(documents, prompt_tokens=PROMPT, batch=2, decoder=model.decoder)
+    assert rows.rows == 3
+    assert rows.tokens == 8 + 5 + 1
+    choice = PromptChoice(stop=2, deep=0.5, kv=kv)
+    found = continuation_losses(model.decoder, model.params, rows, choice, executor=EXECUTOR)
+    depths = np.full((1, 48), 4, np.int32)
+    depths[0, 4 : PROMPT - 16] = 2
+    for document, mine in zip(documents, found, strict=True):
+        ids = np.zeros((1, 48), np.int32)
+        ids[0, : document.size] = document
+        ends = np.asarray([document.size])
+        x = run_oracle(model.decoder, model.params, ids, ends, jnp.asarray(depths), kv=kv)
+        wanted = plain_nll(model, ids, x)[0, PROMPT - 1 : document.size - 1].sum()
+        assert mine == pytest.approx(wanted, abs=1e-3)
+    full = continuation_losses(model.decoder, model.params, rows, None, executor=EXECUTOR)
+    assert not np.allclose(full, found, atol=1e-2)
+    everything = PromptChoice(stop=2, deep=1.0, kv=kv)
+    same = continuation_losses(model.decoder, model.params, rows, everything, executor=EXECUTOR)
+    np.testing.assert_allclose(same, full, atol=1e-4)
+
+
+def test_what_a_prompt_costs(model: Model, documents: list[np.ndarray]) -> None:
+    """Layers, K/V or maps, and attention, as the padding rule says; no head in either."""
+    rows = prompt_rows(documents, prompt_tokens=PROMPT, batch=3, decoder=model.decoder)
+    cost = token_cost(model.decoder, model.params)
+
+    def ratio(choice: Any) -> float:
+        return prompt_flops_ratio(model.decoder, model.params, rows, choice, executor=EXECUTOR)
+
+    assert ratio(None) == 1
+    # 3 x 40 tokens in two layers, 3 x 20 in two more; every query sees 40 slots.
+    query = cost.query + 40 * cost.attention_per_key
+    full = 4 * 120 * (query + cost.keys_values)
+    shallow = 2 * 120 * query + 2 * 60 * query
+    mapped = shallow + (2 * 120 + 2 * 60) * cost.keys_values + 2 * 60 * cost.kv_map
+    copied = shallow + 4 * 120 * cost.keys_values
+    hidden = shallow + (2 * 120 + 2 * 60) * cost.keys_values
+    for kv, wanted in (("mapped", mapped), ("propagate", copied)):
+        choice = PromptChoice(stop=2, deep=0.5, kv=kv)  # type: ignore[arg-type]
+        assert ratio(choice) == pytest.approx(wanted / full, rel=1e-6)
+    assert ratio(PromptChoice(stop=2, deep=0.5, kv="drop")) == pytest.approx(
+        hidden / full, rel=1e-6
+    )
+    by_heat = PromptChoice(stop=2, deep=0.5, by="heat", kv="propagate")
+    gate = by_heat.policy(model.decoder).flops(0, model.decoder, model.params)
+    assert gate > 0
+    assert ratio(by_heat) == pytest.approx((copied + 120 * gate) / full, rel=1e-6)
+    assert ratio(PromptChoice(stop=2, deep=1.0)) == 1
+
+
+def test_what_cannot_be_read_is_refused(model: Model, documents: list[np.ndarray]) -> None:
+    def rows_of(rows: Any, **options: Any) -> Any:
+        options = {"prompt_tokens": PROMPT, "batch": 2} | options
+        return prompt_rows(rows, decoder=model.decoder, **options)
+
+    with pytest.raises(ValueError, match=r"more than 40 tokens.* fewer in rows \[1\]"):
+        rows_of([documents[0], documents[0][:40]])
+    with pytest.raises(ValueError, match="more than 40 tokens.*Got none"):
+        rows_of([])
+    with pytest.raises(ValueError, match="prompts of at least 1 token"):
+        rows_of(documents, prompt_tokens=0)
+    with pytest.raises(ValueError, match="at most 128 tokens, the model's context. Got one of 144"):
+        rows_of([np.tile(documents[0], 3)])
+    with pytest.raises(ValueError, match="Wanted token ids from 0 to 63"):
+        rows_of([documents[0] + 64])

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chooses how prompts are read: stop, share and signal, for a limit on the loss of what follows.
+
+Three parts of a text, no document in two of them: KV maps are fitted to the first, the cheapest way
+of reading within the limit is chosen on the second, and figures come from the third, beside
+controls that a choice by importance has to beat: as many tokens by chance, none, and the same
+tokens with the others hidden or their last states copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.evaluation.prompts import (
+    PromptRows,
+    continuation_losses,
+    prompt_flops_ratio,
+    prompt_rows,
+)
+from utio_jax.policies.base import Signal
+from utio_jax.staircase.prompts import PromptChoice
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptText:
+    """A text in three parts.
+
+    Attributes:
+      fit: documents that maps are fitted to.
+      calibrate: that ways of reading are chosen on.
+      test: that figures come from.
+      parts: "documents", or "parts of documents" where there are too few of them.
+    """
+
+    fit: tuple[np.ndarray, ...]
+    calibrate: tuple[np.ndarray, ...]
+    test: tuple[np.ndarray, ...]
+    parts: str
+
+
+_FEWEST = 5
+_TENTHS = 10
+
+
+def split_text(documents: Sequence[np.ndarray], *, seed: int = 0) -> PromptText:
+    """Returns documents in three parts: of five, three, one and one.
+
+    Whole documents, in an order drawn from the seed. Fewer than five are cut into tenths, of which
+    the first six, the next two and the last two make the parts: neighbours meet at two borders.
+    """
+    parts: dict[str, list[np.ndarray]] = {"fit": [], "calibrate": [], "test": []}
+    if len(documents) < _FEWEST:
+        for document in documents:
+            for number, piece in enumerate(np.array_split(np.asarray(document), _TENTHS)):
+                name = "fit" if number < 6 else "calibrate" if number < 8 else "test"
+                parts[name].append(piece)
+        return PromptText(**{k: tuple(v) for k, v in parts.items()}, parts="parts of documents")
+    fifth = len(documents) // 5
+    for place, index in enumerate(np.random.default_rng(seed).permutation(len(documents))):
+        name = "test" if place < fifth else "calibrate" if place < 2 * fifth else "fit"
+        parts[name].append(np.asarray(documents[index]))
+    return PromptText(**{k: tuple(v) for k, v in parts.items()}, parts="documents")
+
+
+def rows_of(
+    documents: Sequence[np.ndarray], *, prompt_tokens: int, continuation: int, count: int
+) -> list[np.ndarray]:
+    """Returns rows of a prompt and what follows it, evenly from all documents, none overlapping.
+
+    Raises:
+      ValueError: no document is as long as one row.
+    """
+    width = prompt_tokens + continuation
+    found = [
+        document[start : start + width]
+        for document in documents
+        for start in range(0, len(document) - width + 1, width)
+    ]
+    if not found:
+        longest = max((len(document) for document in documents), default=0)
+        raise ValueError(
+            f"Wanted documents of at least {width} tokens: {prompt_tokens} of prompt, "
+            f"{continuation} that follow. Got at most {longest} in a part of the text. Add longer "
+            "text, or ask for a shorter --prompt-tokens."
+        )
+    chosen = np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)
+    return [found[index] for index in chosen]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """One way of reading prompts, measured on the test part.
+
+    Attributes:
+      choice: with its figures.
+      interval: of the loss increase in %, 95 %, over rows.
+      role: "chosen", "best" where none was within the limit, or "control".
+    """
+
+    choice: PromptChoice
+    interval: tuple[float, float]
+    role: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what JSON can hold."""
+        found = choice_to_json(self.choice)
+        return {"role": self.role, **found, "interval": [round(x, 4) for x in self.interval]}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptStudy:
+    """What `choose_prompt` found.
+
+    Attributes:
+      candidates: as measured on the calibrate part.
+      chosen: the cheapest of them within the limit; None: there is none.
+      test: it, or the best one, and controls, on the test part.
+      nll_full: of full depth there, nats per token.
+      limit: of the loss increase, %.
+    """
+
+    candidates: tuple[PromptChoice, ...]
+    chosen: PromptChoice | None
+    test: tuple[Reading, ...]
+    nll_full: float
+    limit: float
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in a sentence or two."""
+        first = self.test[0]
+        measured = (
+            f"{first.choice.label}: {first.choice.nll_increase_pct:+.2f} % loss "
+            f"[{first.interval[0]:+.2f}, {first.interval[1]:+.2f}] at "
+            f"{first.choice.flops_ratio:.3f} of the prompt's FLOPs, on the test part"
+        )
+        if self.chosen is None:
+            return (
+                f"Nothing pays within +{self.limit:g} % on the calibrate part; the best was "
+                f"{measured}. Read prompts in full, stop deeper, or let more tokens go deep."
+            )
+        inside = (first.choice.nll_increase_pct or 0.0) <= self.limit
+        kept = (
+            "" if inside else f" That is beyond the limit of +{self.limit:g} %: more rows needed."
+        )
+        random = next((each for each in self.test if each.choice.by == "random"), None)
+        if random is not None and (random.choice.nll_increase_pct or 0.0) <= (
+            first.choice.nll_increase_pct or 0.0
+        ):
+            kept += " As many tokens by chance do no worse."
+        return f"Chosen: {measured}.{kept}"
+
+
+def choose_prompt(
+    decoder: Decoder,
+    params: Params,
+    text: PromptText,
+    candidates: Sequence[PromptChoice],
+    *,
+    limit: float,
+    prompt_tokens: int = 448,
+    continuation: int = 64,
+    rows: int = 24,
+    batch: int = 8,
+    gate: Signal | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> PromptStudy:
+    """Returns the cheapest way of reading prompts within a limit, and figures on other text.
+
+    Args:
+      decoder: the model; with KV maps where a candidate asks for them.
+      params: its parameters.
+      text: of which the calibrate and test parts are read.
+      candidates: at least one.
+      limit: of the loss increase, %.
+      prompt_tokens: of each row.
+      continuation: tokens that follow, whose loss counts.
+      rows: of each part, at most.
+      batch: rows per pass.
+      gate: for candidates by a gate.
+      progress: called with what happens next.
+
+    Raises:
+      ValueError: no candidates, too little text, or a candidate that does not fit the model.
+    """
+    say = progress if progress is not None else lambda _: None
+    if not candidates:
+        raise ValueError("Wanted at least one way of reading prompts to choose from. Got none.")
+
+    def part(documents: Sequence[np.ndarray]) -> PromptRows:
+        cut = rows_of(documents, prompt_tokens=prompt_tokens, continuation=continuation, count=rows)
+        return prompt_rows(cut, prompt_tokens=prompt_tokens, batch=batch, decoder=decoder)
+
+    def measure(
+        of: PromptRows, choice: PromptChoice, full: np.ndarray, *, batches: int | None
+    ) -> tuple[PromptChoice, np.ndarray]:
+        losses = continuation_losses(decoder, params, of, choice, gate=gate)
+        ratio = prompt_flops_ratio(decoder, params, of, choice, gate=gate, batches=batches)
+        found = dataclasses.replace(
+            choice,
+            flops_ratio=ratio,
+            nll_increase_pct=100 * float(losses.sum() / full.sum() - 1),
+        )
+        say(f"{found.label}: {found.nll_increase_pct:+.2f} %, {ratio:.3f} of the FLOPs")
+        return found, losses
+
+    calibrate, test = part(text.calibrate), part(text.test)
+    say(f"calibrate: {calibrate.rows} rows of {prompt_tokens} + {continuation} tokens")
+    full = continuation_losses(decoder, params, calibrate, None)
+    measured = [measure(calibrate, choice, full, batches=1)[0] for choice in candidates]
+    good = [
+        choice
+        for choice in measured
+        if (choice.nll_increase_pct or 0.0) <= limit and (choice.flops_ratio or 1.0) < 1
+    ]
+    chosen = min(good, key=_cost_then_loss) if good else None
+    first = chosen or min(measured, key=lambda choice: choice.nll_increase_pct or 0.0)
+    say(f"test: {test.rows} rows")
+    full = continuation_losses(decoder, params, test, None)
+    readings = []
+    for role, choice in [
+        ("best" if chosen is None else "chosen", first),
+        *(("control", each) for each in controls_of(first)),
+    ]:
+        found, losses = measure(test, choice, full, batches=None)
+        interval = increase_interval(losses, full)
+        readings.append(Reading(choice=found, interval=interval, role=role))
+    return PromptStudy(
+        candidates=tuple(measured),
+        chosen=chosen,
+        test=tuple(readings),
+        nll_full=float(full.sum()) / test.tokens,
+        limit=limit,
+    )
+
+
+def _cost_then_loss(choice: PromptChoice) -> tuple[float, float]:
+    # To the third digit: which tokens go deep moves the padding a little.
+    return round(choice.flops_ratio or 1.0, 2), choice.nll_increase_pct or 0.0
+
+
+def controls_of(choice: PromptChoice) -> tuple[PromptChoice, ...]:
+    """Returns what a choice has to beat, each but the first differing from it in one thing.
+
+    As many tokens by chance; no token deep but the last; the others hidden; and their last states
+    copied, or mapped where the choice copies them.
+    """
+    bare = dataclasses.replace(choice, flops_ratio=None, nll_increase_pct=None)
+    other = [kv for kv in ("drop", "propagate") if kv != choice.kv]
+    found = [dataclasses.replace(bare, kv=kv) for kv in other]
+    by = [dataclasses.replace(bare, by=by) for by in ("random", "none") if by != choice.by]
+    return (*by, *found)
+
+
+def increase_interval(
+    losses: Float[np.ndarray, " row"],
+    full: Float[np.ndarray, " row"],
+    *,
+    draws: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Returns the 95 % interval of the increase of a summed loss over full depth's, in %.
+
+    Rows are drawn again (percentile bootstrap, Efron 1979), the same for both.
+    """
+    count = len(full)
+    shares = np.full(count, 1 / count)
+    weights = np.random.default_rng(seed).multinomial(count, shares, size=draws)
+    increase = 100 * (weights @ losses / (weights @ full) - 1)
+    low, high = np.quantile(increase, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def choice_to_json(choice: PromptChoice) -> dict[str, Any]:
+    """Returns what JSON can hold."""
+    found = dataclasses.asdict(choice)
+    for name in ("flops_ratio", "nll_increase_pct"):
+        found[name] = None if found[name] is None else round(found[name], 4)
+    return found

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax fit-prompt`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from utio_jax.cli.options import OfModel, progress_lines, read_documents
+from utio_jax.staircase.reference import FrozenKV
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitPrompt(OfModel):
+    """Fits KV maps for prompts whose tokens mostly stop early, and chooses how prompts are read.
+
+    Maps are fitted to one part of the text, the cheapest way of reading within the limit is chosen
+    on another, and reported on a third, beside controls. The file is for --prompt-maps.
+
+    Attributes:
+      text: text files; without any, the calibrate split of the standard library.
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+      stop: depths at which prompt tokens may stop.
+      deep: shares of a prompt's tokens that go deep, to choose from.
+      by: what may choose them: sinks_recent, heat, gate, random.
+      max_nll_increase_pct: limit of the loss increase of what follows a prompt.
+      prompt_tokens: of the rows that ways of reading are chosen and reported on.
+      continuation: tokens that follow, whose loss counts.
+      rows: of each of these two parts of the text, at most.
+      fit_tokens: of text that maps are fitted to, at most.
+      batch: rows per pass.
+      seed: of the parts.
+      out: the file, NAME.json; the maps lie beside it. By default prompt.json in the model's
+        folder.
+    """
+
+    text: tuple[Path, ...] = ()
+    token_ids: Path | None = None
+    stop: tuple[int, ...] = ()
+    deep: tuple[float, ...] = (0.15,)
+    by: tuple[str, ...] = ("sinks_recent", "heat")
+    max_nll_increase_pct: float = 1.0
+    prompt_tokens: int = 448
+    continuation: int = 64
+    rows: int = 24
+    fit_tokens: int = 20_000
+    batch: int = 8
+    seed: int = 0
+    out: Path | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Runs the command and returns its JSON."""
+        from utio_jax.calibration.prompt_choice import choice_to_json, choose_prompt, split_text
+        from utio_jax.calibration.prompt_maps import fit_kv_maps, fit_rows
+        from utio_jax.core.kv_maps import kv_maps_file, save_kv_maps, with_kv_maps
+        from utio_jax.staircase.prompts import PromptChoice
+
+        started = time.perf_counter()
+        say = progress_lines(started)
+        model = self.load()
+        config = model.decoder.config
+        if not self.stop:
+            half, more = config.num_layers // 2, 2 * config.num_layers // 3
+            raise ValueError(
+                "Wanted depths at which prompt tokens may stop. For example, at half and two "
+                f"thirds of the layers: --stop {half} {more}."
+            )
+        width = self.prompt_tokens + self.continuation
+        if width > config.context_length:
+            raise ValueError(
+                f"Wanted --prompt-tokens and --continuation within the model's context of "
+                f"{config.context_length}. Got {self.prompt_tokens} and {self.continuation}."
+            )
+        candidates = [
+            PromptChoice(stop=stop, deep=share, by=by, kv=kv)
+            for stop in sorted(set(self.stop))
+            for share in self.deep
+            for by in self.by
+            for kv in self._shown(model, stop)
+        ]
+        gate = model.calibration.signals.get("learned") if "gate" in self.by else None
+        for each in candidates:
+            each.policy(model.decoder, gate=gate)
+        documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
+        text = split_text(documents, seed=self.seed)
+        maps = fit_kv_maps(
+            model.decoder,
+            model.params,
+            fit_rows(
+                text.fit,
+                width=width,
+                tokens=self.fit_tokens,
+                batch=self.batch,
+                decoder=model.decoder,
+            ),
+            stops=self.stop,
+            progress=say,
+        )
+        decoder, params = with_kv_maps(model.decoder, model.params, maps)
+        study = choose_prompt(
+            decoder,
+            params,
+            text,
+            candidates,
+            limit=self.max_nll_increase_pct,
+            prompt_tokens=self.prompt_tokens,
+            continuation=self.continuation,
+            rows=self.rows,
+            batch=self.batch,
+            gate=gate,
+            progress=say,
+        )
+        chosen = None if study.chosen is None else choice_to_json(study.chosen)
+        found = {
+            "chosen": chosen,
+            "choices": [choice_to_json(each) for each in study.candidates],
+            "test": [each.to_json() for each in study.test],
+            "nll_full": round(study.nll_full, 6),
+            "max_nll_increase_pct": self.max_nll_increase_pct,
+            "parts": text.parts,
+        }
+        out = kv_maps_file(self.out if self.out is not None else model.folder)
+        info = {"model_sha256": model.sha256, "text": described, "seed": self.seed}
+        save_kv_maps(out, maps, info={**info, **found})
+        print(study.verdict, file=sys.stderr)
+        return {
+            "command": "fit-prompt",
+            "seconds_total": round(time.perf_counter() - started, 1),
+            "out": str(out),
+            "verdict": study.verdict,
+            **found,
+        }
+
+    def _shown(self, model: Any, stop: int) -> tuple[FrozenKV, ...]:
+        """Returns what tokens that stop there may show; copies only where the model was trained."""
+        trained = model.lens is None and stop in model.decoder.config.exits
+        return ("mapped", "propagate") if trained else ("mapped",)

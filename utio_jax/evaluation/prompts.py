@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss of what follows a prompt whose tokens mostly stop early, and what reading it costs.
+
+    token   0 ........ P-1 | P ........ end     # a row
+            the prompt       the continuation: runs in full, and is what is scored
+
+Of the prompt only the last token predicts anything here, and it always runs in full; so losses say
+what its other tokens show to those that follow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from utio_jax.accounting.flops import gate_flops
+from utio_jax.core.arrays import flat, map_head
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import check_tokens
+from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.work import Work
+from utio_jax.policies.base import Policy, Signal
+from utio_jax.staircase.base import Executor
+from utio_jax.staircase.loop import staircase
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.prompts import PromptChoice
+from utio_jax.staircase.score import full_depth, next_token_nll
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptRows:
+    """Rows of which the first tokens are a prompt, in batches of one shape.
+
+    Attributes:
+      prompt_tokens: of each row.
+      batches: token ids `[row, token]` and lengths `[row]`; 0 for a row that only fills a batch.
+      rows: that do not.
+    """
+
+    prompt_tokens: int
+    batches: tuple[tuple[np.ndarray, np.ndarray], ...]
+    rows: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are scored."""
+        return sum(int(np.maximum(ends - self.prompt_tokens, 0).sum()) for _, ends in self.batches)
+
+
+def prompt_rows(
+    rows: Sequence[np.ndarray], *, prompt_tokens: int, batch: int, decoder: Decoder
+) -> PromptRows:
+    """Returns rows in batches, padded to the longest.
+
+    Args:
+      rows: token ids of each.
+      prompt_tokens: of each row; at least one more follows.
+      batch: rows per pass, at most.
+      decoder: whose vocabulary and context they must fit.
+
+    Raises:
+      ValueError: they do not, or nothing follows a prompt.
+    """
+    config = decoder.config
+    if prompt_tokens < 1 or batch < 1:
+        raise ValueError(
+            "Wanted prompts of at least 1 token, and at least 1 row per pass. "
+            f"Got {prompt_tokens} and {batch}."
+        )
+    short = [index for index, row in enumerate(rows) if len(row) <= prompt_tokens]
+    if short or not len(rows):
+        raise ValueError(
+            f"Wanted rows of more than {prompt_tokens} tokens, so that something follows the "
+            "prompt. Got " + (f"fewer in rows {short[:8]}." if short else "none.")
+        )
+    width = max(len(row) for row in rows)
+    if width > config.context_length:
+        raise ValueError(
+            f"Wanted rows of at most {config.context_length} tokens, the model's context. Got one "
+            f"of {width}. Cut it, or ask for a longer --context."
+        )
+    size, batches = min(batch, len(rows)), []
+    for start in range(0, len(rows), size):
+        ids, ends = np.zeros((size, width), np.int64), np.zeros(size, np.int64)
+        for index, row in enumerate(rows[start : start + size]):
+            ids[index, : len(row)], ends[index] = row, len(row)
+        batches.append(check_tokens(ids, ends, vocab_size=config.vocab_size))
+    return PromptRows(prompt_tokens=prompt_tokens, batches=tuple(batches), rows=len(rows))
+
+
+def continuation_losses(
+    decoder: Decoder,
+    params: Params,
+    rows: PromptRows,
+    choice: PromptChoice | None,
+    *,
+    gate: Signal | None = None,
+    executor: Executor = MicroBatches(),
+    progress: Callable[[], None] | None = None,
+) -> Float[np.ndarray, " row"]:
+    """Returns each row's loss of the tokens behind its prompt, in nats, summed over them.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      rows: to read.
+      choice: how prompts are read; None: in full.
+      gate: for `by="gate"`.
+      executor: how live slots are run.
+      progress: called after each batch.
+
+    Raises:
+      ValueError: a choice that does not fit the model.
+    """
+    policy, kv = _policy_of(decoder, choice, rows.prompt_tokens, gate)
+    found = []
+    for ids, ends in rows.batches:
+        losses = _continuation(
+            decoder,
+            params,
+            jnp.asarray(ids),
+            jnp.asarray(ends),
+            policy,
+            kv=kv,
+            executor=executor,
+            prompt_tokens=rows.prompt_tokens,
+        )
+        found.append(np.asarray(losses, np.float64))
+        if progress is not None:
+            progress()
+    return np.concatenate(found)[: rows.rows]
+
+
+def prompt_flops_ratio(
+    decoder: Decoder,
+    params: Params,
+    rows: PromptRows,
+    choice: PromptChoice | None,
+    *,
+    gate: Signal | None = None,
+    executor: Executor = MicroBatches(),
+    batches: int | None = None,
+) -> float:
+    """Returns the FLOPs of reading the prompts alone over those of full depth, same executor.
+
+    Executed ones: layers, padding, keys and values of tokens that stopped, maps, and what chooses.
+    No vocabulary head is in either.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      rows: whose prompts are read.
+      choice: how; None: in full, which is 1.
+      gate: for `by="gate"`.
+      executor: how live slots are run.
+      batches: so many of the rows' batches; None: all.
+    """
+    cost = token_cost(decoder, params)
+    spent = {}
+    for name, each in (("choice", choice), ("full", None)):
+        policy, kv = _policy_of(decoder, each, rows.prompt_tokens, gate)
+        spent[name] = 0.0
+        for ids, ends in rows.batches[:batches]:
+            work = _prompt_work(
+                decoder,
+                params,
+                jnp.asarray(ids[:, : rows.prompt_tokens]),
+                jnp.asarray(np.minimum(ends, rows.prompt_tokens)),
+                policy,
+                kv=kv,
+                executor=executor,
+            )
+            gates = gate_flops(decoder, params, policy, work)
+            spent[name] += pass_flops(cost, work, gates=gates)
+    return spent["choice"] / spent["full"]
+
+
+def _policy_of(
+    decoder: Decoder, choice: PromptChoice | None, prompt_tokens: int, gate: Signal | None
+) -> tuple[Policy, str]:
+    if choice is None:
+        return full_depth(decoder), "propagate"
+    return choice.policy(decoder, gate=gate, prompt_tokens=prompt_tokens), choice.kv
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor", "prompt_tokens"))
+def _continuation(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    policy: Policy,
+    *,
+    kv: str,
+    executor: Executor,
+    prompt_tokens: int,
+) -> Float[Array, " batch"]:
+    found = staircase(
+        decoder,
+        params,
+        token_ids,
+        lengths,
+        policy,
+        kv=kv,  # type: ignore[arg-type]
+        executor=executor,
+    )
+    x, labels = found.x[:, prompt_tokens - 1 : -1], token_ids[:, prompt_tokens:]
+    nll = map_head(decoder, params, next_token_nll, flat(x), flat(labels)).reshape(labels.shape)
+    at = jnp.arange(prompt_tokens, token_ids.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.sum(jnp.where(at < lengths[:, None], nll, 0.0), axis=1)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
+def _prompt_work(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    policy: Policy,
+    *,
+    kv: str,
+    executor: Executor,
+) -> Work:
+    found = staircase(
+        decoder,
+        params,
+        token_ids,
+        lengths,
+        policy,
+        kv=kv,  # type: ignore[arg-type]
+        executor=executor,
+    )
+    return found.work
