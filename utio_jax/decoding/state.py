@@ -81,7 +81,7 @@ class Tally:
     Attributes:
       decided: layers behind the distribution that each token was taken from, by the token's
         position: the depth of the token *before* it. Under `Lossless`: the exit that guessed it, or
-          all layers.
+        all layers.
       executed: layers that really ran for it, those for the sake of other rows included.
       log_probability: of each token in nats, under the model's distribution before any sampling
         method.
