@@ -10,6 +10,7 @@ what padding adds corrects the budget, a target `flops_ratio` with everything ex
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,13 +23,10 @@ from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
-from utio_jax.core.files import versions
+from utio_jax.core.files import hash_params, versions
 from utio_jax.policies.store import Calibration
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
-
-BUDGETS = (0.5, 0.6, 0.75, 0.9)
-"""The `flops_ratio`s that policies are fitted for by default."""
 
 _LEAST = 512  # Below, a gate's weights outnumber what they are fitted to by far.
 
@@ -41,10 +39,10 @@ def calibrate(
     params: Params,
     batches: Sequence[Batch],
     *,
-    model_sha256: str,
-    text: Mapping[str, Any],
+    model_sha256: str | None = None,
+    text: Mapping[str, Any] | None = None,
     policies: Sequence[str] = POLICIES,
-    goal: Goal = Budgets(budgets=BUDGETS),
+    goal: Goal = Budgets(),
     executor: Executor = MicroBatches(),
     mesh: Mesh | None = None,
     seed: int = 0,
@@ -58,8 +56,9 @@ def calibrate(
       decoder: the model.
       params: its parameters.
       batches: the calibration text, all of one width; none of it may be reported on later.
-      model_sha256: identifies the weights; a calibration refuses others.
-      text: identifies the text, for the record.
+      model_sha256: identifies the weights; a saved calibration refuses others. None takes
+        `utio_jax.core.files.hash_params` of `params`.
+      text: identifies the text, for the record; None: its size and hash.
       policies: names from `utio_jax.calibration.gates.SIGNALS`.
       goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
         and `info["goals"]` says so.
@@ -83,8 +82,8 @@ def calibrate(
     say("exits of the full pass")
     studies = study_exits(decoder, params, batches, mesh=mesh)
     info = {
-        "model_sha256": model_sha256,
-        "text": dict(text),
+        "model_sha256": hash_params(params) if model_sha256 is None else model_sha256,
+        "text": _describe(batches) if text is None else dict(text),
         "versions": versions(),
         "seed": seed,
         "width": batches[0].token_ids.shape[1],
@@ -132,6 +131,16 @@ def calibrate(
             f"{search.cheapest(signal):.3f}. Got {fitted.info['goals']}. Ask for less."
         )
     return fitted
+
+
+def _describe(batches: Sequence[Batch]) -> dict[str, Any]:
+    """Returns what identifies a text of which only batches are known."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(np.ascontiguousarray(batch.token_ids).tobytes())
+        digest.update(np.ascontiguousarray(batch.lengths).tobytes())
+    windows = sum(int((batch.window >= 0).sum()) for batch in batches)
+    return {"windows": windows, "sha256": digest.hexdigest()}
 
 
 def _correlations(search: ThresholdSearch, signal: Any) -> dict[str, float | None]:

@@ -58,7 +58,7 @@ class Calibrate(OfWindows):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.calibration.advice import advise
-        from utio_jax.calibration.calibrate import BUDGETS, calibrate
+        from utio_jax.calibration.calibrate import calibrate
         from utio_jax.calibration.gates import SIGNALS
         from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
         from utio_jax.calibration.risk import split_documents
@@ -94,7 +94,7 @@ class Calibrate(OfWindows):
             model, before = self._read_through_lens(model, first, documents, described, out, say)
         config = model.decoder.config
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
-        goal: Goal = Budgets(budgets=self.budget or BUDGETS)
+        goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
         elif self.max_disagreement is not None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from utio_jax.accounting.ledger import uniform_hull
 from utio_jax.benchmark.decoding import measure_modes, middles
 from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure
-from utio_jax.calibration.calibrate import BUDGETS
+from utio_jax.calibration.goals import Budgets
 from utio_jax.core.documents import Batch
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
@@ -63,7 +63,7 @@ def run_demo(
     config = model.decoder.config
     read = cut_batches(documents, batches=batches, seed=seed, config=config)
     known = calibration.entries["learned"]
-    budgets = [budget for budget in BUDGETS if budget in known] or sorted(known)
+    budgets = [budget for budget in Budgets().budgets if budget in known] or sorted(known)
     entries = control_entries(model.decoder) + [
         Entry(policy=calibration.policy(name, budget), budget=budget)
         for name in ("random", "utio_surrogate", "learned")

@@ -135,7 +135,8 @@ def read_documents(
       token_ids: a JSON file with a list of id lists instead.
       split: of the standard library.
     """
-    from utio_jax.models.training.corpus import describe, read_files, standard_library
+    from utio_jax.models.texts import describe, read_files
+    from utio_jax.models.training.corpus import standard_library
 
     if token_ids is not None:
         if files:

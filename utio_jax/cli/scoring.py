@@ -68,7 +68,7 @@ class Scoring(OfWindows):
         from utio_jax.accounting.profit import Profit
         from utio_jax.devices.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
-        from utio_jax.models.training.corpus import read_files
+        from utio_jax.models.texts import read_files
         from utio_jax.staircase.reference import check_kv
 
         check_kv(self.kv, ("propagate", "drop"))

@@ -342,6 +342,16 @@ def hash_file(file: str | Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
+def hash_params(params: Any) -> str:
+    """Returns the SHA-256 of a model's parameters, for those that come from no file."""
+    digest = hashlib.sha256()
+    for name, leaf in sorted(flatten(params).items()):
+        array = np.asarray(leaf)
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
 def versions() -> dict[str, str]:
     """Returns the versions that a measurement depends on."""
     found = {"python": platform.python_version()}

@@ -85,6 +85,19 @@ class Calibration:
             )
         return fitted[budget]
 
+    def budget_of(self, name: str, budget: float | None = None) -> float:
+        """Returns a budget that a policy was fitted for: the asked one, the only one, or 0.6.
+
+        Raises:
+          ValueError: the name or the budget is not in this calibration, or there are several
+            budgets, none of them 0.6, and none is asked for.
+        """
+        fitted = self.entries.get("learned" if name == "random" else name, {})
+        if budget is None:
+            budget = next(iter(fitted)) if len(fitted) == 1 else 0.6
+        self.entry(name, budget)
+        return budget
+
     def adding(
         self,
         name: str,
