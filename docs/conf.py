@@ -48,6 +48,7 @@ autodoc_typehints = "signature"
 napoleon_use_ivar = True
 napoleon_use_rtype = False
 napoleon_preprocess_types = False
+napoleon_attr_annotations = False
 # `name` in a docstring is code.
 default_role = "code"
 maximum_signature_line_length = 88
@@ -120,6 +121,10 @@ def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: 
     text = "\n".join(out)
     parts = re.split(r"(``.*?``|`[^`]*`|^ {8}.*$|^>>> .*$)", text, flags=re.MULTILINE)
     parts[::2] = [re.sub(r"\*|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+    # What follows a closing backtick must not be part of a word: `slot`s.
+    for number in range(1, len(parts), 2):
+        if parts[number].endswith("`") and parts[number + 1][:1].isalnum():
+            parts[number] += "\\ "
     lines[:] = "".join(parts).split("\n")
 
 
