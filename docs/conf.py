@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 project = "utio_jax"
 author = "the utio_jax authors"
-copyright = f"{author}, Apache-2.0"
+project_copyright = f"{author}, Apache-2.0"
 version = release = metadata.version("utio-jax")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
@@ -77,7 +77,7 @@ def modules_of(room: str) -> list[str]:
 
 
 def write_api(app: Any) -> None:
-    """Writes docs/_api: a page of what `utio_jax` lists, and a page per room from its docstrings."""
+    """Writes docs/_api: a page of what `utio_jax` lists, and one per room from its docstrings."""
     del app
     folder = ROOT / "docs" / "_api"
     folder.mkdir(exist_ok=True)
