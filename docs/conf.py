@@ -52,6 +52,7 @@ napoleon_attr_annotations = False
 # `name` in a docstring is code.
 default_role = "code"
 maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
 
 ROOMS = {
     "core": "What every room speaks",
