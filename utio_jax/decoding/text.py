@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Unpack, runtime_checkable
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 
@@ -39,15 +39,23 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
 class TextModel(Protocol):
     """What reads and writes text with a decoder: `utio_jax.models.Model`, or your own."""
 
-    decoder: Decoder
-    params: Params
+    @property
+    def decoder(self) -> Any:
+        """The model, a `Decoder`."""
+        ...
 
     @property
-    def tokenizer(self) -> Tokenizer:
-        """Decodes what was generated."""
+    def params(self) -> Params:
+        """Its parameters."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """Decodes what was generated: a `Tokenizer`."""
         ...
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
