@@ -77,18 +77,31 @@ def modules_of(room: str) -> list[str]:
     return sorted(name for _, name, _ in found if not name.split(".")[-1].startswith("_"))
 
 
+def listed(package: Any) -> list[str]:
+    """Returns a table of what a package's `__init__` lists, with links; nothing if it is empty."""
+    names = [name for name in getattr(package, "__all__", ()) if not name.startswith("_")]
+    if not names:
+        return []
+    lines = ["Public, from ``" + package.__name__ + "``:\n", ".. autosummary::\n"]
+    for name in sorted(names, key=str.lower):
+        thing = getattr(package, name)
+        home = str(getattr(thing, "__module__", ""))
+        known = home.startswith("utio_jax") and hasattr(thing, "__qualname__")
+        path = f"~{home}.{thing.__qualname__}" if known else f"{package.__name__}.{name}"
+        lines.append(f"   {path}")
+    return [*lines, ""]
+
+
 def write_api(app: Any) -> None:
     """Writes docs/_api: a page of what `utio_jax` lists, and one per room from its docstrings."""
     del app
     folder = ROOT / "docs" / "_api"
     folder.mkdir(exist_ok=True)
-    listed = [name for name in utio_jax.__all__ if not name.startswith("_")]
-    pages = {"utio_jax": [_title("utio_jax"), ".. autosummary::\n"]}
-    for name in sorted(listed, key=str.lower):
-        thing = getattr(utio_jax, name)
-        pages["utio_jax"].append(f"   ~{thing.__module__}.{thing.__qualname__}")
+    pages = {"utio_jax": [_title("utio_jax"), *listed(utio_jax)]}
     for room, title in ROOMS.items():
-        pages[room] = [_title(f"utio_jax.{room}: {title[0].lower()}{title[1:]}")]
+        package = importlib.import_module(f"utio_jax.{room}")
+        heading = _title(f"{package.__name__}: {title[0].lower()}{title[1:]}")
+        pages[room] = [heading, *listed(package)]
         for module in modules_of(room):
             pages[room].append(f"{_title(module, '-')}\n.. automodule:: {module}\n")
     for name, lines in pages.items():
