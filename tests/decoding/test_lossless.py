@@ -20,7 +20,7 @@ from helpers.generation import (
     true_logits,
 )
 
-from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow, Observed
+from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow, NGram, Observed
 from utio_jax.decoding.generate import generate, stream
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
@@ -129,8 +129,11 @@ def small_vocabulary():
         Lossless(exit=1, max_draft=3),
         Lossless(exit=2, max_draft=2, stop=EntropyAbove(threshold_nats=1.2)),
         Lossless(max_draft=3, controller=Controller(memory_rounds=3.0)),
+        Lossless(drafter="ngram", max_draft=3),
+        Lossless(exit=1, drafter="both", max_draft=3, ngram=NGram(longest=2)),
+        Lossless(exit=1, max_draft=3, vocabulary=np.asarray([0, 2, 3, 5], np.int32)),
     ],
-    ids=["fixed", "entropy", "controller"],
+    ids=["fixed", "entropy", "controller", "ngram", "both", "few tokens"],
 )
 def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
     """The joint distribution of tokens 2, 3 and 4 given token 1, against the oracle's products."""
@@ -346,5 +349,5 @@ def test_forbidden_combinations(model):
     with pytest.raises(ValueError, match=r"early exits \(1, 2\). Got exit=3"):
         run(model, mode=Lossless(exit=3))
     stock = Transformer(dataclasses.replace(TINY, exits=(4,)))
-    with pytest.raises(ValueError, match=r"can draft.*exits=\(4,\).*Plain\(\)"):
+    with pytest.raises(ValueError, match=r"can draft.*exits=\(4,\).*ngram.*Plain\(\)"):
         generate(stock, model.params, PROMPTS, mode=Lossless(exit=2), max_new_tokens=8)

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from utio_jax.cli.options import OfModel, calibration_of, policy_named
+from utio_jax.cli.options import OfModel, calibration_of, policy_named, repeat_verdict
 
 _DRAFTS = 4
 
@@ -19,6 +19,8 @@ class OfDecoding(OfModel):
     Attributes:
       enable_utio: decode with a depth per token; without it the plain model decodes.
       lossless: the plain model's own tokens, drafted at shallow exits. Implies --enable-utio.
+      drafter: what drafts for --lossless: exit, ngram (what followed the last tokens when the text
+        had them before; needs no exit) or both. By default exit.
       kv: what later tokens see of a shallow one: propagate, drop or full. By default propagate.
       policy: who stops early: uniform, random, or one that the calibration holds. By default
         learned.
@@ -39,6 +41,7 @@ class OfDecoding(OfModel):
 
     enable_utio: bool = False
     lossless: bool = False
+    drafter: str | None = None
     kv: str | None = None
     policy: str | None = None
     budget: float | None = None
@@ -54,20 +57,28 @@ class OfDecoding(OfModel):
 
     def named_policy(self, model: Any) -> Any:
         """Returns the policy, its budget, and the shares of its depths."""
+        scored = self.throttle is not None or self.sparse_prompt is not None
+        # Tokens may be scored by a calibration's gate where the policy itself has no use for one.
+        ungated = scored and self.policy in ("full", "uniform")
         return policy_named(
             model,
-            "learned" if self.policy is None else self.policy,
+            self.policy_name,
             budget=self.budget,
             depth=self.depth,
-            calibration=self.calibration,
+            calibration=None if ungated else self.calibration,
         )
+
+    @property
+    def policy_name(self) -> str:
+        """The policy that was asked for, or is taken by default."""
+        return "learned" if self.policy is None else self.policy
 
     def decoding_mode(self, model: Any) -> tuple[Any, Any, float | None]:
         """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.drafting import Controller
-        from utio_jax.decoding.lossless import Lossless
+        from utio_jax.decoding.lossless import Lossless, check_drafter
         from utio_jax.decoding.prefill import Prefill
         from utio_jax.policies.depth import never_stops
         from utio_jax.staircase.reference import check_kv
@@ -95,7 +106,15 @@ class OfDecoding(OfModel):
                     "Wanted --kv full with --lossless, which drafts with the full model's layers "
                     f"and K/V. Got --kv {self.kv}. Leave it out, or use --enable-utio."
                 )
-            return Lossless(controller=Controller(), max_draft=_DRAFTS), None, None
+            drafter = check_drafter("exit" if self.drafter is None else self.drafter)
+            controller = None if drafter == "ngram" else Controller()
+            mode = Lossless(drafter=drafter, controller=controller, max_draft=_DRAFTS)
+            return mode, None, None
+        if self.drafter is not None:
+            raise ValueError(
+                f"Wanted --lossless with --drafter. Got --drafter {self.drafter} alone. "
+                "Add --lossless."
+            )
         if not self.enable_utio:
             if given or self.kv is not None:
                 named = [*given, *(["--kv"] if self.kv is not None else [])]
@@ -107,6 +126,7 @@ class OfDecoding(OfModel):
         kv: Any = "propagate" if self.kv is None else self.kv
         check_kv(kv)
         policy, budget, _ = self.named_policy(model)
+        repeat_verdict(model, self.policy_name, self.calibration)
         throttle = attention = None
         if self.throttle is not None or self.sparse_prompt is not None:
             policy, signal = self._scored(model, policy)
@@ -153,7 +173,7 @@ class OfDecoding(OfModel):
         if "learned" not in fitted:
             raise ValueError(
                 "Wanted a calibration with a learned gate, to score tokens by. "
-                f"Got {[*fitted]}. Calibrate: utio-jax calibrate."
+                f"Got {[*fitted]}. Calibrate: utio-jax calibrate --policy learned."
             )
         signal = fitted["learned"]
         if len(policy.depths) == 1:

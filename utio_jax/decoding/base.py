@@ -83,6 +83,10 @@ class Mode(Protocol):
         """Returns the FLOPs of a row's decisions in one round, heads apart."""
         ...
 
+    def draft_head_flops(self, decoder: Decoder, params: Params) -> float:
+        """Returns the FLOPs of one prediction by the smaller head that drafts; 0: there is none."""
+        ...
+
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError where the mode and the model do not fit."""
         ...
@@ -126,6 +130,9 @@ class ModeBase:
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
         return 0.0
 
+    def draft_head_flops(self, decoder: Decoder, params: Params) -> float:
+        return 0.0
+
     def check(self, decoder: Decoder) -> None:
         """Accepts every decoder."""
 
@@ -164,6 +171,21 @@ class Plain(ModeBase):
         state = dataclasses.replace(state, cache=cache, tally=tally)
         depth = jnp.full_like(state.lengths, layers)
         return emit_drawn(setting, state, logits, decided=depth, executed=depth)
+
+
+def check_mode(mode: Mode, decoder: Decoder) -> None:
+    """Checks that something is a mode, and fits the model.
+
+    Raises:
+      TypeError: it is none, but the name or the class of one.
+      ValueError: it does not fit the model.
+    """
+    if isinstance(mode, type) or not hasattr(mode, "step"):
+        raise TypeError(
+            "Wanted a mode, such as Plain(), Adaptive(policy=...) or Lossless(exit=...). Got "
+            f"{type(mode).__name__} {mode!r:.80}."
+        )
+    mode.check(decoder)
 
 
 def emit_drawn(

@@ -1,18 +1,120 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much is drafted: rules for hard tokens, and the online choice of exit and length."""
+"""What is drafted and how much: n-grams, a draft vocabulary, hard tokens, exit and length."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import TokenCost, token_cost
 from utio_jax.policies.importance import predictive_entropy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Copied:
+    """Drafts that rows copied from their own text.
+
+    Attributes:
+      token_ids: the drafts.
+      counts: how many of them are real: all, or none where nothing matches.
+      matched: tokens of the match; 0 where there is none.
+    """
+
+    token_ids: Int[Array, "batch draft"]
+    counts: Int[Array, " batch"]
+    matched: Int[Array, " batch"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NGram:
+    """Drafts without a model: what followed the last few tokens when the text had them before.
+
+    Prompt lookup (Saxena 2023), as vLLM's `ngram` method and transformers'
+    `prompt_lookup_num_tokens`. The longest match wins; among these the latest, where transformers
+    takes the first: what a text did last it does again. A match so close to the end that the text
+    behind it is shorter than the draft repeats it, as a copy in LZ77 does.
+
+    Attributes:
+      longest: tokens of the longest match that is looked for: `prompt_lookup_max`,
+        `max_matching_ngram_size`.
+      shortest: of the shortest that counts: `prompt_lookup_min`.
+    """
+
+    longest: int = 3
+    shortest: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.shortest <= self.longest:
+            raise ValueError(
+                "Wanted matches of at least 1 token, shortest <= longest. Got "
+                f"shortest={self.shortest}, longest={self.longest}. For example: NGram(longest=3)."
+            )
+
+    def __call__(
+        self, token_ids: Int[Array, "batch slot"], lengths: Int[Array, " batch"], *, drafts: int
+    ) -> Copied:
+        """Returns the drafts that follow each row's tokens.
+
+        Args:
+          token_ids: the rows' tokens; what lies beyond `lengths` means nothing.
+          lengths: tokens of each row.
+          drafts: tokens to copy.
+        """
+        ends = jnp.arange(token_ids.shape[1], dtype=jnp.int32)  # A match ends before this position.
+
+        def row(known: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:
+            matched, goes_on = jnp.zeros_like(ends), (ends > 0) & (ends < length)
+            for back in range(1, self.longest + 1):
+                goes_on &= (ends >= back) & (jnp.roll(known, back) == known[length - back])
+                matched += goes_on
+            # The longest, and of these the latest: of two equal ones `argmax` takes the first.
+            best = ends.size - 1 - jnp.argmax(matched[::-1]).astype(jnp.int32)
+            found = matched[best] >= self.shortest
+            period = jnp.maximum(length - best, 1)
+            copied = known[best + jnp.arange(drafts, dtype=jnp.int32) % period]
+            return jnp.where(found, copied, 0), jnp.where(found, matched[best], 0)
+
+        copied, matched = jax.vmap(row)(token_ids, lengths)
+        counts = jnp.where(matched > 0, drafts, 0).astype(jnp.int32)
+        return Copied(token_ids=copied, counts=counts, matched=matched)
+
+
+def draft_vocabulary(
+    text: Sequence[Sequence[int] | np.ndarray] | Mapping[int, int], *, size: int
+) -> Int[np.ndarray, " kept"]:
+    """Returns the most frequent tokens of a text, ascending: `Lossless(vocabulary=...)`.
+
+    FR-Spec (Zhao et al. 2025, arXiv 2502.14856): drafts that are chosen among these alone need but
+    their columns of the vocabulary head. Of equally frequent tokens the lower id is kept, which in
+    a byte-pair vocabulary is the more frequent one.
+
+    Args:
+      text: token ids of documents; or how often each token occurs, as a `Counter`.
+      size: tokens to keep; fewer where the text has no more.
+
+    Raises:
+      ValueError: nothing to count, or a size below 1.
+    """
+    if size < 1:
+        raise ValueError(f"Wanted a draft vocabulary of at least 1 token. Got size={size}.")
+    if isinstance(text, Mapping):
+        ids, counts = np.asarray([*text.keys()]), np.asarray([*text.values()])
+        ids, counts = ids[counts > 0], counts[counts > 0]
+    else:
+        every = [np.zeros(0, np.int64), *(np.asarray(ids).ravel() for ids in text)]
+        ids, counts = np.unique(np.concatenate(every), return_counts=True)
+    if not ids.size:
+        raise ValueError("Wanted a text to count tokens of. Got no tokens.")
+    ranked = ids[np.lexsort((ids, -counts))]
+    return np.sort(ranked[:size]).astype(np.int32)
 
 
 @jax.tree_util.register_dataclass

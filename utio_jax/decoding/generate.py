@@ -57,7 +57,8 @@ class Generated:
       token_ids: new tokens of each prompt, `[new]`, the one that ended it included.
       finish_reasons: `"eos"`, `"stop"` or `"length"`.
       decided: layers behind the distribution that each new token was taken from, `[new]`; the first
-        is prefill's. Under `Lossless`: the exit that guessed it, or all layers.
+        is prefill's. Under `Lossless`: the exit that guessed it, 0 where it was copied from the
+        row's own text, or all layers.
       executed: layers that really ran for it, `[new]`; more than decided where other rows went
         deeper.
       log_probabilities: of each new token in nats, `[new]`, under the distribution that it was
@@ -71,6 +72,7 @@ class Generated:
       mapped_layers: layers whose K/V were mapped from frozen states.
       attended: key slots attended over after prefill, summed over queries and layers.
       heads: token slots that went through the vocabulary head after prefill.
+      draft_heads: those that went through a head of fewer tokens, to draft.
       exit_maps: states of an exit that were mapped for it.
       kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
       kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end,
@@ -102,6 +104,7 @@ class Generated:
     mapped_layers: np.ndarray
     attended: np.ndarray
     heads: np.ndarray
+    draft_heads: np.ndarray
     exit_maps: np.ndarray
     kv_bytes_read: np.ndarray
     kv_bytes_held: np.ndarray
@@ -207,6 +210,7 @@ def generate(
         others.
 
     Raises:
+      TypeError: no mode, but the name or the class of one.
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
         context, or a mode or prefill that do not fit the model or each other.
     """
@@ -303,6 +307,7 @@ def _collect(
         mapped_layers=tally["mapped_layers"],
         attended=tally["attended"],
         heads=tally["heads"],
+        draft_heads=tally["draft_heads"],
         exit_maps=tally["exit_maps"],
         kv_bytes_read=tally["key_slots"].astype(np.float64) * per_slot,
         kv_bytes_held=held,

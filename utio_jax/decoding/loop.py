@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, UInt32
 from utio_jax.attention.cache import fill, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params
 from utio_jax.core.documents import check_ids
-from utio_jax.decoding.base import Mode, Plain, Setting, emit_drawn
+from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.segments import prefill as read_prompts
@@ -113,7 +113,7 @@ def run_chunks(
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
     if chunk < 1:
         raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
-    mode.check(decoder)
+    check_mode(mode, decoder)
     if prefill is not None:
         prefill.check(decoder, kv=mode.prompt_kv)
     if mesh is not None and mesh.is_multi_process:

@@ -10,27 +10,51 @@ Self-speculative decoding as in LayerSkip (Elhoushi et al. 2024), for any batch 
 `c` is the last token that is out; drafts `d0 d1 d2` come from the exit's own head. The deep pass
 yields the full model's distribution after each of them; what agrees is let out, plus one token of
 its own. Nothing is let out before that. The shallow layers never run twice for the same token.
+
+Drafts may also be copied from the row's own text (`drafter="ngram"`): then no layer runs for them,
+and one pass of all layers verifies them. `drafter="both"` copies where the text repeats itself or
+the exit agrees with it, and drafts at the exit elsewhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill
 from utio_jax.core.arrays import flat, most_probable
-from utio_jax.core.decoder import Decoder, apply_exit_lens, has_exit_lens
+from utio_jax.core.decoder import (
+    Decoder,
+    Params,
+    apply_exit_lens,
+    has_exit_lens,
+    name_exits,
+    reduced_head,
+)
+from utio_jax.core.documents import check_ids
+from utio_jax.core.flops import count_matmul_flops
 from utio_jax.decoding.base import ModeBase, Setting
-from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow
+from utio_jax.decoding.drafting import (
+    Controller,
+    Copied,
+    EntropyAbove,
+    GapBelow,
+    NGram,
+    Observed,
+)
 from utio_jax.decoding.sampling import (
     ACCEPT,
     DRAW,
     REPLACE,
     Greedy,
+    Verified,
     token_keys,
     verify_greedy,
     verify_sampling,
@@ -38,11 +62,25 @@ from utio_jax.decoding.sampling import (
 from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
 
+Drafter = Literal["exit", "ngram", "both"]
+"""What drafts: an exit of the model, the row's own text, or whichever has the longer draft."""
+
+
+def check_drafter(drafter: Any) -> Drafter:
+    """Returns `drafter`, once it is known to be one.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if drafter not in get_args(Drafter):
+        raise ValueError(f"Wanted a drafter of {', '.join(get_args(Drafter))}. Got {drafter!r}.")
+    return drafter
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lossless(ModeBase):
-    """Drafts at an exit, verified by all layers; any batch size, rows accept different lengths.
+    """Drafts at an exit or by n-gram, verified by all layers; rows accept different lengths.
 
     Greedy: every token is the argmax of the full model on the tokens before it. Drawing: every
     token is distributed as the full model's. Both up to rounding, which depends on the shapes of a
@@ -55,23 +93,42 @@ class Lossless(ModeBase):
         the prefix and the exit's distribution only, never the drawn token, which would bias what is
         accepted. None: never.
       controller: chooses exit and draft length from what was accepted so far.
+      drafter: `"exit"`; `"ngram"`, which needs no exit: what followed the row's last tokens when
+        they stood in its text before; or `"both"`: a match of `ngram.longest` tokens is copied, a
+        shorter one if the exit guesses its first token, too, and otherwise the exit drafts. Static.
+      ngram: which matches count. Static.
+      vocabulary: tokens among which exits draft, see `draft_vocabulary`: their head then reads
+        these columns alone. None: all. What comes out is the same.
     """
 
     exit: int | None = dataclasses.field(default=None, metadata={"static": True})
     max_draft: int = dataclasses.field(default=4, metadata={"static": True})
     stop: EntropyAbove | GapBelow | None = None
     controller: Controller | None = None
+    drafter: Drafter = dataclasses.field(default="exit", metadata={"static": True})
+    ngram: NGram = dataclasses.field(default=NGram(), metadata={"static": True})
+    vocabulary: Int[Array | np.ndarray, " kept"] | None = None
 
     def __post_init__(self) -> None:
+        check_drafter(self.drafter)
         if self.max_draft < 1:
             raise ValueError(
                 f"Wanted a max_draft of at least 1 token. Got max_draft={self.max_draft}."
             )
-        if (self.exit is None) == (self.controller is None):
+        if self.drafter == "ngram":
+            of_exits = ("exit", "controller", "stop", "vocabulary")
+            given = [name for name in of_exits if getattr(self, name) is not None]
+            if given:
+                raise ValueError(
+                    "Wanted drafter='ngram' alone: it copies from the text, and asks no exit. Got "
+                    f"{', '.join(given)} as well. Leave them out, or use drafter='both'."
+                )
+        elif (self.exit is None) == (self.controller is None):
             raise ValueError(
                 "Wanted either an exit or a controller that chooses it. Got "
                 f"exit={self.exit} and controller={self.controller}. For example: "
-                "Lossless(exit=4), or Lossless(controller=Controller())."
+                "Lossless(exit=4), Lossless(controller=Controller()), or without an exit "
+                "Lossless(drafter='ngram')."
             )
 
     @property
@@ -87,43 +144,72 @@ class Lossless(ModeBase):
         return "full"
 
     def exits(self, decoder: Decoder) -> tuple[int, ...]:
-        """Returns the exits to choose from."""
+        """Returns the exits to choose from; none where no exit drafts."""
+        if self.drafter == "ngram":
+            return ()
         early = decoder.config.exits[:-1]
         return early if self.exit is None else (self.exit,)
 
     def check(self, decoder: Decoder) -> None:
+        if self.drafter == "ngram":
+            return
         early = decoder.config.exits[:-1]
         if not early:
             raise ValueError(
                 "Wanted a model that can draft: one with an exit before its last layer. Got exits="
-                f"{decoder.config.exits}. Train it with an anytime loss, or decode with Plain()."
+                f"{decoder.config.exits}. {name_exits(decoder)} Or draft with drafter='ngram', or "
+                "decode with Plain()."
             )
         if self.exit is not None and self.exit not in early:
             raise ValueError(
                 f"Wanted an exit among the model's early exits {early}. Got exit={self.exit}."
             )
+        if self.vocabulary is not None:
+            check_ids(
+                np.asarray(self.vocabulary),
+                vocab_size=decoder.config.vocab_size,
+                what="the draft vocabulary",
+            )
 
     def segments(self, decoder: Decoder) -> int:
         return 2
 
+    def draft_head_flops(self, decoder: Decoder, params: Params) -> float:
+        if self.vocabulary is None:
+            return 0.0
+        head = jax.eval_shape(partial(reduced_head, decoder), params, self.vocabulary)
+        position = jax.ShapeDtypeStruct((1,), jnp.int32)
+        x = jax.eval_shape(decoder.embed, params, position, position)
+        return count_matmul_flops(decoder.unembed, head, x)
+
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        if self.controller is None:
-            return state
-        memory = self.controller.start(len(self.exits(setting.decoder)))
-        return dataclasses.replace(state, memory=memory)
+        decoder, observed, head = setting.decoder, None, None
+        if self.controller is not None:
+            observed = self.controller.start(len(self.exits(decoder)))
+        if self.vocabulary is not None:
+            # Once, before the loop: the columns are copied out of the whole head.
+            head = reduced_head(decoder, setting.params, jnp.asarray(self.vocabulary))
+        return dataclasses.replace(state, memory=_Memory(observed=observed, head=head))
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling
         active, num_layers, width = state.active, decoder.config.num_layers, setting.width
-        exits = self.exits(decoder)
+        exits, memory = self.exits(decoder), state.memory
         chosen, length = jnp.int32(0), jnp.int32(self.max_draft)
         if self.controller is not None:
             chosen, length = self.controller.choose(
-                state.memory, decoder, params, exits=exits, max_draft=self.max_draft
+                memory.observed, decoder, params, exits=exits, max_draft=self.max_draft
             )
-        depth = jnp.asarray(exits, jnp.int32)[chosen]
+        depth = jnp.asarray(exits, jnp.int32)[chosen] if exits else jnp.int32(0)
         with jax.named_scope("draft"):
-            drafted = self._draft(setting, state, depth, length)
+            copied = None
+            if self.drafter != "exit":
+                copied = self.ngram(state.token_ids, state.lengths, drafts=self.max_draft)
+            drafted = self._start(setting, state, copied)
+            if exits:
+                drafted = self._draft(setting, state, drafted, copied, depth, length)
+            if copied is not None:
+                drafted = self._copy(setting, state, drafted, copied, depth)
         with jax.named_scope("verify"):
             offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
             positions = state.positions[:, None] + offsets
@@ -142,40 +228,62 @@ class Lossless(ModeBase):
                     replace_keys=self._keys(state, positions + 1, REPLACE),
                 )
         # The row's last draft runs no head; its distribution was not needed.
-        runs = drafted.rounds
-        layers = runs * depth + tokens * (num_layers - depth)
+        runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, length)
+        layers = (runs + drafted.together) * depth + tokens * (num_layers - depth)
+        passes = runs + (drafted.together > 0)
         tally = state.tally.add(
             active,
             steps=1,
             drafts=drafted.counts,
             accepted=verified.accepted,
             token_layers=layers,
-            key_slots=(runs * depth + num_layers - depth) * float(width),
+            key_slots=(passes * depth + num_layers - depth) * float(width),
             attended=layers * float(width),
-            heads=jnp.minimum(runs, length) + tokens,
-            exit_maps=jnp.minimum(runs, length) * any(has_exit_lens(decoder, e) for e in exits),
+            heads=guesses * (memory.head is None) + tokens,
+            draft_heads=guesses * (memory.head is not None),
+            exit_maps=guesses * any(has_exit_lens(decoder, e) for e in exits),
         )
-        memory = state.memory
+        guessed = jnp.where(drafted.copied, 0, depth)
         if self.controller is not None:
-            memory = self.controller.observe(
-                memory,
-                chosen,
-                accepted=jnp.sum(jnp.where(active, verified.accepted, 0)),
-                rejected=jnp.sum(active & (verified.accepted < drafted.counts)),
-            )
+            observed = self._observe(memory.observed, drafted, verified, chosen, active)
+            memory = dataclasses.replace(memory, observed=observed)
         state = emit(
             dataclasses.replace(state, memory=memory, tally=tally),
             setting.stops,
             verified.token_ids,
             verified.accepted + 1,
             logits=logits,
-            decided=jnp.where(offsets < verified.accepted[:, None], depth, num_layers),
+            decided=jnp.where(
+                offsets < verified.accepted[:, None],
+                jnp.pad(guessed, ((0, 0), (0, 1))),
+                num_layers,
+            ),
             executed=jnp.full(positions.shape, num_layers, jnp.int32),
         )
         # Rejected drafts are rolled back: their slots lie beyond the watermarks and are written
         # again before any later query sees them.
         lengths = jnp.where(active, state.positions, cache.lengths)
         return dataclasses.replace(state, cache=fill(cache, lengths))
+
+    def _observe(
+        self,
+        observed: Observed,
+        drafted: _Drafted,
+        verified: Verified,
+        chosen: Int[Array, ""],
+        active: Bool[Array, " batch"],
+    ) -> Observed:
+        """Returns the controller's memory after a round: of the exit's own drafts alone."""
+        assert self.controller is not None
+        places = jnp.arange(self.max_draft, dtype=jnp.int32)[None, :]
+        own, accepted = active[:, None] & ~drafted.copied, verified.accepted[:, None]
+        wrong = (places == accepted) & (places < drafted.counts[:, None])
+        return self.controller.observe(
+            observed,
+            chosen,
+            accepted=jnp.sum(own & (places < accepted)),
+            rejected=jnp.sum(own & wrong),
+        )
 
     def _run_deep(
         self, setting: Setting, drafted: _Drafted, block: Block, depth: Int[Array, ""]
@@ -186,7 +294,7 @@ class Lossless(ModeBase):
         that holds every row's pending tokens runs, the others skip all their layers.
         """
         decoder, params = setting.decoder, setting.params
-        varies = self.stop is not None or self.controller is not None
+        varies = self.drafter != "exit" or self.stop is not None or self.controller is not None
         sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
         needed = jnp.max(jnp.sum(block.valid, axis=1, dtype=jnp.int32))
         passed = [(needed > size).astype(jnp.int32) for size in sizes[:-1]]
@@ -216,29 +324,42 @@ class Lossless(ModeBase):
         logits = jax.lax.switch(chosen, [head(size) for size in sizes])
         return logits, cache, jnp.asarray(sizes, jnp.int32)[chosen]
 
-    def _draft(
-        self,
-        setting: Setting,
-        state: DecodeState,
-        depth: Int[Array, ""],
-        length: Int[Array, ""],
-    ) -> _Drafted:
-        """Drafts until every row is at a hard token or has `length` drafts."""
-        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
-        batch = state.lengths.shape[0]
-        greedy = isinstance(sampling, Greedy)
-        vocab = decoder.config.vocab_size
-        x = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
-        start = _Drafted(
+    def _start(self, setting: Setting, state: DecodeState, copied: Copied | None) -> _Drafted:
+        """Returns the round before its first draft."""
+        batch, vocab = state.lengths.shape[0], setting.decoder.config.vocab_size
+        greedy = isinstance(setting.sampling, Greedy)
+        x = jax.eval_shape(setting.decoder.embed, setting.params, state.last_ids, state.positions)
+        follows = jnp.zeros((batch,), jnp.bool_)
+        if copied is not None:
+            # With no exit to ask, every match is copied.
+            trusted = self.ngram.longest if self.drafter == "both" else 1
+            follows = state.active & (copied.matched >= trusted)
+        return _Drafted(
             cache=state.cache,
             x=jnp.zeros((batch, self.block, x.shape[-1]), x.dtype),
             token_ids=jnp.zeros((batch, self.max_draft), jnp.int32),
             log_q=None if greedy else jnp.zeros((batch, self.max_draft, vocab), jnp.float32),
+            copied=jnp.zeros((batch, self.max_draft), jnp.bool_),
             counts=jnp.zeros((batch,), jnp.int32),
             last=state.last_ids,
             drafting=state.active,
+            follows=follows,
             rounds=jnp.int32(0),
+            together=jnp.int32(0),
         )
+
+    def _draft(
+        self,
+        setting: Setting,
+        state: DecodeState,
+        start: _Drafted,
+        copied: Copied | None,
+        depth: Int[Array, ""],
+        length: Int[Array, ""],
+    ) -> _Drafted:
+        """Drafts until every row is at a hard token, has `length` drafts, or copies the rest."""
+        decoder, params = setting.decoder, setting.params
+        batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
 
         def step(now: _Drafted) -> _Drafted:
             at = now.rounds
@@ -251,45 +372,143 @@ class Lossless(ModeBase):
             stored = jnp.where(now.drafting[:, None, None], x, now.x[:, at][:, None])
             stored = jax.lax.dynamic_update_slice(now.x, stored, (0, at, 0))
 
-            def guess() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-                seen = apply_exit_lens(decoder, params, x[:, 0], depth)
-                logits = decoder.unembed(params, seen).astype(jnp.float32)
-                hard = jnp.zeros((batch,), jnp.bool_) if self.stop is None else self.stop(logits)
-                if greedy:
-                    return most_probable(logits), hard, None
-                log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
-                keys = self._keys(state, positions + 1, DRAW)
-                drawn = jax.vmap(jax.random.categorical)(keys[:, 0], log_q)
-                return drawn.astype(jnp.int32), hard, log_q
-
             def rest() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-                q = None if greedy else jnp.zeros((batch, vocab), jnp.float32)
+                q = None if now.log_q is None else jnp.zeros((batch, vocab), jnp.float32)
                 return now.last, jnp.ones((batch,), jnp.bool_), q
 
             # The last of `length` drafts needs no successor. (No cache goes through the
             # conditional.)
+            guess = partial(self._guess, setting, state, x[:, 0], positions, depth)
             new, hard, log_q = jax.lax.cond(at < length, guess, rest)
-            goes = now.drafting & ~hard
+            goes, follows, agrees = now.drafting & ~hard, now.follows, now.follows
+            if copied is not None:
+                theirs = copied.token_ids[:, at]
+                agrees |= (at == 0) & goes & (copied.counts > 0) & (new == theirs)
+                goes = now.drafting & jnp.where(follows, at < copied.counts, goes)
+                new = jnp.where(follows, theirs, new)
+                if log_q is not None:
+                    log_q = jnp.where(follows[:, None], _certain(theirs, vocab), log_q)
             slot = jnp.where(goes, at, self.max_draft)
             rows = jnp.arange(batch, dtype=jnp.int32)
-            return _Drafted(
+            return dataclasses.replace(
+                now,
                 cache=cache,
                 x=stored,
                 token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"),
                 log_q=(
                     None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
                 ),
+                copied=now.copied.at[rows, slot].set(follows, mode="drop"),
                 counts=now.counts + goes,
                 last=jnp.where(goes, new, now.last),
                 drafting=goes,
+                # A guess that the text agrees with was the exit's own; what comes after is copied.
+                follows=agrees,
                 rounds=at + 1,
             )
 
-        return jax.lax.while_loop(lambda now: jnp.any(now.drafting), step, start)
+        return jax.lax.while_loop(lambda now: jnp.any(now.drafting & ~now.follows), step, start)
+
+    def _guess(
+        self,
+        setting: Setting,
+        state: DecodeState,
+        x: Float[Array, "batch dim"],
+        positions: Int[Array, "batch 1"],
+        depth: Int[Array, ""],
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns the exit's next tokens, whether they are hard, and the log-probabilities."""
+        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
+        kept, head = self.vocabulary, state.memory.head
+        seen = apply_exit_lens(decoder, params, x, depth)
+        logits = decoder.unembed(params if head is None else head, seen).astype(jnp.float32)
+        hard = jnp.zeros(x.shape[:1], jnp.bool_) if self.stop is None else self.stop(logits)
+
+        def of_all(ids: jax.Array) -> jax.Array:
+            return (ids if kept is None else jnp.asarray(kept)[ids]).astype(jnp.int32)
+
+        if isinstance(sampling, Greedy):
+            return of_all(most_probable(logits)), hard, None
+        log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
+        keys = self._keys(state, positions + 1, DRAW)
+        drawn = of_all(jax.vmap(jax.random.categorical)(keys[:, 0], log_q))
+        if kept is not None:
+            none = jnp.full((x.shape[0], decoder.config.vocab_size), -jnp.inf, jnp.float32)
+            log_q = none.at[:, jnp.asarray(kept)].set(log_q)
+        return drawn, hard, log_q
+
+    def _copy(
+        self,
+        setting: Setting,
+        state: DecodeState,
+        now: _Drafted,
+        copied: Copied,
+        depth: Int[Array, ""],
+    ) -> _Drafted:
+        """Returns the round once the rest of the copied drafts has run the exit's layers.
+
+        All at once: nothing has to be guessed between them.
+        """
+        decoder, params = setting.decoder, setting.params
+        follows = now.drafting & now.follows
+        offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
+        counts = jnp.where(follows, copied.counts, now.counts)
+        later = follows[:, None] & (offsets[:, :-1] >= now.rounds)
+        token_ids = jnp.where(later, copied.token_ids, now.token_ids)
+        log_q = now.log_q
+        if log_q is not None:
+            certain = _certain(copied.token_ids, log_q.shape[-1])
+            log_q = jnp.where(later[:, :, None], certain, log_q)
+        # A token that has not run yet: the last one that is out, or a draft. Where no exit drafts,
+        # none has, and the deep pass begins with the first layer.
+        runs = now.drafting if self.drafter == "ngram" else follows
+        positions = state.positions[:, None] + offsets
+        pending = runs[:, None] & (offsets >= now.rounds) & (offsets <= counts[:, None])
+        block = block_at(decoder, positions, pending)
+        ids = jnp.concatenate([state.last_ids[:, None], token_ids], axis=1)
+        x, cache = run_segment(
+            decoder,
+            params,
+            now.cache,
+            decoder.embed(params, ids, positions),
+            block,
+            start=0,
+            stop=jnp.where(jnp.any(follows), depth, 0),
+            width=setting.width,
+        )
+        return dataclasses.replace(
+            now,
+            cache=cache,
+            x=jnp.where(pending[:, :, None], x, now.x),
+            token_ids=token_ids,
+            log_q=log_q,
+            copied=now.copied | later,
+            counts=counts,
+            together=jnp.any(follows) * jnp.int32(self.block),
+        )
 
     def _keys(self, state: DecodeState, positions: jax.Array, stream: int) -> jax.Array:
         """Returns keys that no other round uses: bits seen in one must not decide the next."""
         return token_keys(state.seeds, positions, stream, rounds=state.tally.steps)
+
+
+def _certain(token_ids: Int[Array, "*lead"], vocab: int) -> Float[Array, "*lead vocab"]:
+    """Returns log-probabilities of the distributions that yield these tokens always."""
+    return jnp.where(jax.nn.one_hot(token_ids, vocab, dtype=jnp.bool_), 0.0, -jnp.inf)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Memory:
+    """What stays from round to round.
+
+    Attributes:
+      observed: what the controller has seen.
+      head: parameters of the head that drafts; None: the model's own.
+    """
+
+    observed: Observed | None
+    head: Params | None
 
 
 @jax.tree_util.register_dataclass
@@ -302,17 +521,23 @@ class _Drafted:
       x: their states at the exit.
       token_ids: the drafts.
       log_q: the distributions that they were drawn from; None where nothing is drawn.
+      copied: drafts from the row's own text.
       counts: drafts per row.
       last: each row's last token, draft or not.
       drafting: rows that go on.
-      rounds: tokens that the longest row ran.
+      follows: rows whose further drafts are copied.
+      rounds: tokens that the longest row ran one by one.
+      together: token slots per row that ran the exit's layers in one pass.
     """
 
     cache: KVCache
     x: Float[Array, "batch pending dim"]
     token_ids: Int[Array, "batch draft"]
     log_q: Float[Array, "batch draft vocab"] | None
+    copied: Bool[Array, "batch draft"]
     counts: Int[Array, " batch"]
     last: Int[Array, " batch"]
     drafting: Bool[Array, " batch"]
+    follows: Bool[Array, " batch"]
     rounds: Int[Array, ""]
+    together: Int[Array, ""]

@@ -80,13 +80,13 @@ class Tally:
 
     Attributes:
       decided: layers behind the distribution that each token was taken from, by the token's
-        position: the depth of the token *before* it. Under `Lossless`: the exit that guessed it, or
-        all layers.
+        position: the depth of the token *before* it. Under `Lossless`: the exit that guessed it, 0
+        where it was copied from the text, or all layers.
       executed: layers that really ran for it, those for the sake of other rows included.
       log_probability: of each token in nats, under the model's distribution before any sampling
         method.
       steps: rounds of the loop that the row took part in.
-      drafts: drawn drafts that were verified.
+      drafts: drafts that were verified.
       accepted: those that were right.
       token_layers: token slots that ran a layer, padding and rejected drafts included.
       frozen_layers: K/V-only projections of frozen states.
@@ -96,6 +96,7 @@ class Tally:
       attended: key slots attended over, summed over queries and layers: what attention computes. At
         least `key_slots`, which the queries of one pass share.
       heads: token slots that went through the vocabulary head.
+      draft_heads: those that went through a head of fewer tokens, to draft.
       exit_maps: states of an exit that were mapped for it, see `utio_jax.core.decoder.HasExitLens`.
       views: of throttled tokens; None where there are none.
     """
@@ -112,6 +113,7 @@ class Tally:
     key_slots: Float[Array, " batch"]
     attended: Float[Array, " batch"]
     heads: Int[Array, " batch"]
+    draft_heads: Int[Array, " batch"]
     exit_maps: Int[Array, " batch"]
     views: ViewTally | None = None
 

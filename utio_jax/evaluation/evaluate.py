@@ -76,6 +76,9 @@ def evaluate(
     """
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
+    for policy in policies.values():
+        for each in policy if isinstance(policy, Sequence) else (policy,):
+            check_policy(each, decoder, kv=kv)
     cost, layers, here = token_cost(decoder, params), decoder.config.num_layers, local_mesh(mesh)
     totals = dict.fromkeys(policies, Quality())
     params = place(params, here)

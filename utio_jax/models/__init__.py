@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models for `utio_jax`: a Flax transformer, its checkpoints, the shipped one and its recipe."""
 
+from utio_jax.core.extras import missing_library
+
 try:
     import flax  # noqa: F401
     import tokenizers  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        f"Wanted what loading models needs. {error}. Install it: pip install 'utio-jax[cli]', or "
-        "pip install '.[cli]' in a checkout."
-    ) from error
+except ModuleNotFoundError as error:  # A base install: the core needs none of this.
+    raise missing_library(error, "utio_jax.models") from error
 
 from utio_jax.models.checkpoint import SHIPPED, Model, load, load_config, save
 from utio_jax.models.presets import STDLIB_16, TINY

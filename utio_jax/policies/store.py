@@ -28,7 +28,7 @@ _TYPES: dict[str, Any] = {
 """What a file may hold, by class name."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Calibration:
     """Policies fitted to one model, by name and budget.
 
@@ -41,6 +41,16 @@ class Calibration:
     entries: Mapping[str, Mapping[float, Thresholds]]
     signals: Mapping[str, Signal]
     info: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        """Says in three lines whose policies there are, at which budgets."""
+        budgets = sorted({budget for fitted in self.entries.values() for budget in fitted})
+        model, tokens = str(self.info.get("model_sha256"))[:12], self.info.get("tokens")
+        return (
+            f"Calibration of model {model} on {tokens} tokens\n"
+            f"  policies {', '.join(self.entries)}\n"
+            f"  budgets {', '.join(f'{budget:g}' for budget in budgets)}"
+        )
 
     def policy(self, name: str, budget: float, *, exits: tuple[int, ...] | None = None) -> Policy:
         """Returns a fitted policy.

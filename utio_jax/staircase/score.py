@@ -86,6 +86,7 @@ def score(
         rows there by `utio_jax.devices.rows.place`. `Scores.work` then leads with a device axis.
 
     Raises:
+      TypeError: no policy, but the name of one.
       ValueError: rows wider than the context, or that the mesh's devices cannot share evenly;
         outside jit also ids outside the vocabulary and lengths beyond the rows.
     """

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts from the row's own text, and drafts among few tokens: the same output, the right cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import PROMPTS, SMALL, assert_greedy, lively_model, run
+
+from utio_jax.accounting.generation import spent_on
+from utio_jax.core.decoder import reduced_head
+from utio_jax.core.flops import token_cost
+from utio_jax.core.lens import Lens, lensed
+from utio_jax.decoding.drafting import Controller, EntropyAbove, NGram, draft_vocabulary
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.sampling import Temperature
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.reference import dense_states
+
+REPEATING = [[7, 1, 2, 3, 4, 7, 1, 2], [5, 5, 5], [9, 8, 7, 9, 8, 7, 9]]
+
+
+def slow_copy(known, *, longest, shortest, drafts):
+    """Returns what followed the latest of the longest matches, and the match's length."""
+    for size in range(longest, shortest - 1, -1):
+        for start in range(len(known) - size - 1, -1, -1):
+            if known[start : start + size] == known[len(known) - size :]:
+                text = list(known)
+                for offset in range(drafts):
+                    text.append(text[start + size + offset])
+                return text[len(known) :], size
+    return [], 0
+
+
+@pytest.mark.parametrize(("longest", "shortest"), [(3, 1), (2, 2), (4, 1), (1, 1)])
+def test_copies_follow_the_latest_of_the_longest_matches(longest, shortest):
+    rng = np.random.default_rng(0)
+    ids = rng.integers(3, size=(200, 24)).astype(np.int32)  # Beyond a row's length: other tokens.
+    lengths = rng.integers(1, 25, size=200).astype(np.int32)
+    found = NGram(longest=longest, shortest=shortest)(
+        jnp.asarray(ids), jnp.asarray(lengths), drafts=5
+    )
+    sizes = []
+    for row in range(200):
+        known = ids[row, : lengths[row]].tolist()
+        copied, size = slow_copy(known, longest=longest, shortest=shortest, drafts=5)
+        assert int(found.matched[row]) == size
+        assert int(found.counts[row]) == len(copied)
+        assert found.token_ids[row, : len(copied)].tolist() == copied
+        sizes.append(size)
+    assert {0, longest} <= set(sizes)
+
+
+def test_a_copy_goes_on_into_itself():
+    found = NGram()(jnp.asarray([[4, 6, 1, 2, 1, 2, 0, 0]]), jnp.asarray([6]), drafts=5)
+    assert found.token_ids.tolist() == [[1, 2, 1, 2, 1]]
+    with pytest.raises(ValueError, match=r"shortest <= longest.*shortest=2, longest=1"):
+        NGram(longest=1, shortest=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return lively_model()
+
+
+@pytest.fixture(scope="module")
+def plain(model):
+    return run(model, REPEATING, max_new_tokens=48)
+
+
+def guesser(model, depth):
+    """Returns a function from known tokens to the exit's greedy guess, from scratch."""
+
+    @jax.jit
+    def states(ids, length):
+        (x,) = dense_states(model.decoder, model.params, ids[None], length[None], depths=(depth,))
+        return jnp.argmax(model.decoder.unembed(model.params, x[0, length - 1]))
+
+    def guess(known):
+        ids = np.zeros(72, np.int32)
+        ids[: len(known)] = known
+        return int(states(jnp.asarray(ids), jnp.int32(len(known))))
+
+    return guess
+
+
+def rounds_of(prompt, truth, *, drafter, block, guess, longest=3):
+    """Yields each round's accepted drafts, whose they were, and the runs, guesses and slots."""
+    known, end = [*prompt, int(truth[0])], len(prompt) + 40
+    while len(known) < end:
+        copied, size = slow_copy(known, longest=longest, shortest=1, drafts=block - 1)
+        runs = guesses = together = 0
+        drafts, own = copied, 0
+        if drafter == "both" and size == longest:
+            together = block
+        elif drafter == "both":
+            first = guess(known)
+            if copied and first == copied[0]:
+                runs, guesses, together, own = 1, 1, block, 1
+            else:
+                drafts, own = [], block - 1
+                for _ in range(block - 1):
+                    drafts.append(guess([*known, *drafts]))
+                runs, guesses = block, block - 1
+        right = truth[len(known) - len(prompt) :]
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == right[accepted]:
+            accepted += 1
+        yield len(drafts), accepted, own, runs, guesses, together
+        known += [int(each) for each in right[: accepted + 1]]
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "both"])
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_drafts_cost_what_a_slow_matcher_says(model, plain, drafter, row):
+    exit_ = None if drafter == "ngram" else 2
+    mode = Lossless(exit=exit_, drafter=drafter, max_draft=3)
+    found = run(model, REPEATING[row : row + 1], mode=mode)
+    truth = plain.token_ids[row]
+    np.testing.assert_array_equal(found.token_ids[0], truth[:40])
+    depth, block = exit_ or 0, 4
+    rounds = [*rounds_of(REPEATING[row], truth, drafter=drafter, block=4, guess=guesser(model, 2))]
+    drafts, accepted, own, runs, guesses, together = (
+        np.asarray(each) for each in zip(*rounds, strict=True)
+    )
+    slots = np.where(drafts > 0, block, 1)  # Of the deep pass.
+    assert found.steps[0] == len(rounds)
+    assert found.drafts[0] == drafts.sum()
+    assert found.accepted[0] == accepted.sum()
+    assert found.heads[0] == (guesses + slots).sum()
+    layers = (runs + together) * depth + slots * (4 - depth)
+    assert found.token_layers[0] == layers.sum()
+    assert found.attended[0] == 64 * layers.sum()
+    assert found.draft_heads[0] == found.exit_maps[0] == 0
+    decided = [4]
+    for right, mine in zip(accepted, own, strict=True):
+        decided += [depth] * min(right, mine) + [0] * max(right - mine, 0) + [4]
+    assert found.decided[0].tolist() == decided[:40]
+    np.testing.assert_array_equal(found.executed[0], 4)
+
+
+def test_each_way_of_drafting_occurs(model, plain):
+    guess, kinds = guesser(model, 2), Counter()
+    for prompt, truth in zip(REPEATING, plain.token_ids, strict=True):
+        for *_, runs, guesses, together in rounds_of(
+            prompt, truth, drafter="both", block=4, guess=guess
+        ):
+            kinds[runs, guesses, together] += 1
+    assert set(kinds) == {(0, 0, 4), (1, 1, 4), (4, 3, 0)}  # Copied, agreed, the exit's own.
+
+
+MODES = {
+    "ngram": Lossless(drafter="ngram", max_draft=5),
+    "both": Lossless(exit=2, drafter="both", max_draft=3),
+    "both, hard": Lossless(
+        exit=2, drafter="both", max_draft=3, stop=EntropyAbove(threshold_nats=3.3)
+    ),
+    "both, controller": Lossless(controller=Controller(), drafter="both", max_draft=3),
+    "few tokens": Lossless(exit=2, max_draft=3, vocabulary=np.arange(0, 60, 2, dtype=np.int32)),
+    "few tokens, both": Lossless(
+        exit=2, drafter="both", max_draft=3, vocabulary=np.arange(0, 60, 2, dtype=np.int32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_greedy_is_the_full_model_in_ragged_batches(model, plain, name):
+    found = run(model, REPEATING, mode=MODES[name])
+    assert_greedy(model, found, REPEATING, kv="full")
+    for row in range(3):
+        np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
+    assert found.acceptance is not None
+    assert 0 < found.acceptance < 1
+
+
+@pytest.mark.parametrize("name", ["ngram", "few tokens, both"])
+def test_the_lowest_temperature_draws_the_full_models_tokens(model, plain, name):
+    found = run(model, REPEATING, mode=MODES[name], sampling=Temperature(1e-9), seeds=3)
+    for row in range(3):
+        np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ngram", "both", "few tokens, both"])
+def test_drawn_rows_do_not_feel_their_batch(model, name):
+    options = {"mode": MODES[name], "sampling": Temperature(0.5)}
+    together = run(model, REPEATING, seeds=[3, 4, 5], **options)
+    for row, prompt in enumerate(REPEATING):
+        alone = run(model, [prompt], seeds=[3 + row], **options)
+        np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
+        assert together.accepted[row] == alone.accepted[0]
+        assert together.drafts[row] == alone.drafts[0]
+
+
+def test_no_exit_is_needed_to_copy(model, plain):
+    stock = Transformer(dataclasses.replace(model.decoder.config, exits=(4,)))
+    found = generate(
+        stock,
+        model.params,
+        REPEATING,
+        mode=Lossless(drafter="ngram"),
+        max_new_tokens=40,
+        eos_ids=(),
+        lengths=SMALL,
+    )
+    for row in range(3):
+        np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
+
+
+def test_few_tokens_are_charged_as_few(model):
+    kept = np.arange(0, 60, 2, dtype=np.int32)
+    mode = Lossless(exit=2, max_draft=3, vocabulary=kept)
+    found = run(model, PROMPTS[:1], mode=mode)
+    rounds = int(found.steps[0])
+    assert found.draft_heads[0] == 3 * rounds
+    assert found.heads[0] == 4 * rounds
+    cost = token_cost(model.decoder, model.params)
+    assert mode.draft_head_flops(model.decoder, model.params) == 2 * 32 * kept.size
+    assert cost.head == 2 * 32 * model.decoder.config.vocab_size
+    spent = spent_on(model.decoder, model.params, mode, PROMPTS[:1], found)
+    whole = dataclasses.replace(
+        found, heads=found.heads + found.draft_heads, draft_heads=found.draft_heads * 0
+    )
+    whole = spent_on(model.decoder, model.params, Lossless(exit=2, max_draft=3), PROMPTS[:1], whole)
+    saved = 3 * rounds * (cost.head - 2 * 32 * kept.size)
+    np.testing.assert_allclose(whole.flops - spent.flops, saved)
+    np.testing.assert_allclose(whole.flops_extra - spent.flops_extra, saved)
+
+
+def test_all_tokens_draft_as_the_whole_head_does(model):
+    every = np.arange(model.decoder.config.vocab_size, dtype=np.int32)
+    whole = run(model, mode=Lossless(exit=2, max_draft=3))
+    found = run(model, mode=Lossless(exit=2, max_draft=3, vocabulary=every))
+    np.testing.assert_array_equal(found.accepted, whole.accepted)
+    np.testing.assert_array_equal(found.steps, whole.steps)
+    # Drafts are the kept tokens alone.
+    few = run(model, mode=Lossless(exit=2, max_draft=3, vocabulary=every[:2]))
+    for row in range(3):
+        assert set(few.token_ids[row][few.decided[row] == 2].tolist()) <= {0, 1}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reduced_head_has_the_columns_of_the_whole(tied):
+    decoder = Transformer(
+        dataclasses.replace(TINY, tie_embeddings=tied, logit_softcap=3.0, exits=(2, 4))
+    )
+    params = decoder.init(jax.random.key(0))
+    lens = Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(2,))
+    x, kept = jax.random.normal(jax.random.key(1), (3, 5, 32)), jnp.asarray([2, 3, 11])
+    for wrapped, weights in [(decoder, params), lensed(decoder, params, lens)]:
+        found = wrapped.unembed(reduced_head(wrapped, weights, kept), x)
+        np.testing.assert_allclose(
+            found, wrapped.unembed(weights, x)[..., kept], rtol=1e-5, atol=1e-7
+        )
+
+
+def test_a_draft_vocabulary_is_the_most_frequent_tokens():
+    documents = [np.asarray([5, 5, 5, 9, 9]), [2, 7, 9]]
+    np.testing.assert_array_equal(draft_vocabulary(documents, size=3), [2, 5, 9])  # 2 before 7.
+    counts = Counter({5: 3, 9: 3, 7: 1, 2: 1, 4: 0})
+    np.testing.assert_array_equal(draft_vocabulary(counts, size=3), [2, 5, 9])
+    np.testing.assert_array_equal(draft_vocabulary(counts, size=99), [2, 5, 7, 9])
+    with pytest.raises(ValueError, match="at least 1 token. Got size=0"):
+        draft_vocabulary(counts, size=0)
+    with pytest.raises(ValueError, match="text to count tokens of"):
+        draft_vocabulary([], size=4)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_forbidden_combinations(model):
+    with pytest.raises(ValueError, match="drafter of exit, ngram, both. Got 'tree'"):
+        Lossless(drafter="tree")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit as well"):
+        Lossless(exit=2, drafter="ngram")
+    with pytest.raises(ValueError, match="either an exit or a controller"):
+        Lossless(drafter="both")
+    with pytest.raises(ValueError, match="draft vocabulary"):
+        run(model, mode=Lossless(exit=2, vocabulary=np.asarray([1, 10_000])))
+
+    class NoReducedHead:
+        def __init__(self, decoder):
+            self.config = decoder.config
+
+    decoder: Any = NoReducedHead(model.decoder)
+    with pytest.raises(ValueError, match=r"reduce_head\(params, token_ids\).*NoReducedHead"):
+        reduced_head(decoder, model.params, jnp.asarray([1]))
