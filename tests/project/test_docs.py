@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guides run from top to bottom, links lead somewhere, and pages about the code tell the truth."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    file.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/*.md", "results/*.md", "models/*/*.md")
+    for file in ROOT.glob(pattern)
+)
+ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()
+LAYERS = next(
+    contract["layers"]
+    for contract in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    if contract["type"] == "layers"
+)
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize(("page", "number"), [("docs/bring_your_own.md", 6), ("docs/decode.md", 2)])
+def test_a_guide_runs_from_top_to_bottom(
+    page: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks, scope = blocks_of(page, "python"), {"__name__": "__main__"}
+    assert len(blocks) == number
+    for index, block in enumerate(blocks):
+        exec(compile(block, f"{page}[{index}]", "exec"), scope)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_examples_are_python(page: str) -> None:
+    for block in (*blocks_of(page, "python"), *blocks_of(page, "py")):
+        compile(block, page, "exec")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    if page == "CHANGELOG.md":  # What was renamed or removed is named there, too.
+        return
+    gone = "removed since" in (ROOT / page).read_text()
+    named = re.findall(
+        r"`((?:utio_jax|tests|docs|benchmarks|models)/[\w/.-]+\.\w+)`", (ROOT / page).read_text()
+    )
+    for name in named:
+        there = (ROOT / name).exists() or (ROOT / "utio_jax" / name).exists()
+        assert there or (gone and name.startswith("benchmarks/")), name
+
+
+def test_the_rooms_are_those_of_the_contract() -> None:
+    rooms = [re.sub(r"[()\s]", "", room) for layer in LAYERS for room in layer.split("|")]
+    built = [room for room in rooms if (ROOT / "utio_jax" / room).is_dir()]
+    table = re.findall(r"^\| `(\w+)` \|", ARCHITECTURE, flags=re.MULTILINE)
+    assert sorted(table) == sorted(built)
+    assert table[0] == "cli"
+    assert table[-1] == "core"
+
+
+def test_the_reading_path_is_short() -> None:
+    rows = re.findall(r"^\| \d \| `([\w/.]+)` \| (\d+) \| `(\w+)", ARCHITECTURE, flags=re.MULTILINE)
+    assert len(rows) == 6
+    assert rows[0][0] == "utio_jax/staircase/score.py"
+    for name, lines, symbol in rows:
+        text = (ROOT / name).read_text()
+        assert abs(len(text.splitlines()) - int(lines)) <= 20, f"{name}: say how long it is now"
+        assert len(text.splitlines()) <= 350, name
+        assert re.search(rf"(def|class) {symbol}\b", text), (name, symbol)
+
+
+def test_touched_files_of_the_map_exist() -> None:
+    rows = ARCHITECTURE[ARCHITECTURE.index("## What to touch") :].splitlines()
+    named = [name for row in rows for name in re.findall(r"`([a-z_]+/[\w/]+\.py)`", row)]
+    assert len(named) > 20
+    for name in named:
+        assert (ROOT / name).exists() or (ROOT / "utio_jax" / name).exists(), name
+
+
+def test_versions_agree() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_study_is_listed() -> None:
+    studies = {file.stem for file in (ROOT / "results").glob("*.md")} - {"README"}
+    page = (ROOT / "results" / "README.md").read_text()
+    listed = set(re.findall(r"^\| \[(\w+)\]\(", page, flags=re.MULTILINE))
+    assert listed == studies
+    rows = json.loads((ROOT / "results" / "figures.json").read_text())
+    assert {row["study"] for row in rows} <= studies
