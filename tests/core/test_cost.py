@@ -37,6 +37,7 @@ def cost_by_hand(config: TransformerConfig) -> TokenCost:
         keys_values=2.0 * width * 2 * config.num_kv_heads * config.head_dim,
         attention_per_key=2.0 * 2 * queries,
         head=2.0 * width * config.vocab_size,
+        kv_map=2.0 * width * 2 * config.num_kv_heads * config.head_dim,
         full_depth=config.num_layers,
     )
 
@@ -99,10 +100,11 @@ def test_a_pass_costs_what_it_executed():
         key_slots=np.array([160.0, 32.0]),
         heads=np.array([0, 10]),
         exit_maps=np.array([3, 0]),
+        kv_maps=np.array([0, 5]),
     )
-    cost = dataclasses.replace(COST, exit_map=11.0, full_depth=6)
+    cost = dataclasses.replace(COST, exit_map=11.0, kv_map=13.0, full_depth=6)
     flops = pass_flops(cost, work, gates=7.0)
-    assert flops == 24 * 1000 + 50 * 100 + 192 * 2 + 10 * 50 + 3 * 11 + 7
+    assert flops == 24 * 1000 + 50 * 100 + 192 * 2 + 10 * 50 + 3 * 11 + 5 * 13 + 7
 
 
 def test_a_pass_whose_counts_outgrow_int32_is_summed_in_float64():
@@ -113,6 +115,7 @@ def test_a_pass_whose_counts_outgrow_int32_is_summed_in_float64():
         key_slots=big.astype(np.float32),
         heads=big,
         exit_maps=0 * big,
+        kv_maps=0 * big,
     )
     assert pass_flops(COST, work) == 64 * 2**30 * 1152.0
 

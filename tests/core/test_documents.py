@@ -25,7 +25,7 @@ def test_every_token_but_the_first_is_predicted_exactly_once(
     predicted: collections.Counter[int] = collections.Counter()
     seen = set()
     for batch in batches_of(windows, rows=rows, widths=[4, width], vocab_size=int(ends[-1])):
-        assert batch.token_ids.shape[0] == rows
+        assert batch.token_ids.shape[0] <= rows
         for row, window in enumerate(batch.window):
             length = int(batch.lengths[row])
             if window < 0:

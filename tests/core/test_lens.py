@@ -337,7 +337,7 @@ def test_calibration_works_through_a_lens(model: Model, text: list[Batch]) -> No
     found = calibrate(
         model.decoder,
         model.params,
-        text[:2],
+        text[:3],
         model_sha256="a" * 64,
         text={},
         policies=("entropy",),
