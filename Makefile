@@ -2,7 +2,8 @@
 # `make demo` and `make test` work from a fresh clone: they make .venv, install into it, and run.
 #
 #   make demo                     # what the command line needs, then the demonstration
-#   make test                     # everything, then lint, format, types, doctests, tests
+#   make test                     # unit and law tests, a few minutes
+#   make check                    # these, lint, types, docs, and the tests of whole commands
 #   make test PYTHON=python3.12   # with another Python; .venv is made anew for it
 #   make test TESTS=tests/staircase/test_buckets.py
 #   make lint types               # ruff and the order of imports; pyright
@@ -35,20 +36,26 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test test-slow test-generation notebooks parity llm test-llm bench \
+.PHONY: help demo install test check check-rest test-slow test-generation notebooks parity llm test-llm bench \
         bench-accelerator benchmark-transformers benchmark-flax benchmark-peers lint types docs \
         figures wheel clean FORCE
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,16p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,17p'
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/utio-jax demo
 
 install: $(VENV)/.installed-all
 
-test: lint types
-	$(QUICK) $(BIN)/python -m pytest $(SPREAD) $(TESTS)
+test: $(VENV)/.installed-all
+	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "not slow and not llm") $(SPREAD) $(TESTS)
+
+check: test check-rest
+
+# What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
+check-rest: lint types docs
+	$(QUICK) $(BIN)/python -m pytest -m check $(SPREAD) notebooks tests
 
 test-slow: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)

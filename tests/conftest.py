@@ -28,6 +28,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("utio", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("utio")
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks notebooks, which are no Python files that could do so themselves."""
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker("check")
+
+
 # Programs for another environment, with torch.
 collect_ignore = ["models/huggingface"]
 

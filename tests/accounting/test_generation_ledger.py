@@ -25,6 +25,7 @@ from helpers.generation import (
 from utio_jax.accounting.generation import generation_ledger, read_emitted, spent_on
 from utio_jax.benchmark.decoding import measure_modes, middles, repetition
 from utio_jax.core.flops import token_cost
+from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
@@ -34,8 +35,7 @@ DEPTHS = (1, 2, 4)
 GATE = 1000.0
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Charged(DepthAt):
     """A table whose every decision costs `GATE` FLOPs."""
 

@@ -25,13 +25,14 @@ from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.flops import token_cost
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding import prefill
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.policies.depth import never_stops, uniform
-from utio_jax.policies.signals import SignalBase, static
+from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.microbatches import MicroBatches
 
 DEPTHS = (1, 2, 4)
@@ -41,8 +42,7 @@ SMALL_BLOCKS = MicroBatches(min_bucket=2, block=8, query_block=4, key_step=8)
 HISTORY = History(recent=3, sinks=1)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class ScoreAt(SignalBase):
     """Scores by position, `[batch, position]`."""
 

@@ -20,6 +20,7 @@ from utio_jax.attention.cache import init_cache, write
 from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.products import NOWHERE, attend
 from utio_jax.attention.views import place_of, places_at
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.sampling import Greedy
@@ -31,15 +32,14 @@ from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, never_stops, random_depths, uniform
-from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase, static
+from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)
 NEVER, ALWAYS = jnp.full(3, -jnp.inf), jnp.full(3, jnp.inf)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class ScoreAt(SignalBase):
     """Scores off a table by boundary, row and position."""
 

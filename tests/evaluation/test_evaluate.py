@@ -21,6 +21,7 @@ from utio_jax import Learned, Ledger, MicroBatches, full_depth, given_depths, un
 from utio_jax.accounting.guardrails import check_worthwhile
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
+from utio_jax.core.pytrees import pytree
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.staircase.score import compare_states
@@ -169,8 +170,7 @@ def test_comparisons_run_a_head_per_predicted_token_and_pass(tiny: Any) -> None:
     )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class _Dear(Learned):
     """Gates whose second costs three times as much as the first."""
 

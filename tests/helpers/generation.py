@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from helpers.models import Model, live_params
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.models.presets import TINY
@@ -56,15 +57,14 @@ def plain_run() -> Generated:
     return run(lively_model())
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class DepthAt:
     """A policy that reads each token's depth off a table by its position: `[batch, position]`."""
 
     table: Int[Array, "batch position"] = dataclasses.field(metadata={"row_axis": 0})
-    depths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    causal: bool = dataclasses.field(default=True, metadata={"static": True})
-    name: str = dataclasses.field(default="table", metadata={"static": True})
+    depths: tuple[int, ...] = static()
+    causal: bool = static(default=True)
+    name: str = static(default="table")
 
     def start(self, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
         return jnp.take_along_axis(self.table, positions, axis=1)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -34,17 +33,17 @@ from utio_jax import (
 )
 from utio_jax.calibration.studies import ExitStudy, collect_scores
 from utio_jax.core.documents import Batch
+from utio_jax.core.pytrees import pytree, static
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class SurePasses:
     """Tokens whose exit is sure of its prediction stop; looks at the logits at every boundary."""
 
     threshold: float
-    depths: tuple[int, ...] = dataclasses.field(default=(1, 2, 4), metadata={"static": True})
-    causal: bool = dataclasses.field(default=True, metadata={"static": True})
-    name: str = dataclasses.field(default="sure", metadata={"static": True})
+    depths: tuple[int, ...] = static(default=(1, 2, 4))
+    causal: bool = static(default=True)
+    name: str = static(default="sure")
 
     def start(self, token_ids: jax.Array, positions: jax.Array) -> None:
         return None

@@ -14,8 +14,9 @@ from helpers.generation import SMALL, lively_model
 from helpers.texts import SOURCES, source
 
 import utio_jax
-from utio_jax import Adaptive, Lossless, Plain, uniform
+from utio_jax import Adaptive, Lossless, Plain, Prefill, uniform
 from utio_jax.core.lens import Lensed, load_lens
+from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load, save
@@ -84,6 +85,28 @@ def test_a_summary_says_text_depths_and_cost(calibrated: Model) -> None:
     assert (
         "Drafts that were right" in calibrated.generate("x", mode="lossless", **OPTIONS).summary()
     )
+
+
+def test_prompts_are_read_at_a_budget(calibrated: Model) -> None:
+    prompts = ["import os\n" * 12]
+    options = {**OPTIONS, "max_new_tokens": 8}
+    full = calibrated.generate(prompts, **options)
+    same = calibrated.generate(prompts, prompt_budget=1, **options)
+    assert same.texts == full.texts
+    assert same.generated.prompt_work is None, "the plain program"
+    short = calibrated.generate(prompts, prompt_budget=0.8, **options)
+    (depths,) = short.generated.prompt_depths
+    assert depths[-1] == 4
+    assert depths.mean() < 0.9 * 4
+    wanted = generate_text(
+        calibrated,
+        prompts,
+        prefill=prompt_prefill(calibrated.decoder, calibrated.params, 0.8),
+        **options,
+    )
+    assert short.texts == wanted.texts
+    with pytest.raises(ValueError, match="prompt_budget or prefill, one of the two"):
+        calibrated.generate(prompts, prompt_budget=0.8, prefill=Prefill(), **options)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])

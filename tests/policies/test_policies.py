@@ -33,6 +33,7 @@ from utio_jax.accounting.flops import gate_flops
 from utio_jax.calibration.search import forget_programs
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
+from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.generate import generate
@@ -182,8 +183,7 @@ def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
         assert (depths == 1).all()
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Watched:
     """A signal, counting the slots that its function of live tokens is applied to."""
 

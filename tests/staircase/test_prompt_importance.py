@@ -13,9 +13,10 @@ import pytest
 from helpers.models import Model, live_params, with_random_maps
 
 from utio_jax import MicroBatches, dense_states, score, staircase, uniform
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.models import TINY, Transformer
-from utio_jax.policies.signals import SignalBase, static
+from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.prompts import (
     SIGNALS,
     AttentionHeat,
@@ -29,8 +30,7 @@ from utio_jax.staircase.prompts import (
 EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=16)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Given(SignalBase):
     """Scores as they are given, `[batch, token]`."""
 

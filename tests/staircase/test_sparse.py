@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -29,8 +28,9 @@ from utio_jax import (
     uniform,
 )
 from utio_jax.core.flops import token_cost
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate, score_documents
-from utio_jax.policies.signals import SignalBase, static
+from utio_jax.policies.signals import SignalBase
 
 HISTORY = History(recent=5, sinks=1)
 SHAPES = tuple(
@@ -42,8 +42,7 @@ SHAPES = tuple(
 )
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class GivenScores(SignalBase):
     """Scores decided by the test, `[boundary, batch, token]`."""
 

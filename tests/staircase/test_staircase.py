@@ -243,7 +243,9 @@ def test_impossible_passes_are_refused(tiny: Any, unchecked_shapes: None) -> Non
         run(given_depths(depths, depths=(2, 9)))
     with pytest.raises(ValueError, match="strictly increasing depths.*\\(2, 1\\)"):
         run(given_depths(depths, depths=(2, 1)))
-    with pytest.raises(ValueError, match="kv to be one of 'propagate', 'drop'. Got kv='full'"):
+    with pytest.raises(
+        ValueError, match="kv to be one of 'propagate', 'drop', 'mapped'. Got kv='full'"
+    ):
         run(given, kv="full")
     with pytest.raises(ValueError, match="one depth per token of \\(3, 17\\). Got \\(3, 5\\)"):
         run(given_depths(depths[:, :5], depths=shape.depths))

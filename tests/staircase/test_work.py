@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import types
 from collections.abc import Callable
@@ -29,7 +28,8 @@ from utio_jax import (
     staircase,
 )
 from utio_jax.attention import mixing
-from utio_jax.policies.signals import SignalBase, static
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.score import score_dense
 
 
@@ -125,8 +125,7 @@ def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
         assert work.queries.sum() <= sum(per_segment)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Given(SignalBase):
     """Scores by token, the same at every boundary."""
 

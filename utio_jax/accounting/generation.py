@@ -22,6 +22,7 @@ from utio_jax.accounting.ledger import Ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.files import conditions
 from utio_jax.core.flops import token_cost
+from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
@@ -29,8 +30,7 @@ from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.staircase.reference import dense_states
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class FullReading:
     """What full depth, teacher-forced, thinks of each token's successor.
 

@@ -12,8 +12,6 @@ Dense products of static shapes over `[sinks | slice]`; they equal masked attent
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -21,10 +19,10 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.history import History
 from utio_jax.attention.mixing import Mixer
 from utio_jax.attention.products import visible_keys
+from utio_jax.core.pytrees import pytree, static
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class SparseQueries:
     """Which tokens see a history alone.
 
@@ -34,7 +32,7 @@ class SparseQueries:
     """
 
     sparse: Bool[Array, "*lead batch token"]
-    history: History = dataclasses.field(metadata={"static": True})
+    history: History = static()
 
 
 def slice_width(history: History, span: int, tokens: int) -> int:

@@ -21,10 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.views import View, remember
 from utio_jax.core.decoder import DecoderConfig
+from utio_jax.core.pytrees import pytree
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class KVCache:
     """Keys and values of all layers, and how far each row has them in each segment.
 

@@ -17,10 +17,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.history import History
 from utio_jax.attention.products import NOWHERE, visible_keys
+from utio_jax.core.pytrees import pytree, static
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class View:
     """Keys and values of sinks and recent tokens, in the first layers of a cache.
 
@@ -34,7 +34,7 @@ class View:
     keys: Float[Array, "layer batch place kv_head head_dim"]
     values: Float[Array, "layer batch place kv_head head_dim"]
     positions: Int[Array, "layer batch place"]
-    history: History = dataclasses.field(metadata={"static": True})
+    history: History = static()
 
     @property
     def num_layers(self) -> int:

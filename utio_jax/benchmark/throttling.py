@@ -18,6 +18,7 @@ from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.timing import Timing, time_programs
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain, Setting
 from utio_jax.decoding.loop import advance
@@ -25,7 +26,7 @@ from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.state import DecodeState, empty_tally, stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import never_stops
-from utio_jax.policies.signals import SignalBase, static
+from utio_jax.policies.signals import SignalBase
 
 HISTORY = History(recent=396, sinks=4)
 
@@ -34,8 +35,7 @@ MODES = ("plain", "rows", "half", "all")
 throttled, which reads them row by row; half of the rows throttled; all of them."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class RowNumber(SignalBase):
     """Scores tokens by their row, so that a threshold throttles a known share of the rows."""
 

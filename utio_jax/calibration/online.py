@@ -34,6 +34,7 @@ from utio_jax.calibration.studies import collect
 from utio_jax.core.arrays import flat, map_head
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens
 from utio_jax.core.documents import Batch
+from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded
@@ -46,8 +47,7 @@ from utio_jax.staircase.score import Scores, labels_of, next_token_nll, run_scor
 _EVIDENCE = 40  # Disagreements that the memory must hold at the target, or thresholds would jitter.
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class OnlineThresholds:
     """What has been observed. All leaves are arrays: nothing compiles when they change.
 

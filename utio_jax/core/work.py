@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from utio_jax.core.pytrees import pytree
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@pytree
 class Work:
     """What was executed, padding included, one entry per segment; of one segment: scalars.
 

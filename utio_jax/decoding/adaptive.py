@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import ModeBase, Setting, emit_drawn
 from utio_jax.decoding.frozen import Propagate, Spent, frozen_kv, run_cached
 from utio_jax.decoding.state import DecodeState
@@ -25,8 +26,7 @@ from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Adaptive(ModeBase):
     """Early-exit decoding: after each of the policy's depths a row's token stops or goes on.
 
@@ -49,8 +49,8 @@ class Adaptive(ModeBase):
     """
 
     policy: Policy
-    kv: FrozenKV = dataclasses.field(default="propagate", metadata={"static": True})
-    catch_up: int = dataclasses.field(default=8, metadata={"static": True})
+    kv: FrozenKV = static(default="propagate")
+    catch_up: int = static(default=8)
     throttle: Throttle | None = None
 
     def __post_init__(self) -> None:
@@ -220,8 +220,7 @@ def _run_throttled(
     return x, cache, slots
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class _Memory:
     """What the mode carries from round to round.
 

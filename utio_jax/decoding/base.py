@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import DRAW, Sampling, draw, token_keys
 from utio_jax.decoding.segments import decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
@@ -143,8 +144,7 @@ class ModeBase:
         return state
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Plain(ModeBase):
     """Ordinary decoding: every token at full depth, one a round."""
 

@@ -14,11 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import TokenCost, token_cost
+from utio_jax.core.pytrees import pytree
 from utio_jax.policies.importance import predictive_entropy
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Copied:
     """Drafts that rows copied from their own text.
 
@@ -117,8 +117,7 @@ def draft_vocabulary(
     return np.sort(ranked[:size]).astype(np.int32)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class EntropyAbove:
     """Hard are tokens whose exit distribution has more entropy than a threshold.
 
@@ -132,8 +131,7 @@ class EntropyAbove:
         return ~(predictive_entropy(logits) <= self.threshold_nats)  # NaN is hard.
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class GapBelow:
     """Hard are tokens whose two most probable successors differ too little: CALM's gap.
 
@@ -148,8 +146,7 @@ class GapBelow:
         return ~(best[..., 0] - best[..., 1] >= self.threshold)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Observed:
     """What was accepted so far at each exit, older rounds counting less.
 
@@ -163,8 +160,7 @@ class Observed:
     rejected: Float[Array, " exit"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Controller:
     """Picks the exit and draft length with the most expected tokens per layer, round after round.
 

@@ -40,6 +40,7 @@ from utio_jax.core.decoder import (
 )
 from utio_jax.core.documents import check_ids
 from utio_jax.core.flops import count_matmul_flops
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import ModeBase, Setting
 from utio_jax.decoding.drafting import (
     Controller,
@@ -77,8 +78,7 @@ def check_drafter(drafter: Any) -> Drafter:
     return drafter
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Lossless(ModeBase):
     """Drafts at an exit or by n-gram, verified by all layers; rows accept different lengths.
 
@@ -101,12 +101,12 @@ class Lossless(ModeBase):
         these columns alone. None: all. What comes out is the same.
     """
 
-    exit: int | None = dataclasses.field(default=None, metadata={"static": True})
-    max_draft: int = dataclasses.field(default=4, metadata={"static": True})
+    exit: int | None = static(default=None)
+    max_draft: int = static(default=4)
     stop: EntropyAbove | GapBelow | None = None
     controller: Controller | None = None
-    drafter: Drafter = dataclasses.field(default="exit", metadata={"static": True})
-    ngram: NGram = dataclasses.field(default=NGram(), metadata={"static": True})
+    drafter: Drafter = static(default="exit")
+    ngram: NGram = static(default=NGram())
     vocabulary: Int[Array | np.ndarray, " kept"] | None = None
 
     def __post_init__(self) -> None:
@@ -497,8 +497,7 @@ def _certain(token_ids: Int[Array, "*lead"], vocab: int) -> Float[Array, "*lead 
     return jnp.where(jax.nn.one_hot(token_ids, vocab, dtype=jnp.bool_), 0.0, -jnp.inf)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class _Memory:
     """What stays from round to round.
 
@@ -511,8 +510,7 @@ class _Memory:
     head: Params | None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class _Drafted:
     """Drafts of a round, and what verification needs of them.
 

@@ -21,6 +21,7 @@ from utio_jax.attention.cache import KVCache, fill, write_prompt
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import layer_at
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.segments import block_at, project_frozen
 from utio_jax.decoding.state import PromptPass
 from utio_jax.policies.base import Policy
@@ -36,8 +37,7 @@ from utio_jax.staircase.sparse import SparseAttention
 _CPU_SCORES = 2**18
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Prefill:
     """Reads prompts in one staircase pass; by default every token at full depth, over all its past.
 
@@ -53,9 +53,9 @@ class Prefill:
     """
 
     policy: Policy | None = None
-    kv: FrozenKV | None = dataclasses.field(default=None, metadata={"static": True})
+    kv: FrozenKV | None = static(default=None)
     attention: SparseAttention | None = None
-    executor: MicroBatches = dataclasses.field(default=MicroBatches(), metadata={"static": True})
+    executor: MicroBatches = static(default=MicroBatches())
 
     @property
     def exact(self) -> bool:

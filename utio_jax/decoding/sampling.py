@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from utio_jax.core.arrays import most_probable
+from utio_jax.core.pytrees import pytree, static
 
 # Streams of random numbers of one token: its draw, the acceptance of a draft, its replacement.
 DRAW, ACCEPT, REPLACE = 0, 1, 2
@@ -68,7 +69,7 @@ class Temperature:
 class TopK:
     """The `k` most probable tokens, and what ties with the last of them. Fan et al. 2018."""
 
-    k: int = dataclasses.field(metadata={"static": True})
+    k: int = static()
 
     def __post_init__(self) -> None:
         _check(self.k, "k", 0, float("inf"))
@@ -163,8 +164,7 @@ def draw(
     return jax.vmap(jax.vmap(jax.random.categorical))(keys, sampling(logits)).astype(jnp.int32)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Verified:
     """Tokens that a deep pass lets out.
 

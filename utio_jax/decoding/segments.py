@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,6 +18,7 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Params, Places
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
+from utio_jax.core.pytrees import pytree
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""
@@ -26,8 +26,7 @@ Depth = int | Int[Array, ""]
 Memory = TypeVar("Memory")
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Block:
     """Where the tokens of a pass are, computed once for all its layers.
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.documents import check_ids
+from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
 
 REASONS = ("running", "eos", "stop", "length")
@@ -21,8 +22,7 @@ REASONS = ("running", "eos", "stop", "length")
 _RUNNING, _EOS, _STOP, _LENGTH = range(4)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class StopRules:
     """What ends a row besides its length.
 
@@ -59,8 +59,7 @@ def stop_rules(
     return StopRules(eos_ids=jax.device_put(ends), sequences=jax.device_put(padded))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class ViewTally:
     """What throttled tokens read.
 
@@ -73,8 +72,7 @@ class ViewTally:
     key_slots: Float[Array, " batch"]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Tally:
     """What decoding did and cost. The first token of every row is prefill's and costs nothing here.
 
@@ -136,8 +134,7 @@ def empty_tally(batch: int, slots: int) -> Tally:
     return Tally(**counts)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PromptPass:
     """How prompts were read by a `Prefill`.
 
@@ -150,8 +147,7 @@ class PromptPass:
     work: Work
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class DecodeState:
     """Everything that a token loop carries. Donated: the caller keeps only what comes back.
 

@@ -12,14 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.decoder import apply_exit_lens, has_exit_lens
+from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.segments import Block, block_at
 from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.base import Boundary
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class DecodeStep:
     """The current token of every row while it runs, and what the step has cost so far.
 

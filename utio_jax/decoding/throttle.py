@@ -14,21 +14,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.history import History
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.state import DecodeState, ViewTally
 from utio_jax.decoding.throttle_attention import open_view
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Throttle:
     """Low-importance tokens read sinks and recent tokens; the others everything.
 
@@ -47,7 +46,7 @@ class Throttle:
 
     signal: Signal
     thresholds: Float[Array, " segment"]
-    history: History = dataclasses.field(metadata={"static": True})
+    history: History = static()
 
     def check(self, policy: Policy) -> None:
         """Raises ValueError where it does not fit the depth policy, or looks ahead."""
@@ -113,8 +112,7 @@ class Throttle:
         return sum(self.signal.flops(i, decoder, params) for i in range(len(policy.depths) - 1))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Watch:
     """Who is throttled in the segment to come, and what the round has read from views so far.
 

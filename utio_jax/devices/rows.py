@@ -25,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from utio_jax.core.pytrees import pytree, static
+
 DATA = "data"
 """The mesh axis that rows are split over."""
 
@@ -49,8 +51,7 @@ class StackedRows:
     tree: Any = dataclasses.field(metadata={"row_axis": 1})
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PerDevice:
     """A pytree of which every device has its own: leaves lead with a device axis.
 
@@ -60,7 +61,7 @@ class PerDevice:
     """
 
     leaves: list[Any] = dataclasses.field(metadata={"row_axis": 0})
-    treedef: Any = dataclasses.field(metadata={"static": True})
+    treedef: Any = static()
 
     @classmethod
     def of(cls, tree: Any) -> PerDevice:

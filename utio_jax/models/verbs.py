@@ -28,6 +28,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.drafting import Controller
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.evaluation.evaluate import TextScore, score_documents
@@ -36,6 +37,7 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
 from utio_jax.policies.store import Calibration
+from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.score import full_depth
 
 # Of the windows that text is cut into: what the command line takes, too.
@@ -51,6 +53,7 @@ class Holder(Protocol):
     decoder: Transformer | Lensed
     params: Params
     calibration: Calibration
+    prompt_choices: tuple[PromptChoice, ...]
     tokenizer: Any
 
     def encode(self, texts: list[str]) -> list[np.ndarray]: ...
@@ -152,6 +155,7 @@ class Verbs:
         stop: Sequence[str] = (),
         sampling: Sampling = Greedy(),
         seed: int = 0,
+        prompt_budget: float | None = None,
         **options: Any,
     ) -> GeneratedText:
         """Returns new text for one prompt or several, with the layers that each token took.
@@ -165,6 +169,8 @@ class Verbs:
           stop: a text ends before the first of these strings.
           sampling: how tokens are drawn.
           seed: of the draws; prompt number `i` has `seed + i`.
+          prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
+            stop early, see `utio_jax.decoding.prompts.prompt_prefill`. None or 1: all in full.
           **options: further ones of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
 
         Raises:
@@ -178,7 +184,7 @@ class Verbs:
             stop_strings=stop,
             sampling=sampling,
             seeds=seed,
-            **options,
+            **self._reading_prompts(prompt_budget, options),
         )
 
     def stream(
@@ -191,6 +197,7 @@ class Verbs:
         stop: Sequence[str] = (),
         sampling: Sampling = Greedy(),
         seed: int = 0,
+        prompt_budget: float | None = None,
         **options: Any,
     ) -> Iterator[TextChunk]:
         """Yields the text of `generate` piece by piece. Arguments and errors are those of it."""
@@ -202,7 +209,7 @@ class Verbs:
             stop_strings=stop,
             sampling=sampling,
             seeds=seed,
-            **options,
+            **self._reading_prompts(prompt_budget, options),
         )
 
     def score(
@@ -387,6 +394,24 @@ class Verbs:
                 vocab_size=self.decoder.config.vocab_size,
             )
         )
+
+    def _reading_prompts(
+        self: Any, budget: float | None, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Returns the options with the prefill of a budget."""
+        if budget is None:
+            return options
+        if options.get("prefill") is not None:
+            raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
+        by_gate = any(choice.by == "gate" for choice in self.prompt_choices)
+        prefill = prompt_prefill(
+            self.decoder,
+            self.params,
+            budget,
+            choices=self.prompt_choices,
+            gate=self.calibration.signals.get("learned") if by_gate else None,
+        )
+        return {**options, "prefill": prefill}
 
     def _score(
         self: Any,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.pytrees import pytree, static
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Boundary:
     """What a policy may look at when the staircase has reached an exit, all in token frame.
 
@@ -38,10 +37,10 @@ class Boundary:
     positions: Int[Array, "batch token"]
     live: Bool[Array, "batch token"]
     params: Params
-    depth: int = dataclasses.field(metadata={"static": True})
-    decoder: Decoder = dataclasses.field(metadata={"static": True})
-    map_live: Callable[..., jax.Array] = dataclasses.field(metadata={"static": True})
-    map_logits: Callable[..., jax.Array] = dataclasses.field(metadata={"static": True})
+    depth: int = static()
+    decoder: Decoder = static()
+    map_live: Callable[..., jax.Array] = static()
+    map_logits: Callable[..., jax.Array] = static()
 
 
 @runtime_checkable

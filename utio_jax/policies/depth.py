@@ -8,21 +8,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import Decoder, Params, check_depths
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal, exceeds
-from utio_jax.policies.signals import Chance, DepthTable, Position, static
+from utio_jax.policies.signals import Chance, DepthTable, Position
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Thresholded:
     """Tokens go deeper while a signal's score exceeds the boundary's threshold.
 

@@ -8,8 +8,6 @@ for `classifier` and `hazard`.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -17,12 +15,12 @@ from jaxtyping import Array, Float
 from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import count_matmul_flops
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary
-from utio_jax.policies.signals import SignalBase, exit_index, static
+from utio_jax.policies.signals import SignalBase, exit_index
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class StateGate:
     """A small MLP on the normalised state; gates of several exits lead with an exit axis.
 
@@ -56,8 +54,7 @@ class StateGate:
         return jax.tree.map(lambda leaf: leaf[index], self)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Learned(SignalBase):
     """A gate's value at every boundary.
 
@@ -84,8 +81,7 @@ class Learned(SignalBase):
         return gate_flops(self.gates, decoder)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Hazard(SignalBase):
     """The probability of having passed all boundaries so far, this one included.
 
@@ -118,8 +114,7 @@ class Hazard(SignalBase):
         return gate_flops(self.gates, decoder)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PromptRouter(SignalBase):
     """The mean state of a row's first tokens decides for all later ones; the first run to the end.
 

@@ -18,17 +18,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary
 from utio_jax.policies.importance import embedding_outlier, predictive_entropy
 
 
-def static(**kwargs: Any) -> Any:
-    """Returns a dataclass field that is part of the program, not of its inputs."""
-    return dataclasses.field(metadata={"static": True}, **kwargs)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class SignalBase:
     """What most signals share: causal, no memory, no cost, no look at logits."""
 
@@ -56,8 +51,7 @@ class SignalBase:
         return False
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Position(SignalBase):
     """Minus the position: later tokens stop earlier, whatever they are.
 
@@ -78,8 +72,7 @@ class Position(SignalBase):
         return memory, memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class TokenSurrogate(SignalBase):
     """UTIO's surrogate before the pass, from what really exists then: the token itself.
 
@@ -104,8 +97,7 @@ class TokenSurrogate(SignalBase):
         return memory, memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class UtioSurrogate(SignalBase):
     """UTIO's surrogate, computed once at the depth floor from signals that really exist there.
 
@@ -148,8 +140,7 @@ class UtioSurrogate(SignalBase):
         return index == 0
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class _Confidence(SignalBase):
     """A function of the exit's own prediction, looked at anew at every boundary."""
 
@@ -163,8 +154,7 @@ class _Confidence(SignalBase):
         return True
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class SoftmaxGap(_Confidence):
     """One minus the gap between the two largest probabilities.
 
@@ -182,8 +172,7 @@ class SoftmaxGap(_Confidence):
         return 1.0 - (jnp.max(probability, axis=-1) - jnp.max(others, axis=-1))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class MaxProbability(_Confidence):
     """One minus the largest probability, the confidence of EE-LLM (Chen et al. 2023)."""
 
@@ -193,8 +182,7 @@ class MaxProbability(_Confidence):
         return 1.0 - jnp.exp(jnp.max(logits, axis=-1) - jax.nn.logsumexp(logits, axis=-1))
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Entropy(_Confidence):
     """The prediction's entropy in nats, DeeBERT's criterion (Xin et al. 2020)."""
 
@@ -204,8 +192,7 @@ class Entropy(_Confidence):
         return predictive_entropy(logits)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class StateSimilarity(SignalBase):
     """One minus the cosine between the state here and at the boundary before.
 
@@ -242,8 +229,7 @@ class StateSimilarity(SignalBase):
         return 6.0 * decoder.config.embed_dim
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Patience(SignalBase):
     """Minus the number of consecutive boundaries so far that agree with this one's prediction.
 
@@ -324,8 +310,7 @@ def draw_per_token(
     return jax.vmap(jax.vmap(draw))(token_ids, positions)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class DepthTable(SignalBase):
     """Depths decided by the caller: the score is a token's depth, in layers. Before the pass, free.
 
@@ -352,8 +337,7 @@ class DepthTable(SignalBase):
         return memory, memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Chance(SignalBase):
     """The control: a draw from [0, 1) per token, the same at every boundary. Before the pass, free.
 

@@ -7,7 +7,6 @@ the inner score, and cost what it costs.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import jax
@@ -15,12 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
-from utio_jax.policies.signals import static
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class _Wrapper:
     signal: Signal
     prefix: ClassVar[str] = ""
@@ -58,8 +56,7 @@ class _Wrapper:
         return self.signal.reads_logits(index)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class DepthFloor(_Wrapper):
     """Nobody stops before a depth, while the inner signal sees all boundaries, and is paid there.
 
@@ -80,8 +77,7 @@ class DepthFloor(_Wrapper):
         return score if boundary.depth >= self.depth else jnp.full_like(score, jnp.inf)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class KeepFirst(_Wrapper):
     """The first tokens of every sequence run to the end: many later ones attend to them.
 
@@ -99,8 +95,7 @@ class KeepFirst(_Wrapper):
         return jnp.where(boundary.positions < self.count, jnp.inf, score)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PositionDecay(_Wrapper):
     """Strict at the start of a sequence, where an error spreads furthest; looser later.
 

@@ -19,12 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.decoder import Decoder, HasKVMaps, LayerParams, Params, Places
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.reference import positions_of
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Tokens:
     """All tokens of a pass, in text order; their states never move.
 
@@ -47,7 +47,7 @@ class Tokens:
     shown: Bool[Array, "batch token"]
     depth: Int[Array, "batch token"]
     mapped: Float[Array, "batch token layer 2 kv_head head_dim"] | None = None
-    mapped_from: int = dataclasses.field(default=0, metadata={"static": True})
+    mapped_from: int = static(default=0)
 
     @classmethod
     def embed(

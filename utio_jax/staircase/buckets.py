@@ -23,11 +23,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import check_depths
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.staircase.base import check_min_bucket
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Buckets:
     """Where every token lies. Slots run deepest bucket first; within a bucket, in token order.
 
@@ -43,7 +43,7 @@ class Buckets:
     token_of_slot: Int[Array, "*lead token"]
     slot_of_token: Int[Array, "*lead token"]
     counts: Int[Array, "*lead bucket"]
-    plan: BucketPlan = dataclasses.field(metadata={"static": True})
+    plan: BucketPlan = static()
 
     @property
     def depth_of_token(self) -> Int[Array, "*lead token"]:
@@ -204,8 +204,7 @@ def _buckets_by_rank(scores: jax.Array, fractions: Sequence[float], plan: Bucket
     return jnp.where(jnp.isnan(scores), plan.num_buckets - 1, bucket)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class BucketResults:
     """What `run_buckets` returns.
 

@@ -18,18 +18,18 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PrefixSlots:
     """The first `capacity` slots of every row, live tokens first and in token order."""
 
     token_of_slot: Int[Array, "batch slot"]
     live: Bool[Array, "batch token"]
-    capacity: int = dataclasses.field(metadata={"static": True})
+    capacity: int = static()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

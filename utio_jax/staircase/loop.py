@@ -29,6 +29,7 @@ from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.decoder import Decoder, HasKVMaps, Params, check_depths
 from utio_jax.core.kv_maps import check_stops
+from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor, Tokens
@@ -38,8 +39,7 @@ from utio_jax.staircase.reference import FrozenKV, check_kv
 from utio_jax.staircase.sparse import Packing, SparseAttention
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class StaircaseResult:
     """What a pass computed and what it cost.
 

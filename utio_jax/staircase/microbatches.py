@@ -17,13 +17,13 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import keys_values_of, layer_at
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PackedSlots:
     """The live tokens of all rows, row after row, without gaps.
 
@@ -41,8 +41,8 @@ class PackedSlots:
     token_of_slot: Int[Array, " slot"]
     total: Int[Array, ""]
     query_blocks: tuple[QueryBlocks, ...]
-    batch: int = dataclasses.field(metadata={"static": True})
-    width: int = dataclasses.field(metadata={"static": True})
+    batch: int = static()
+    width: int = static()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

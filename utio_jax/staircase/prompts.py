@@ -30,8 +30,9 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, Mixes, Params, check_depths
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
-from utio_jax.policies.signals import Chance, SignalBase, static
+from utio_jax.policies.signals import Chance, SignalBase
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
 _EVERYTHING = jnp.iinfo(jnp.int32).max
@@ -40,8 +41,7 @@ SIGNALS = ("sinks_recent", "heat", "gate", "random", "none")
 """What may choose the tokens that go deep, see `PromptChoice`."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class PromptImportance:
     """At each boundary a share of a prompt's tokens goes deeper: the most important, by rank.
 
@@ -133,8 +133,7 @@ def rank_of(score: Float[Array, "batch token"]) -> Int[Array, "batch token"]:
     return jnp.zeros_like(order).at[rows, order].set(rank, unique_indices=True)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Recency(SignalBase):
     """The position: later tokens of a prompt matter more. Before the pass, free."""
 
@@ -152,8 +151,7 @@ class Recency(SignalBase):
         return memory, memory
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class AttentionHeat(SignalBase):
     """Attention that a token receives from the prompt's last queries: SnapKV's observation window.
 
@@ -223,8 +221,7 @@ class AttentionHeat(SignalBase):
         return self.layers * (cost.keys_values + query + score)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Interleaved(SignalBase):
     """Two signals take turns: tokens rank as high as either of them ranks it.
 

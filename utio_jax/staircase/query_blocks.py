@@ -20,10 +20,10 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.band import attend_band, slice_width
 from utio_jax.attention.history import History
 from utio_jax.attention.mixing import Mixer
+from utio_jax.core.pytrees import pytree, static
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class QueryBlocks:
     """The attention micro-batches of one size and kind, those in use first.
 
@@ -44,10 +44,10 @@ class QueryBlocks:
     start: Int[Array, " block"]
     end: Int[Array, " block"]
     reach: Int[Array, " block"]
-    size: int = dataclasses.field(metadata={"static": True})
-    widths: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    history: History | None = dataclasses.field(metadata={"static": True})
-    overhangs: bool = dataclasses.field(metadata={"static": True})
+    size: int = static()
+    widths: tuple[int, ...] = static()
+    history: History | None = static()
+    overhangs: bool = static()
 
     def key_slots(self, tokens: int) -> Float[Array, ""]:
         """Returns query slots times the key slots that each attends over, in rows of `tokens`."""

@@ -19,6 +19,7 @@ from utio_jax.attention.band import SparseQueries
 from utio_jax.core.arrays import executed_heads, flat, map_head, most_probable
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 from utio_jax.core.documents import check_tokens
+from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
 from utio_jax.devices.rows import Rows, over_rows
 from utio_jax.policies.base import Policy
@@ -31,8 +32,7 @@ from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
 from utio_jax.staircase.sparse import SparseAttention
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Scores:
     """What `score` returns. Token `i` of these arrays has read tokens 0..i and predicts token i+1.
 
@@ -203,8 +203,7 @@ def _read_all(
     return jax.tree.map(lambda y: y.reshape(*x.shape[:2], *y.shape[1:]), found)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Comparison:
     """Two sets of states compared token by token, in nats; 0 where nothing is predicted.
 

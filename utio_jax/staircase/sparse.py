@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,14 +11,14 @@ from jaxtyping import Array, Bool, Float
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.history import History
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary, Signal, exceeds
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Head, Model
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class SparseAttention:
     """Tokens whose score does not exceed a segment's threshold attend to a window with sinks.
 
@@ -37,7 +36,7 @@ class SparseAttention:
 
     signal: Signal
     thresholds: Float[Array, " segment"]
-    history: History = dataclasses.field(metadata={"static": True})
+    history: History = static()
 
     def index_of(self, segment: int, depths: tuple[int, ...]) -> int:
         """Returns which threshold is a segment's; -1 for one that is simply dense.
