@@ -161,6 +161,7 @@ def test_an_interrupted_run_keeps_what_it_measured_and_resumes_there(tmp_path: P
         run(
             [group("a", calls), group("b", calls), group("c", calls, KeyboardInterrupt())], recorder
         )
+    recorder.close(complete=False, seconds=0.0)
     kept = read_results(tmp_path / "results.json")  # As the interruption left it.
     assert [row["key"] for row in kept["rows"]] == ["a", "b"]
     assert not kept["complete"]
@@ -175,6 +176,22 @@ def test_an_interrupted_run_keeps_what_it_measured_and_resumes_there(tmp_path: P
     assert done["rows"][:2] == kept["rows"]
     recorder_at(tmp_path)
     assert read_results(tmp_path / "results.json")["rows"] == [], "replaced unless resumed"
+
+
+def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
+    first = recorder_at(tmp_path)
+    first.add([timed(PLANNED, timing(1.0), BENCH)], seconds=1.0)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="results.json is being written by one. Wait for it"):
+            recorder_at(tmp_path, resume=resume)
+    assert len(read_results(tmp_path / "results.json")["rows"]) == 1, "nothing is lost"
+    other = "from filelock import FileLock; FileLock({!r}, timeout=0).acquire()"
+    lock = str(tmp_path / "results.json.lock")
+    process = [sys.executable, "-c", other.format(lock)]
+    assert subprocess.run(process, capture_output=True, check=False).returncode == 1, "nor there"
+    first.close(complete=True, seconds=1.0)
+    assert subprocess.run(process, capture_output=True, check=False).returncode == 0
+    recorder_at(tmp_path, resume=True).close(complete=True, seconds=2.0)
 
 
 def test_a_group_leaves_no_compiled_programs_behind(tmp_path: Path) -> None:

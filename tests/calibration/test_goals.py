@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from utio_jax.calibration.goals import Budgets, MaxDisagreement, MaxLoss
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import Batch
+from utio_jax.core.files import versions
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
@@ -141,7 +143,13 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
     tiny: Any, text: list[Batch], tmp_path: Path
 ) -> None:
     def fit(
-        *, done: Any = None, keep: Any = None, seed: int = 0, goal: Any = Budgets(budgets=(0.8,))
+        *,
+        done: Any = None,
+        keep: Any = None,
+        seed: int = 0,
+        goal: Any = Budgets(budgets=(0.8,)),
+        policies: tuple[str, ...] = ("position", "utio_before"),
+        refit: bool = False,
     ) -> Any:
         return calibrate(
             tiny.decoder,
@@ -149,11 +157,12 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
             text,
             model_sha256="a" * 64,
             text={"documents": 40},
-            policies=("position", "utio_before"),
+            policies=policies,
             goal=goal,
             executor=EXECUTOR,
             seed=seed,
             done=done,
+            refit=refit,
             keep=keep,
         )
 
@@ -175,14 +184,66 @@ def test_an_interrupted_calibration_goes_on_where_it_stopped(
     assert found.entries["position"] == marked.entries["position"], "not fitted again"
     assert found.entries["utio_before"] == whole.entries["utio_before"]
     assert set(found.info["goals"]) == {"position", "utio_before"}
-    with pytest.raises(ValueError, match="resume a calibration with .*'seed': 1.*'seed': 0"):
+    # Added to what is there: what was asked for is fitted again, the rest is kept.
+    assert fit(done=found, policies=("position",), refit=True).entries == whole.entries
+    with pytest.raises(ValueError, match="add to a calibration with .*'seed': 1.*'seed': 0"):
         fit(done=done, seed=1)
     for goal in (Budgets(budgets=(0.8, 0.9)), MaxLoss(nll_increase_pct=5.0)):
-        with pytest.raises(ValueError, match="resume a calibration with .*'goal': .*Start anew"):
+        with pytest.raises(
+            ValueError, match="add to a calibration with .*'goal': .*Name another --out"
+        ):
             fit(done=done, goal=goal)
     old = dataclasses.replace(done, info={k: v for k, v in done.info.items() if k != "goal"})
     with pytest.raises(ValueError, match="Got one with {'goal': None}"):
         fit(done=old)
+
+
+def test_what_cannot_be_added_is_refused_before_any_pass(
+    tiny: Any, text: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ran(*_: Any, **__: Any) -> None:
+        raise AssertionError("a pass")
+
+    class Promise:
+        """One for two policies, whichever these are."""
+
+        def asked(self) -> dict[str, Any]:
+            return {"max_disagreement": 0.1, "policies": 2}
+
+        def reach(self, *_: Any) -> Any: ...
+
+    promise: Any = Promise()
+    monkeypatch.setattr("utio_jax.calibration.calibrate.study_exits", ran)
+    run = partial(
+        calibrate,
+        tiny.decoder,
+        tiny.params,
+        text,
+        model_sha256="a" * 64,
+        text={},
+        goal=promise,
+        refit=True,
+    )
+    info = {
+        "model_sha256": "a" * 64,
+        "text": {},
+        "versions": versions(),
+        "seed": 0,
+        "width": 32,
+        "tokens": sum(int((batch.lengths - 1).clip(0).sum()) for batch in text),
+        "goal": promise.asked(),
+        "goals": {"position": {}, "entropy": {}},
+    }
+    done = Calibration(entries={}, signals={}, info=info)
+    with pytest.raises(AssertionError, match="a pass"):
+        run(done=done, policies=("entropy",))
+    with pytest.raises(ValueError, match="a promise for the 2 policies that share it. Got 3 with"):
+        run(done=done, policies=("entropy", "hazard"))
+    other = dataclasses.replace(done, info={**info, "text": {"documents": 1}})
+    with pytest.raises(ValueError, match="Name another --out, or remove what is there first"):
+        run(done=other, policies=("entropy",))
+    with pytest.raises(ValueError, match="Wanted policies of learned.*Got none"):
+        run(policies=())
 
 
 def test_calibrations_ask_alike_where_they_promise_alike() -> None:

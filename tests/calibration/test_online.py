@@ -382,7 +382,7 @@ def test_bad_arguments_are_refused(tiny: Any, unchecked_shapes: None) -> None:
             observe(state, jnp.zeros(shape), jnp.ones(agrees, bool), jnp.ones((1, 5), bool))
     policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.zeros(2), depths=DEPTHS)
     for used, changed, message in (
-        (uniform(2), {}, "Wanted a Thresholded policy. Got Uniform. Only thresholds adapt"),
+        (uniform(2), {}, "with thresholds. Got 'uniform'. Only thresholds adapt"),
         (policy, {"every": 1}, "Wanted one observed batch in 2 or more. Got every=1.*every=16"),
         (policy, {"agreement": 0.0}, "Wanted agreement between 0 and 1"),
         (policy, {"memory": 199}, "Wanted a memory of at least 200 tokens.*Got memory=199"),

@@ -224,23 +224,31 @@ def test_the_work_grows_with_the_text_and_not_with_its_square(
     header: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents that share a header: a fifth of each, nearly half, or most of it."""
-    plain, compared = risk._alike, 0
+    compared, asked = 0, 0
+    alike, of = risk._alike, risk._Groups.of
 
     def counted(first: np.ndarray, second: np.ndarray, similarity: float) -> bool:
         nonlocal compared
         compared += 1
-        return plain(first, second, similarity)
+        return alike(first, second, similarity)
+
+    def counted_of(groups: Any, index: int) -> int:
+        nonlocal asked
+        asked += 1
+        return of(groups, index)
 
     monkeypatch.setattr(risk, "_alike", counted)
+    monkeypatch.setattr(risk._Groups, "of", counted_of)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 16384, header)
     for count in (100, 300):
-        compared = 0
+        compared = asked = 0
         lengths = rng.integers(900, 1000, count) - header
         documents = [np.concatenate([shared, rng.integers(0, 16384, n)]) for n in lengths]
         groups = group_near_duplicates(documents)
         assert len(set(groups.tolist())) == (1 if header == 600 else count)
         assert compared <= 2 * count
+        assert asked <= 60 * count
 
 
 def test_halves_keep_copies_on_one_side() -> None:

@@ -47,7 +47,9 @@ def test_a_calibration_of_its_own_is_made_compared_and_used(
 ) -> None:
     out = tmp_path / "mine.json"
     model = ["--model", str(folder)]
-    train, read = ([str(source(n)) for n in names] for names in (("colorsys",), TEXTS))
+    # Intervals are taken over at least five documents.
+    others = [name for name in SOURCES if name != "colorsys"]
+    train, read = ([str(source(n)) for n in names] for names in (("colorsys",), others))
     arguments = ["calibrate", "--text", *train, "--policy", "position", "--out", str(out)]
     assert main([*arguments, *model, "--max-nll-increase-pct", "1"]) == 0
     fitted = last_line(capsys)
@@ -103,9 +105,14 @@ def test_score_token_ids_are_taken_as_they_are(
     file = tmp_path / "ids.json"
     file.write_text(json.dumps([ids, ids[:7]]))
     losses = {}
-    for policy in ("full", "uniform", "learned", "random"):
+    for policy, more in {
+        "full": [],
+        "uniform": ["--depth", "2"],
+        "learned": ["--budget", "0.8"],
+        "random": ["--budget", "0.8"],
+    }.items():
         arguments = ["score", "--token-ids", str(file), "--model", str(bare), "--policy", policy]
-        assert main([*arguments, "--budget", "0.8", "--depth", "2"]) == 0
+        assert main([*arguments, *more]) == 0
         found = last_line(capsys)
         assert [d["tokens"] for d in found["documents"]] == [90, 7]
         losses[policy] = found["nll"]
@@ -159,11 +166,11 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         "adaptive": ["--enable-utio", "--budget", "0.8"],
         "throttled": [
             *("--enable-utio", "--policy", "full", "--throttle", "inf"),
-            *("--history", "5", "2", "4"),
+            *("--history", "5", "2"),
         ],
         "prompts": [
             *("--enable-utio", "--budget", "0.8", "--route-prompt"),
-            *("--sparse-prompt", "inf", "--history", "5", "2", "0"),
+            *("--sparse-prompt", "inf", "--history", "5", "2"),
         ],
     }.items():
         assert main([*arguments, *more]) == 0
@@ -307,9 +314,9 @@ def test_a_model_without_exits_cannot_draft(
         ),
         (
             ["calibrate", "--text", "SOURCE", "--max-disagreement", "0.05"],
-            "at least 63 documents for max_disagreement=0.05 at confidence 0.95",
+            "at least 77 documents for max_disagreement=0.05 at confidence 0.95",
         ),
-        (["compare", "--text", "SOURCE"], "at least two documents"),
+        (["compare", "--text", "SOURCE"], "Wanted at least 5 documents"),
         (["compare", "--budgets", "0.123"], "some of the budgets [0.8]"),
         (["score", "SOURCE", "--calibration", "nowhere.json"], "There is none"),
         (["train", "--preset", "huge"], "Wanted a preset of"),
@@ -329,7 +336,7 @@ def test_a_model_without_exits_cannot_draft(
         ),
         (["generate", "x", "--throttle", "inf"], "--enable-utio with --throttle"),
         (["generate", "x", "--lossless", "--throttle", "1"], "without a policy or a throttle"),
-        (["generate", "x", "--enable-utio", "--history", "9", "1", "1"], "--sparse-prompt with"),
+        (["generate", "x", "--enable-utio", "--history", "9", "1"], "--sparse-prompt with"),
         (["generate", "x", "--lossless", "--route-prompt"], "Got --route-prompt"),
         (["generate", "x", "--sparse-prompt", "1"], "--enable-utio with --sparse-prompt"),
         (
@@ -337,7 +344,7 @@ def test_a_model_without_exits_cannot_draft(
             'with dense attention for a mode with kv="full"',
         ),
         (
-            ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1", "1"],
+            ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1"],
             "History of at least 1 recent token",
         ),
         (["generate", "x", "--temperature", "-1"], "a temperature above 0"),
@@ -350,7 +357,10 @@ def test_a_model_without_exits_cannot_draft(
         (["generate", "x", "--enable-utio", "--lossless", "--profit", "p.json"], "Got --lossless"),
         (["generate", "x", "--enable-utio", "--kv", "full", "--profit", "p.json"], "Got --kv"),
         (
-            ["generate", "x", "--enable-utio", "--policy", "uniform", "--profit", "p.json"],
+            [
+                *("generate", "x", "--enable-utio", "--policy", "uniform", "--depth", "2"),
+                *("--profit", "p.json"),
+            ],
             "a calibrated policy with --profit",
         ),
         (["generate", "x", "--enable-utio", "--profit", "p.json"], "No such file"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from utio_jax import check_tokens
-from utio_jax.core.documents import batches_of, sample_batches, windows_of
+from utio_jax.core.documents import batches_of, row_counts, sample_batches, windows_of
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(2, 16), st.integers(1, 5))
@@ -36,6 +36,31 @@ def test_every_token_but_the_first_is_predicted_exactly_once(
             predicted.update(batch.token_ids[row, 1:length].tolist())
     assert seen == set(range(len(windows)))
     assert predicted == collections.Counter(t for d in documents for t in d[1:].tolist())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 16])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 9, 16, 17, 29, 33, 100])
+def test_batches_have_few_empty_rows_and_few_shapes(rows: int, count: int) -> None:
+    windows = [np.zeros(12, np.int32)] * count
+    found = list(batches_of(windows, rows=rows, widths=[4, 16], vocab_size=2))
+    assert len(found) == -(-count // rows), "no pass more than full ones would take"
+    assert len({batch.token_ids.shape for batch in found}) == 1
+    held = len(found[0].lengths)
+    assert held in row_counts(rows)
+    assert held <= rows
+    empty = len(found) * held - count
+    assert empty <= len(found) * held / 3
+    if count <= rows:
+        assert held == min(each for each in row_counts(rows) if each >= count)
+
+
+def test_windows_share_a_batch_with_those_of_their_width() -> None:
+    windows = [np.zeros(n, np.int32) for n in (3, 16, 4, 9, 2, 16, 1)]
+    found = list(batches_of(windows, rows=4, widths=[16, 4, 8], vocab_size=2))
+    assert [batch.token_ids.shape for batch in found] == [(3, 16), (4, 4)]
+    assert [batch.window.tolist() for batch in found] == [[1, 5, 3], [2, 0, 4, 6]]
+    assert row_counts(40) == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
+    assert list(batches_of([], rows=4, widths=[4], vocab_size=2)) == []
 
 
 def test_wrong_documents_are_refused() -> None:

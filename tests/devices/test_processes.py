@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from helpers.models import Model
 
-from utio_jax.cli.launch import launch
+from utio_jax.cli.main import main
 from utio_jax.cli.options import OfDevices
 from utio_jax.devices.processes import Shards, digest, local_mesh, share
 from utio_jax.models import save
@@ -239,6 +239,7 @@ def test_flags_of_processes_need_each_other() -> None:
 
 
 def test_the_launcher_of_processes_wants_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        launch(["--processes", "2"])
-    assert "a command to run in each" in capsys.readouterr().err
+    assert main(["launch", "--processes", "2"]) == 2
+    assert "a command to run in each. Got --processes 2 and no command" in capsys.readouterr().err
+    assert main(["launch", "--processes", "0", "evaluate", "--text", "x"]) == 2
+    assert "Got --processes 0 and evaluate --text x" in capsys.readouterr().err

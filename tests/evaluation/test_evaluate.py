@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.cases import run_oracle, run_staircase
+from helpers.cases import run_dense, run_oracle, run_staircase
+from helpers.counting import Counting, read_counts
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
@@ -22,6 +23,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.staircase.score import compare_states
 
 
 def ledger_of(quality: Quality, name: str, *, budget: float | None) -> Any:
@@ -112,6 +114,59 @@ def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any)
     assert found.flops == pytest.approx(wanted)
     assert found.flops_ideal == pytest.approx(wanted)
     assert found.query_layers == depths.sum()
+
+
+def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
+    """300 tokens in a context of 128: two rows of 128 and one of 64, of up to 16."""
+    document, shapes = np.arange(300) % 64, list[tuple[int, ...]]()
+    found = score_documents(
+        Counting(tiny.decoder.config),
+        tiny.params,
+        [document],
+        full_depth(tiny.decoder),
+        executor=EXECUTOR,
+        progress=lambda: shapes.append(()),
+    )
+    counts = read_counts()
+    assert len(shapes) == 2, "passes"
+    assert counts["keys_values"] == 4 * (2 * 128 + 1 * 64), "those of each row, padded to its width"
+    real = 128 + 128 + 46
+    cost = token_cost(tiny.decoder, tiny.params)
+    assert found.quality.tokens == real
+    # A head for the pass of each real token, one to compare each predicted one; in buckets of four.
+    passed, compared = (128 + 128 + 48), (127 + 127 + 45)
+    assert passed + compared <= counts["unembed"] <= passed + compared + 2 * 3
+    row = ledger_of(found.quality, "full", budget=None)
+    assert row.flops_ratio == 1
+    padding = 4 * (2 * 128 + 64 - real) * cost.keys_values
+    assert found.quality.flops - found.quality.flops_ideal >= padding
+    assert row.speedup_ideal < 1.15, "what is ideal is nearly what runs"
+
+
+def test_comparisons_run_a_head_per_predicted_token_and_pass(tiny: Any) -> None:
+    decoder, ids = Counting(tiny.decoder.config), tiny.tokens(4, 32)
+    lengths = jnp.asarray([32, 9, 1, 0])
+    shallow, full = run_dense(tiny.decoder, tiny.params, ids, lengths, depths=(2, 4))
+    run = jax.jit(compare_states, static_argnums=0)
+    read_counts()
+    both = jax.block_until_ready(run(decoder, tiny.params, ids, lengths, shallow, full))
+    predicted = 31 + 8
+    blocks = -(-predicted // 32) * 32  # In units of the default executor.
+    assert read_counts()["unembed"] == 2 * blocks
+    one = jax.block_until_ready(run(decoder, tiny.params, ids, lengths, full))
+    assert read_counts()["unembed"] == blocks
+    itself = run(decoder, tiny.params, ids, lengths, full, full)
+    for name, value in vars(one).items():
+        np.testing.assert_allclose(value, getattr(itself, name), atol=1e-5)
+    np.testing.assert_array_equal(one.kl, 0)
+    real = np.arange(32) < np.asarray(lengths)[:, None] - 1
+    for name, value in vars(both).items():
+        assert not np.asarray(value)[~real].any(), f"{name} is 0 where nothing is predicted"
+    np.testing.assert_allclose(
+        np.asarray(both.nll)[:, :-1][real[:, :-1]],
+        plain_nll(tiny, ids, shallow)[real[:, :-1]],
+        atol=1e-4,
+    )
 
 
 @jax.tree_util.register_dataclass

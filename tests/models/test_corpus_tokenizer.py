@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from utio_jax.models.texts import describe, read_files
 from utio_jax.models.tokenizer import BOS, encode_documents, load_tokenizer, train_tokenizer
-from utio_jax.models.training.corpus import describe, read_files, split_of_path, standard_library
+from utio_jax.models.training.corpus import split_of_path, standard_library
 
 SPLITS = ("train", "calibrate", "test")
 PATHS = st.lists(

@@ -1,1 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What was executed, what it cost, and whether it pays."""
+
+from utio_jax.accounting.generation import generation_ledger
+from utio_jax.accounting.guardrails import check_decoding, check_worthwhile
+from utio_jax.accounting.ledger import Ledger, convex_hull, uniform_hull
+from utio_jax.accounting.profit import Profit, Rates
+from utio_jax.accounting.prompt import PromptCost, prompt_cost
+from utio_jax.accounting.quality import Quality
+
+__all__ = [
+    "Ledger",
+    "Profit",
+    "PromptCost",
+    "Quality",
+    "Rates",
+    "check_decoding",
+    "check_worthwhile",
+    "convex_hull",
+    "generation_ledger",
+    "prompt_cost",
+    "uniform_hull",
+]

@@ -37,25 +37,21 @@ STAGE_REPEATS = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One mode on the same prompts as the others.
+class Written:
+    """What one mode wrote, and what that cost in work; its times are None.
 
     Attributes:
       results: what came out of each batch.
-      timing: of all batches, prefill included.
-      ratios: `[round]`, plain decoding's seconds per new token over this mode's.
-      ledger: with times and speed-up.
+      ledger: of all of them.
     """
 
     results: tuple[Generated, ...]
-    timing: Timing
-    ratios: np.ndarray
     ledger: Ledger
 
     @property
-    def tokens_per_second(self) -> float:
-        """New tokens over seconds of prefill and decoding, after a warm-up at the same shapes."""
-        return (self.ledger.tokens or 0) / self.timing.median
+    def tokens_per_second(self) -> float | None:
+        """New tokens over seconds; None where nothing was timed."""
+        return None
 
     @property
     def acceptance(self) -> float | None:
@@ -71,12 +67,31 @@ class Measured:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns rates and ledger as JSON-ready values."""
+        rate = self.tokens_per_second
         rates = {
-            "tokens_per_second": round(self.tokens_per_second, 1),
+            "tokens_per_second": None if rate is None else round(rate, 1),
             "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
             "repetition": round(self.repetition, 4),
         }
         return rates | self.ledger.to_dict()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Written):
+    """One mode on the same prompts as the others, with times and speed-up in its ledger.
+
+    Attributes:
+      timing: of all batches, prefill included.
+      ratios: `[round]`, plain decoding's seconds per new token over this mode's.
+    """
+
+    timing: Timing
+    ratios: np.ndarray
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over seconds of prefill and decoding, after a warm-up at the same shapes."""
+        return (self.ledger.tokens or 0) / self.timing.median
 
 
 def measure_modes(

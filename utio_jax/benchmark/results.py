@@ -8,12 +8,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from utio_jax.benchmark.schema import SCHEMA, Row, rounded
 from utio_jax.core.files import load_json, save_json
 
 
 class Recorder:
     """Keeps every row on disk as soon as it is known: an interruption loses what was under way.
+
+    One run writes a file: another that opens it meanwhile is refused, in whichever process. The
+    lock ends with the run, however that ends.
 
     Attributes:
       rows: by key, in the order of measuring.
@@ -38,9 +43,18 @@ class Recorder:
           resume: keep the rows that are there; without it they are replaced.
 
         Raises:
-          ValueError: `resume`, and the file is broken, or was measured with other settings, devices
-            or versions.
+          ValueError: another run is writing the file; or `resume`, and it is broken, or was
+            measured with other settings, devices or versions.
         """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = FileLock(file.with_name(file.name + ".lock"), timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"Wanted results that no other run writes. {file} is being written by one. Wait "
+                "for it, or name another --out."
+            ) from None
         self._file, self._resumed = file, 0.0
         self._head: dict[str, Any] = {
             "command": "bench",
@@ -53,9 +67,13 @@ class Recorder:
             "environment": dict(environment),
         }
         self.rows: dict[str, Row] = {}
-        if resume and file.is_file():
-            self._continue(read_results(file))
-        self._write()
+        try:
+            if resume and file.is_file():
+                self._continue(read_results(file))
+            self._write()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def _continue(self, stored: Mapping[str, Any]) -> None:
         ours = self._head
@@ -89,9 +107,10 @@ class Recorder:
         self._write()
 
     def close(self, *, complete: bool, seconds: float) -> dict[str, Any]:
-        """Writes whether all rows are there, and returns the whole."""
+        """Writes whether all rows are there, returns the whole, and lets others write the file."""
         self._head |= {"complete": complete, "seconds": round(self._resumed + seconds, 1)}
         self._write()
+        self._lock.release()
         return self.to_dict()
 
     def to_dict(self) -> dict[str, Any]:

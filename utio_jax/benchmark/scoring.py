@@ -28,10 +28,17 @@ from utio_jax.staircase.score import Comparison, full_depth, run_score, score_de
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One row to measure: a policy, and the budget that it was fitted for, if any."""
+    """One row to measure.
+
+    Attributes:
+      policy: that decides depths.
+      budget: that it was fitted for, if any.
+      depth: that all tokens run, if that is what it decides.
+    """
 
     policy: Policy
     budget: float | None = None
+    depth: int | None = None
 
     @property
     def label(self) -> str:
@@ -40,15 +47,18 @@ class Entry:
             return f"{self.policy.name}@{self.budget:g}"
         if self.policy.name == "full":
             return "full"
-        return f"{self.policy.name}:{self.policy.depths[-1]}"
+        return f"{self.policy.name}:{self.depth or self.policy.depths[-1]}"
 
 
 def control_entries(decoder: Decoder) -> list[Entry]:
-    """Returns full depth and one `uniform` per earlier exit: what every policy is read against."""
-    exits = decoder.config.exits[:-1]
+    """Returns full depth and one `uniform` per earlier exit: what every policy is read against.
+
+    One program serves all of these: a boundary where nobody is asked costs next to nothing.
+    """
+    exits = decoder.config.exits
     return [
         Entry(policy=full_depth(decoder)),
-        *(Entry(policy=uniform(depth)) for depth in exits),
+        *(Entry(policy=uniform(depth, exits=exits), depth=depth) for depth in exits[:-1]),
     ]
 
 

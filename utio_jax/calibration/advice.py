@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding.drafting import tokens_per_layer
@@ -62,6 +63,44 @@ def best_drafting(
     )
 
 
+def conclude(rows: Sequence[ComparisonRow]) -> str:
+    """Returns a comparison's result as a sentence: is some policy better than truncating the model?
+
+    The controls are no candidates: uniform exits, chance, and hindsight.
+    """
+    tried = [
+        (row.hull_margin_pct, row)
+        for row in rows
+        if row.hull_margin_pct is not None
+        and row.ledger.policy != "random"
+        and not row.ledger.policy.startswith("oracle_")
+    ]
+    if not tried:
+        return (
+            "No policy could be held against truncating the model: all of them are cheaper than "
+            "its first exit."
+        )
+    sure = [pair for pair in tried if pair[0][0] > 0]
+    (low, margin, high), best = max(sure or tried, key=lambda pair: pair[0][1])
+    spent, lost = best.ledger.flops_ratio or 0.0, best.ledger.nll_increase_pct or 0.0
+    if not sure:
+        return (
+            f"On this text no policy is better than truncating the model, beyond doubt: the best "
+            f"of {len(tried)}, {best.name}, has {margin:+.2f} % [{low:+.2f}, {high:+.2f}] less "
+            f"loss than exits mixed at its {spent:.3f} of the FLOPs ({lost:+.2f} % over full "
+            "depth), so --policy uniform with a --depth does as well."
+        )
+    bearable = lost <= _ACCEPTABLE_PCT
+    return (
+        f"On this text {len(sure)} of {len(tried)} policies are better than truncating the model, "
+        f"beyond doubt: most of all {best.name}, with {margin:.2f} % [{low:.2f}, {high:.2f}] less "
+        f"loss than exits mixed at its {spent:.3f} of the FLOPs, "
+        + ("and " if bearable else "but ")
+        + f"{lost:+.2f} % over full depth"
+        + ("." if bearable else ", which is more than most uses bear.")
+    )
+
+
 def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: bool) -> str | None:
     """Returns what to do with a model for which adaptive depth will not pay; None where it may.
 
@@ -84,8 +123,8 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
         "depth's" + (f", and no policy stays within {_ACCEPTABLE_PCT:.0f} %." if measured else "."),
     ]
     if not lens:
-        said.append("These exits may never have been trained to predict: --fit-lens lets the head")
-        said.append("read them better without touching the model.")
+        said.append("These exits may never have been trained to predict: utio-jax calibrate")
+        said.append("--fit-lens lets the head read them better without touching the model.")
     drafting = best_drafting(decoder, params, info["exit_agreement"])
     if drafting.gain >= _WORTH_DRAFTING:
         said.append(

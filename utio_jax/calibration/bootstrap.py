@@ -92,8 +92,7 @@ class HullBootstrap:
             return None
         # What each document's weight adds to the margin, in every draw: by the chain rule.
         influence = _slopes(totals) @ values.T
-        count = len(values)
-        errors = np.sqrt((self._weights * influence**2).sum(axis=1) * count / (count - 1))
+        errors = np.sqrt((self._weights * influence**2).sum(axis=1))
         moved = np.abs(margins - margins[0])
         with np.errstate(divide="ignore", invalid="ignore"):
             # A draw of one document alone has no error: it is infinitely far off, if at all.

@@ -10,6 +10,7 @@ what padding adds corrects the budget, a target `flops_ratio` with everything ex
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,13 +23,10 @@ from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
-from utio_jax.core.files import versions
+from utio_jax.core.files import hash_params, versions
 from utio_jax.policies.store import Calibration
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
-
-BUDGETS = (0.5, 0.6, 0.75, 0.9)
-"""The `flops_ratio`s that policies are fitted for by default."""
 
 _LEAST = 512  # Below, a gate's weights outnumber what they are fitted to by far.
 
@@ -41,14 +39,15 @@ def calibrate(
     params: Params,
     batches: Sequence[Batch],
     *,
-    model_sha256: str,
-    text: Mapping[str, Any],
+    model_sha256: str | None = None,
+    text: Mapping[str, Any] | None = None,
     policies: Sequence[str] = POLICIES,
-    goal: Goal = Budgets(budgets=BUDGETS),
+    goal: Goal = Budgets(),
     executor: Executor = MicroBatches(),
     mesh: Mesh | None = None,
     seed: int = 0,
     done: Calibration | None = None,
+    refit: bool = False,
     keep: Callable[[Calibration], None] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Calibration:
@@ -58,17 +57,19 @@ def calibrate(
       decoder: the model.
       params: its parameters.
       batches: the calibration text, all of one width; none of it may be reported on later.
-      model_sha256: identifies the weights; a calibration refuses others.
-      text: identifies the text, for the record.
+      model_sha256: identifies the weights; a saved calibration refuses others. None takes
+        `utio_jax.core.files.hash_params` of `params`.
+      text: identifies the text, for the record; None: its size and hash.
       policies: names from `utio_jax.calibration.gates.SIGNALS`.
       goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
         and `info["goals"]` says so.
       executor: how passes will run; padding is part of the budget.
       mesh: splits the rows of every pass over its axis "data".
       seed: of the gates.
-      done: an interrupted calibration of the same model, text and goal: policies that it holds are
-        kept. One of another goal is refused and not fitted again: what is asked for would be mixed
-        with what once was.
+      done: a calibration of the same model, text and goal, to which policies are added. One of
+        anything else is refused: what is asked for would be mixed with what once was.
+      refit: policies that it holds already are fitted again; otherwise they are kept, as after an
+        interruption.
       keep: called with all that is fitted so far, after each policy.
       progress: called with what happens next.
 
@@ -78,17 +79,16 @@ def calibrate(
     """
     say = progress if progress is not None else lambda _: None
     unknown = [name for name in policies if name not in SIGNALS]
-    if unknown:
-        raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {unknown[0]!r}.")
-    say("exits of the full pass")
-    studies = study_exits(decoder, params, batches, mesh=mesh)
+    if unknown or not policies:
+        got = repr(unknown[0]) if unknown else "none"
+        raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {got}.")
     info = {
-        "model_sha256": model_sha256,
-        "text": dict(text),
+        "model_sha256": hash_params(params) if model_sha256 is None else model_sha256,
+        "text": _describe(batches) if text is None else dict(text),
         "versions": versions(),
         "seed": seed,
         "width": batches[0].token_ids.shape[1],
-        "tokens": int(sum(study.predicted.sum() for study in studies)),
+        "tokens": int(sum(np.maximum(batch.lengths - 1, 0).sum() for batch in batches)),
         "goal": goal.asked(),
     }
     if info["tokens"] < _LEAST:
@@ -100,13 +100,10 @@ def calibrate(
         entries={}, signals={}, info={**info, "goals": {}, "rank_correlation_kl": {}}
     )
     if done is not None:
-        other = {key: done.info.get(key) for key in info if done.info.get(key) != info[key]}
-        if other:
-            raise ValueError(
-                f"Wanted to resume a calibration with { ({key: info[key] for key in other}) }. "
-                f"Got one with {other}. Start anew without --resume, or name another --out."
-            )
+        _check_same(done, info, policies)
         fitted = done
+    say("exits of the full pass")
+    studies = study_exits(decoder, params, batches, mesh=mesh)
     fitter = SignalFitter(decoder, params, studies, seed=seed)
     search = ThresholdSearch(decoder, params, studies, executor=executor, mesh=mesh)
     of_exits = {
@@ -115,7 +112,7 @@ def calibrate(
     }
     fitted = dataclasses.replace(fitted, info={**fitted.info, **of_exits})
     for name in policies:
-        if name in fitted.info["goals"]:
+        if name in fitted.info["goals"] and not refit:
             continue
         say(f"{name}: weights")
         signal = fitter.fit(name)
@@ -125,13 +122,47 @@ def calibrate(
         if keep is not None:
             keep(fitted)
         search.forget()
-    if not any(fitted.entries.values()):
-        name, signal = next(iter(fitted.signals.items()))
+    if not any(fitted.entries[name] for name in policies):
+        name, goals = policies[0], fitted.info["goals"]
         raise ValueError(
             f"Wanted a goal that some policy reaches; {name} gets as cheap as "
-            f"{search.cheapest(signal):.3f}. Got {fitted.info['goals']}. Ask for less."
+            f"{search.cheapest(fitted.signals[name]):.3f}. Got "
+            f"{ ({name: goals[name] for name in policies}) }. Ask for less."
         )
     return fitted
+
+
+def _check_same(done: Calibration, info: Mapping[str, Any], policies: Sequence[str]) -> None:
+    """Checks that policies can be added to a calibration.
+
+    Raises:
+      ValueError: it is of something else, or what it promises for so many policies would no longer
+        hold for more.
+    """
+    other = {key: done.info.get(key) for key in info if done.info.get(key) != info[key]}
+    if other:
+        raise ValueError(
+            f"Wanted to add to a calibration with { ({key: info[key] for key in other}) }. Got one "
+            f"with {other}. Name another --out, or remove what is there first."
+        )
+    promised = info["goal"].get("policies")
+    every = [*dict.fromkeys((*done.info["goals"], *policies))]
+    if promised is not None and len(every) > promised:
+        raise ValueError(
+            f"Wanted a promise for the {promised} policies that share it. Got {len(every)} with "
+            f"those that were fitted before: {', '.join(every)}. Fit all of them at once, or name "
+            "another --out."
+        )
+
+
+def _describe(batches: Sequence[Batch]) -> dict[str, Any]:
+    """Returns what identifies a text of which only batches are known."""
+    digest = hashlib.sha256()
+    for batch in batches:
+        digest.update(np.ascontiguousarray(batch.token_ids).tobytes())
+        digest.update(np.ascontiguousarray(batch.lengths).tobytes())
+    windows = sum(int((batch.window >= 0).sum()) for batch in batches)
+    return {"windows": windows, "sha256": digest.hexdigest()}
 
 
 def _correlations(search: ThresholdSearch, signal: Any) -> dict[str, float | None]:

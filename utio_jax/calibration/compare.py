@@ -65,11 +65,21 @@ class ComparisonRow:
     rank_correlation_depth: float | None = None
     oracle_recovered: float | None = None
 
+    @property
+    def name(self) -> str:
+        """What no other row is called: the policy, with its budget or depth."""
+        ledger = self.ledger
+        if ledger.budget is not None:
+            return f"{ledger.policy} at {ledger.budget:g}"
+        depths = ledger.depth_histogram or {}
+        return f"uniform {next(iter(depths))}" if ledger.policy == "uniform" else ledger.policy
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the row as JSON-ready values."""
         short = lambda value: None if value is None else float(f"{value:.4g}")  # noqa: E731
         margin = self.hull_margin_pct
         return {
+            "name": self.name,
             **self.ledger.to_dict(),
             "hull_margin_pct": None if margin is None else [short(value) for value in margin],
             "rank_correlation_kl": short(self.rank_correlation_kl),
@@ -114,8 +124,8 @@ def compare(
     """
     say = progress if progress is not None else lambda _: None
     known = sorted({budget for fitted in calibration.entries.values() for budget in fitted})
-    chosen = [budget for budget in known if budgets is None or budget in budgets]
-    if not chosen:
+    chosen = known if budgets is None else sorted(set(budgets))
+    if not set(chosen) <= set(known) or not chosen:
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
     say("exits of the full pass")
     params = place(params, local_mesh(mesh))

@@ -46,7 +46,7 @@ class Goal(Protocol):
 class Budgets:
     """Least loss at each target `flops_ratio`."""
 
-    budgets: tuple[float, ...]
+    budgets: tuple[float, ...] = (0.5, 0.6, 0.75, 0.9)
 
     def __post_init__(self) -> None:
         if not self.budgets or not all(0 < budget <= 1 for budget in self.budgets):

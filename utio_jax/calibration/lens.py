@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,10 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.lens import Lens, read_through
 from utio_jax.staircase.reference import dense_states
+
+# Between two lines of progress.
+_SECONDS_BETWEEN = 10.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +44,14 @@ class LensConfig:
     learning_rate: float = 1e-3
     ridge: float = 1e-3
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 0 or self.tokens < 1 or self.batch < 1:
+            raise ValueError(
+                "Wanted at least 0 steps, and at least 1 token to learn from in all and in each. "
+                f"Got steps={self.steps}, tokens={self.tokens}, batch={self.batch}. With 0 steps "
+                "the lens is the regression that others start from."
+            )
 
 
 def fit_lens(
@@ -67,9 +79,11 @@ def fit_lens(
     """
     exits = decoder.config.exits[:-1]
     if not exits:
+        some = some_exits(decoder.config.num_layers)
         raise ValueError(
             "Wanted a model with an exit before its last layer. Got exits="
-            f"{decoder.config.exits}. Name some: models.load(..., exits=...) or --exits."
+            f"{decoder.config.exits}. Name some as it is loaded, for example --exits "
+            f"{' '.join(map(str, some))} (load(..., exits={some}))."
         )
     say = progress if progress is not None else lambda _: None
     say("lens: states of the full pass")
@@ -81,7 +95,7 @@ def fit_lens(
         )
     say(f"lens: {len(exits)} maps on {count:,} tokens")
     lens = _regression(states, exits, ridge=config.ridge)
-    return _descend(decoder, params, lens, states, config)
+    return _descend(decoder, params, lens, states, config, say)
 
 
 def _states(
@@ -126,7 +140,12 @@ def _regression(states: np.ndarray, exits: tuple[int, ...], *, ridge: float) -> 
 
 
 def _descend(
-    decoder: Decoder, params: Params, lens: Lens, states: np.ndarray, config: LensConfig
+    decoder: Decoder,
+    params: Params,
+    lens: Lens,
+    states: np.ndarray,
+    config: LensConfig,
+    say: Callable[[str], None],
 ) -> Lens:
     """Returns the maps after `config.steps` of Adam on the KL divergence, summed over exits."""
     import optax
@@ -148,18 +167,24 @@ def _descend(
     @jax.jit
     def update(
         maps: Any, state: Any, params: Params, chosen: Float[Array, "exit token dim"]
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, Any, Float[Array, ""]]:
         *early, last = chosen.astype(jnp.float32)
         full = jax.nn.log_softmax(decoder.unembed(params, last).astype(jnp.float32))
-        slopes = jax.grad(divergence)(maps, params, full, jnp.stack(early))
+        found, slopes = jax.value_and_grad(divergence)(maps, params, full, jnp.stack(early))
         updates, state = optimizer.update(slopes, state, maps)
-        return optax.apply_updates(maps, updates), state
+        return optax.apply_updates(maps, updates), state, found
 
     def draw(rng: np.random.Generator) -> Int[np.ndarray, " token"]:
         return rng.integers(states.shape[1], size=config.batch)
 
     maps: Any = {"matrix": lens.matrix, "bias": lens.bias}
     state, rng = optimizer.init(maps), np.random.default_rng(config.seed)
-    for _ in range(config.steps):
-        maps, state = update(maps, state, params, jnp.asarray(states[:, draw(rng)]))
+    told = 0.0
+    for step in range(config.steps):
+        maps, state, found = update(maps, state, params, jnp.asarray(states[:, draw(rng)]))
+        # Seldom: to be told the divergence, the host waits for the device.
+        if time.perf_counter() - told >= _SECONDS_BETWEEN or step + 1 == config.steps:
+            nats = float(found) / len(lens.exits)
+            say(f"lens: step {step + 1} of {config.steps}, {nats:.4f} nats from full depth")
+            told = time.perf_counter()
     return Lens(matrix=maps["matrix"], bias=maps["bias"], exits=lens.exits)

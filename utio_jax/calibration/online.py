@@ -278,10 +278,10 @@ def adapt(
     Raises:
       ValueError: no `Thresholded` policy, a number out of range, or a first batch without tokens.
     """
-    if not isinstance(policy, Thresholded):
+    if not isinstance(policy, Thresholded) or len(policy.depths) == 1:
         raise ValueError(
-            f"Wanted a Thresholded policy. Got {type(policy).__name__}. Only thresholds adapt; "
-            f"use Thresholded(signal=...)."
+            f"Wanted a Thresholded policy with thresholds. Got {policy.name!r}. Only thresholds "
+            "adapt; use Thresholded(signal=...) with two depths or more."
         )
     if every < 2:
         raise ValueError(

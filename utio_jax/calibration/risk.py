@@ -180,13 +180,7 @@ def group_near_duplicates(
             )
     sets = [_shingles(document) for document in documents]
     ordered, alone = _rarest_first(sets)
-    parent = list(range(len(sets)))
-
-    def root(index: int) -> int:
-        while parent[index] != index:
-            parent[index] = index = parent[parent[index]]
-        return index
-
+    groups = _Groups(len(sets))
     # Two sets of that similarity share a shingle among the rarest of each (prefix filtering,
     # Chaudhuri et al. 2006): what all have, as a header, is common and comes last. Small sets
     # first, so that a shorter prefix of each will do where it is looked for by larger ones.
@@ -198,10 +192,11 @@ def group_near_duplicates(
         looked_for = mine[first : size - _least(similarity * size) + 1].tolist()
         known = set[int]().union(*(owners[each] for each in looked_for if each in owners))
         for other in sorted(known):
-            if root(other) != root(number) and _alike(sets[other], sets[number], similarity):
-                low, high = sorted((root(other), root(number)))
-                parent[high] = low
-        mates = {other for other in known if root(other) == root(number)}
+            apart = groups.of(other) != groups.of(number)
+            if apart and _alike(sets[other], sets[number], similarity):
+                groups.join(other, number)
+        mine_now = groups.of(number)
+        mates = {other for other in known if groups.of(other) == mine_now}
         kept = size - _least(2 * similarity / (1 + similarity) * size) + 1
         for shingle in mine[first:kept].tolist():
             listed = owners.setdefault(shingle, set())
@@ -209,11 +204,30 @@ def group_near_duplicates(
             # documents would make as many pairs as there are.
             if len(listed & mates) < _STAND_INS:
                 listed.add(number)
-    roots = np.asarray([root(index) for index in range(len(sets))], np.int64)
-    return np.unique(roots, return_inverse=True)[1]
+    found = np.asarray([groups.of(index) for index in range(len(sets))], np.int64)
+    return np.unique(found, return_inverse=True)[1]
 
 
 _STAND_INS = 8
+
+
+class _Groups:
+    """Which of numbered things are joined: union-find, a group named by its lowest member."""
+
+    def __init__(self, count: int):
+        self._parent = list(range(count))
+
+    def of(self, index: int) -> int:
+        """Returns the group's name."""
+        parent = self._parent
+        while parent[index] != index:
+            parent[index] = index = parent[parent[index]]
+        return index
+
+    def join(self, a: int, b: int) -> None:
+        """Makes two groups one."""
+        low, high = sorted((self.of(a), self.of(b)))
+        self._parent[high] = low
 
 
 def _least(overlap: float) -> int:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.arrays import flat, map_head
-from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, name_exits
 from utio_jax.core.documents import Batch
 from utio_jax.devices.processes import Arrays, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, StackedRows, over_rows, place
@@ -107,8 +107,7 @@ def study_exits(
     if len(exits) < 2:
         raise ValueError(
             "Wanted a model with an exit before its last layer "
-            f"{decoder.config.num_layers}. Got exits={exits}. Name exits in its "
-            "config; stock models need exits fitted first."
+            f"{decoder.config.num_layers}. Got exits={exits}. {name_exits(decoder)}"
         )
     here = local_mesh(mesh)
     params = place(params, here)

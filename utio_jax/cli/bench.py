@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from utio_jax.cli.bench_subjects import subject_named
-from utio_jax.cli.options import progress_lines
+from utio_jax.cli.options import check_out, progress_lines
 
 if TYPE_CHECKING:
     from utio_jax.benchmark.suite import Suite
@@ -71,6 +71,7 @@ class Bench:
                 "sizes that it runs; --suite cpu measures this machine."
             )
         suite = self.sized()
+        check_out(self.out)
         dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
         say = progress_lines(started)
         say("ceilings: a matrix product, a copy")

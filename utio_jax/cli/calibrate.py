@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -13,9 +14,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax.cli.options import OfWindows, is_first, progress_lines, read_documents
+from utio_jax.cli.options import (
+    OfWindows,
+    is_first,
+    is_shipped,
+    progress_lines,
+    read_documents,
+)
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.documents import Batch, batches_of, windows_of
+from utio_jax.core.files import check_writable, load_json
+from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,26 +40,30 @@ class Calibrate(OfWindows):
       max_disagreement: instead of budgets, least cost with at most this share of most probable
         tokens that differ from full depth's, promised by risk control on half of the documents,
         near-copies kept together.
-      confidence: of that promise, for all policies at once: pick the cheapest.
+      confidence: of that promise, for all policies at once: pick the cheapest. By default 0.95.
       text: text files; by default the calibrate split of this Python's standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
-        half of the documents; the policies get the other half. Written beside --out.
+        half of the documents; the policies get the other half. Written beside --out, and kept where
+        the same one is there already.
+      lens_steps: of the lens' descent. By default 1000; a tenth gets most of the way.
       seed: of the gates, and of the halves.
       out: JSON file to write, its weights beside it; by default policies.json in the model's
-        folder, or NAME.policies.json beside its NAME.gguf.
-      resume: keep the policies that an interrupted run has written to --out; of the same text and
-        goal alone.
+        folder, or NAME.policies.json beside its NAME.gguf. To a calibration of the same text and
+        goal that is there policies are added. The shipped model's own is never written.
+      resume: keep the policies of --out that an interrupted run has written, instead of fitting
+        them again.
     """
 
     policy: tuple[str, ...] = ("learned", "utio_surrogate")
     budget: tuple[float, ...] = ()
     max_nll_increase_pct: float | None = None
     max_disagreement: float | None = None
-    confidence: float = 0.95
+    confidence: float | None = None
     text: tuple[Path, ...] = ()
     token_ids: Path | None = None
     fit_lens: bool = False
+    lens_steps: int | None = None
     seed: int = 0
     out: Path | None = None
     resume: bool = False
@@ -58,43 +71,34 @@ class Calibrate(OfWindows):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.calibration.advice import advise
-        from utio_jax.calibration.calibrate import BUDGETS, calibrate
+        from utio_jax.calibration.calibrate import calibrate
         from utio_jax.calibration.gates import SIGNALS
         from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
         from utio_jax.calibration.risk import split_documents
         from utio_jax.devices.processes import check_same
-        from utio_jax.policies.store import calibration_file, load_calibration
 
         started = time.perf_counter()
         say = progress_lines(started)
-        asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
-        if sum(value is not None for value in asked) > 1:
-            raise ValueError(
-                "Wanted one of --budget, --max-nll-increase-pct and --max-disagreement. Got "
-                f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
-                f"max_disagreement={self.max_disagreement}."
-            )
+        self._check()
         mesh = self.mesh()
-        if self.fit_lens and self.lens != "auto":
-            raise ValueError(
-                f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."
-            )
         if self.fit_lens and jax.process_count() > 1:
             raise ValueError(
                 f"Wanted --fit-lens in one process. Got {jax.process_count()}. Fit the lens first, "
                 "then calibrate with --lens FILE."
             )
         model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
-        out = calibration_file(self.out if self.out is not None else model.folder)
+        out = self._place(model)
         documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
-        check_same(mesh, [model.sha256, documents], what="model and text")
-        before = None
+        before, known = None, None
         if self.fit_lens:
             first, documents = split_documents(documents, seed=self.seed)
             model, before = self._read_through_lens(model, first, documents, described, out, say)
+        if out.is_file():
+            known = _known(model, out)
+        check_same(mesh, [model.sha256, documents], what="model and text")
         config = model.decoder.config
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
-        goal: Goal = Budgets(budgets=self.budget or BUDGETS)
+        goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
         elif self.max_disagreement is not None:
@@ -102,14 +106,11 @@ class Calibrate(OfWindows):
             documents, rest = split_documents(documents, seed=self.seed)
             goal = MaxDisagreement(
                 max_disagreement=self.max_disagreement,
-                confidence=self.confidence,
+                confidence=0.95 if self.confidence is None else self.confidence,
                 documents=rest,
                 policies=len(policies),
                 seed=self.seed,
             )
-        done = None
-        if self.resume and out.is_file():
-            done = load_calibration(out, model_sha256=model.sha256)
         fitted = calibrate(
             model.decoder,
             model.params,
@@ -119,15 +120,21 @@ class Calibrate(OfWindows):
             policies=policies,
             goal=goal,
             seed=self.seed,
-            done=done,
+            done=known,
+            refit=not self.resume,
             mesh=mesh,
             keep=(lambda so_far: so_far.save(out)) if is_first() else None,
             progress=say,
         )
         lens = model.lens is not None
         advice = advise(model.decoder, model.params, fitted.info, lens=lens)
-        if advice is not None and is_first():
-            print(advice, file=sys.stderr)
+        if is_first():
+            if advice is not None:
+                print(advice, file=sys.stderr)
+            kept = [name for name in fitted.entries if name not in policies]
+            beside = f", beside {', '.join(kept)} of before" if kept else ""
+            print(f"Written: {', '.join(policies)}{beside}: {out}", file=sys.stderr)
+            print(f"For example: {self._next(model, out)}", file=sys.stderr)
         return {
             "command": "calibrate",
             "advice": advice,
@@ -142,6 +149,73 @@ class Calibrate(OfWindows):
             },
         }
 
+    def _check(self) -> None:
+        """Raises ValueError for options that exclude each other, or mean nothing alone."""
+        asked = (self.budget or None, self.max_nll_increase_pct, self.max_disagreement)
+        if sum(value is not None for value in asked) > 1:
+            raise ValueError(
+                "Wanted one of --budget, --max-nll-increase-pct and --max-disagreement. Got "
+                f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
+                f"max_disagreement={self.max_disagreement}."
+            )
+        if self.confidence is not None and self.max_disagreement is None:
+            raise ValueError(
+                "Wanted --max-disagreement with --confidence, which is that of its promise. Got "
+                f"--confidence {self.confidence:g} alone. Leave it out, or ask for a promise."
+            )
+        if self.lens_steps is not None and not self.fit_lens:
+            raise ValueError(
+                f"Wanted --fit-lens with --lens-steps. Got --lens-steps {self.lens_steps} alone. "
+                "Add --fit-lens."
+            )
+        if self.fit_lens and self.lens != "auto":
+            raise ValueError(
+                f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."
+            )
+        if self.out is not None:
+            check_writable(calibration_file(self.out), "--out")
+
+    def _place(self, model: Any) -> Path:
+        """Returns the file to write, once it is known that it can be.
+
+        Raises:
+          ValueError: it cannot, or it is not the user's: the model is part of the package.
+        """
+        if self.out is not None:
+            return calibration_file(self.out)
+        out = calibration_file(model.folder)
+        wanted = "Wanted --out FILE: "
+        remedy = "For example: --out out/policies.json, which other commands read as --calibration."
+        if is_shipped(model.folder):
+            raise ValueError(
+                f"{wanted}{model.folder} belongs to the installed package, whose own calibration "
+                f"stays as it is. Got none. {remedy}"
+            )
+        try:
+            return check_writable(out, "--out")
+        except ValueError as error:
+            raise ValueError(
+                f"{wanted}the model's folder cannot be written. {error} {remedy}"
+            ) from error
+
+    def _lens_file(self, model: Any, out: Path) -> Path:
+        from utio_jax.core.lens import lens_file
+
+        return lens_file(model.folder if self.out is None else out.parent)
+
+    def _next(self, model: Any, out: Path) -> str:
+        """Returns the command that says whether what was written pays."""
+        words = ["utio-jax", "compare", "--model", self.model]
+        if self.exits and model.lens is None:
+            words += ["--exits", *map(str, self.exits)]
+        if self.out is not None:
+            words += ["--calibration", str(out)]
+        if self.fit_lens and self.out is not None:
+            words += ["--lens", str(model.lens)]
+        elif self.lens != "auto":
+            words += ["--lens", self.lens]
+        return f"{shlex.join(words)} --text OTHER_FILES"
+
     def _read_through_lens(
         self,
         model: Any,
@@ -153,20 +227,33 @@ class Calibrate(OfWindows):
     ) -> tuple[Any, dict[str, float]]:
         """Returns the model with a lens, and what its exits lose on `others` without, in %."""
         from utio_jax.calibration.lens import LensConfig, fit_lens
-        from utio_jax.core.lens import lens_file, save_lens
+        from utio_jax.core.lens import save_lens
         from utio_jax.staircase.score import exit_nll
 
-        file = lens_file(model.folder if self.out is None else out.parent)
+        file = self._lens_file(model, out)
+        check_writable(file, "--out")
         config = model.decoder.config
-        if not (self.resume and file.is_file()):
-            lens = fit_lens(
-                model.decoder,
-                model.params,
-                _windows(documents, config),
-                LensConfig(seed=self.seed),
-                progress=say,
+        settings = LensConfig(seed=self.seed)
+        if self.lens_steps is not None:
+            settings = dataclasses.replace(settings, steps=self.lens_steps)
+        info = {
+            "model_sha256": model.sha256,
+            "text": described,
+            "seed": self.seed,
+            "steps": settings.steps,
+        }
+        if file.is_file():
+            _check_lens(file, {"exits": [*config.exits[:-1]], **info})
+            say(f"lens: the one in {file}, which was fitted so")
+        elif out.is_file():
+            raise ValueError(
+                f"Wanted a place for a calibration through a lens that is yet to be fitted. {out} "
+                "holds one that was fitted without it. Name another --out, or remove what is there."
             )
-            info = {"model_sha256": model.sha256, "text": described, "seed": self.seed}
+        else:
+            lens = fit_lens(
+                model.decoder, model.params, _windows(documents, config), settings, progress=say
+            )
             save_lens(file, lens, info=info)
         say("exits without lens")
         run = jax.jit(exit_nll, static_argnums=0)
@@ -182,6 +269,33 @@ class Calibrate(OfWindows):
             for depth, lost in zip(config.exits, early, strict=False)
         }
         return model.with_lens(file), before
+
+
+def _known(model: Any, file: Path) -> Calibration:
+    """Returns the calibration that is there.
+
+    Raises:
+      ValueError: it cannot be read, or is another model's, so that nothing can be added to it.
+    """
+    try:
+        return load_calibration(file, model_sha256=model.sha256)
+    except ValueError as error:
+        raise ValueError(
+            "Wanted a place for a calibration: a file that is not there yet, or one of the same "
+            f"model, text and goal, to add to. {error} Here: name another --out, or remove {file}."
+        ) from error
+
+
+def _check_lens(file: Path, wanted: dict[str, Any]) -> None:
+    """Raises ValueError where the lens that is there was fitted to something else."""
+    stored = load_json(file, "a lens")
+    other = {key: stored.get(key) for key in wanted if stored.get(key) != wanted[key]}
+    if other:
+        raise ValueError(
+            f"Wanted a lens of { ({key: wanted[key] for key in other}) }. {file} was fitted to "
+            f"{other}, and what was calibrated through it needs it. Name another --out, remove "
+            f"{file}, or calibrate through it: --lens {file}."
+        )
 
 
 _UNTOUCHED = 4  # Batches on which exits are read without the lens, for comparison.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from utio_jax.cli.options import (
     OfWindows,
     calibration_of,
+    check_out,
     is_first,
     progress_lines,
     read_documents,
@@ -46,6 +48,7 @@ class Compare(OfWindows):
         from rich.console import Console
 
         from utio_jax.accounting.ledger import uniform_hull
+        from utio_jax.calibration.advice import conclude
         from utio_jax.calibration.compare import compare
         from utio_jax.core.documents import sample_batches
         from utio_jax.devices.processes import check_same
@@ -53,6 +56,7 @@ class Compare(OfWindows):
         from utio_jax.report.terminal import comparison_table
 
         started = time.perf_counter()
+        check_out(self.out)
         mesh = self.mesh()
         model = self.load()
         config = model.decoder.config
@@ -82,15 +86,18 @@ class Compare(OfWindows):
         tokens = rows[0].ledger.tokens or 0
         title = f"{tokens:,} tokens of {len(set(document_of_window))} documents"
         pictures = [self.out / "pareto.png", self.out / "margins.png"]
+        verdict = conclude(rows)
         if is_first():
             Console(stderr=True, width=118).print(comparison_table(rows, title=title))
             ledgers = [row.ledger for row in rows]
             plot_pareto(ledgers, pictures[0], title=title, hull=uniform_hull(ledgers))
             plot_margins(rows, pictures[1], title=title)
+            print(verdict, file=sys.stderr)
         return {
             "command": "compare",
             "seconds_total": round(time.perf_counter() - started, 1),
             "text": described,
+            "verdict": verdict,
             "pictures": [str(picture) for picture in pictures],
             "rows": [row.to_dict() for row in rows],
         }

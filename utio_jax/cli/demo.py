@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from utio_jax.cli.options import progress_bar, read_documents
+from utio_jax.cli.options import check_out, progress_bar, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class Demo:
         from utio_jax.models import load
 
         started = time.perf_counter()
+        check_out(self.out)
         model = load(self.model)
         documents, described = read_documents(model, self.text, None, "test")
         found = run_demo(

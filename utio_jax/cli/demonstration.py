@@ -15,7 +15,7 @@ from rich.console import Console
 from utio_jax.accounting.ledger import uniform_hull
 from utio_jax.benchmark.decoding import measure_modes, middles
 from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure
-from utio_jax.calibration.calibrate import BUDGETS
+from utio_jax.calibration.goals import Budgets
 from utio_jax.core.documents import Batch
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
@@ -63,9 +63,9 @@ def run_demo(
     config = model.decoder.config
     read = cut_batches(documents, batches=batches, seed=seed, config=config)
     known = calibration.entries["learned"]
-    budgets = [budget for budget in BUDGETS if budget in known] or sorted(known)
+    budgets = [budget for budget in Budgets().budgets if budget in known] or sorted(known)
     entries = control_entries(model.decoder) + [
-        Entry(policy=calibration.policy(name, budget), budget=budget)
+        Entry(policy=calibration.policy(name, budget, exits=config.exits), budget=budget)
         for name in ("random", "utio_surrogate", "learned")
         for budget in budgets
         if name == "random" or budget in calibration.entries[name]
@@ -183,7 +183,7 @@ def write_texts(
 
 
 def draw_depths(model: Any, policy: Policy, file: Path) -> None:
-    """Draws the start of this project's own `executors.py`, each token coloured by its depth."""
+    """Draws the start of `staircase/base.py`, each token coloured by its depth."""
     text = "\n".join(Path(base.__file__).read_text().split("\n")[:_DRAWN_LINES])
     encoded = model.tokenizer.encode(text, add_special_tokens=False)
     config = model.decoder.config
@@ -202,7 +202,7 @@ def draw_depths(model: Any, policy: Policy, file: Path) -> None:
         file,
         levels=policy.depths,
         title=(
-            f"utio_jax/executors.py: layers that each token ran ({policy.name}, mean "
+            f"utio_jax/staircase/base.py: layers that each token ran ({policy.name}, mean "
             f"{depths.mean():.1f} of {config.num_layers})"
         ),
     )

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from utio_jax.cli.options import OfModel, read_documents
+from utio_jax.cli.options import OfModel, check_out, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class Finetune(OfModel):
             raise ValueError(
                 f"Wanted --dtype float32, bfloat16 or float16. Got --dtype {self.dtype}."
             )
+        check_out(self.out)
         # A lens would no longer fit what comes out.
         plain = dataclasses.replace(self, lens="none") if self.lens == "auto" else self
         model = plain.load()
@@ -70,4 +71,24 @@ class Finetune(OfModel):
                 f"exit {depth:3d}: {losses[0]:8.4f} -> {losses[1]:8.4f} nats per token",
                 file=sys.stderr,
             )
-        return {"command": "finetune", **found}
+        before, after = found["loss_before"][-1], found["loss_after"][-1]
+        print(_verdict(before, after, found["out"]), file=sys.stderr)
+        increase = round(100 * (after / before - 1), 3)
+        return {"command": "finetune", "full_depth_loss_increase_pct": increase, **found}
+
+
+def _verdict(before: float, after: float, out: str) -> str:
+    """Returns what training did to the model itself, in nats per token at full depth."""
+    increase = 100 * (after / before - 1)
+    said = f"Full depth: {before:.4f} -> {after:.4f} nats per token, {increase:+.1f} %."
+    if increase <= _UNHARMED_PCT:
+        return said
+    return (
+        f"{said} The model itself got worse, and every loss in % that is measured on {out} from "
+        "now on is over this one, not over what it was. Train longer (--steps), at a smaller "
+        "--rate, or on more text that is like what the model knows."
+    )
+
+
+# Of the loss at full depth: what the few held-out documents leave in doubt anyway.
+_UNHARMED_PCT = 1.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from utio_jax.cli.modes import OfDecoding
-from utio_jax.cli.options import progress_bar
+from utio_jax.cli.options import progress_bar, read_token_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,74 +21,64 @@ class Generate(OfDecoding):
 
     Attributes:
       prompts: texts to continue, decoded as one batch.
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of prompts.
       chat: each prompt is a user's message, to be answered by the model's own chat template.
       profit: a profit.json that `utio-jax bench` measured here; where it predicts that a depth per
         token does not pay at this many prompts, the plain model runs, and `fallbacks` says so.
       max_new_tokens: new tokens per prompt at most.
       stop: a string that ends the text before itself. May be given several times.
-      rounds: timed turns.
+      rounds: timed turns after the text is there, beside plain decoding's; 0 decodes once, and
+        times nothing.
     """
 
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
+    token_ids: Path | None = None
     chat: bool = False
     profit: Path | None = None
     max_new_tokens: int = 128
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    rounds: int = 3
+    rounds: int = 1
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.accounting.prompt import prompt_cost
-        from utio_jax.benchmark.decoding import measure_modes
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.text import generate_until, read_text
 
-        if not self.prompts:
-            raise ValueError("Wanted at least one prompt. Got none.")
+        self._check()
         model, sampling = self.load(), self.sampling()
         mode, prefill, budget = self.decoding_mode(model)
+        prompts, eos_ids, tokenizer = self._encoded(model)
         fallbacks = dict[str, int]()
         if self.profit is not None:
-            reason = self._no_profit(model, self.profit)
+            reason = self._no_profit(model, self.profit, rows=len(prompts))
             if reason is not None:
                 print(f"plain decoding instead: {reason}", file=sys.stderr)
-                mode, prefill, budget = Plain(), None, None
-                fallbacks = {reason: len(self.prompts)}
+                mode, budget, fallbacks = Plain(), None, {reason: len(prompts)}
         mode.check(model.decoder)
         if prefill is not None:
             prefill.check(model.decoder, kv=mode.prompt_kv)
-        prompts, eos_ids = self._encoded(model)
-        plain = Plain()
-        # Plain decoding behind a prompt that was read otherwise is not the baseline.
-        label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
-        modes = {"plain": plain, label: mode}
-        with progress_bar((len(modes) + 1) * (self.rounds + 1), "decoding") as step:
-            measured = measure_modes(
+
+        def decode(chosen: Any) -> Any:
+            return generate_until(
+                tokenizer,
                 model.decoder,
                 model.params,
-                [prompts],
-                modes,
-                run=lambda prompts, mode: generate_until(
-                    model.tokenizer,
-                    model.decoder,
-                    model.params,
-                    prompts,
-                    stop_strings=self.stop,
-                    mode=mode,
-                    prefill=None if mode is plain else prefill,
-                    sampling=sampling,
-                    max_new_tokens=self.max_new_tokens,
-                    seeds=self.seed,
-                    eos_ids=eos_ids,
-                ),
+                prompts,
+                stop_strings=self.stop,
+                mode=chosen,
+                prefill=prefill if chosen is mode else None,  # The baseline reads them in full.
                 sampling=sampling,
-                budgets={} if budget is None else {label: budget},
-                rounds=self.rounds,
-                progress=step,
-            )[label]
-        (generated,) = measured.results
-        found = read_text(model.tokenizer, prompts, generated, stop_strings=self.stop)
-        self._show(found, mode, model.decoder.config.num_layers)
+                max_new_tokens=self.max_new_tokens,
+                seeds=self.seed,
+                eos_ids=eos_ids,
+            )
+
+        generated = decode(mode)
+        found = read_text(tokenizer, prompts, generated, stop_strings=self.stop)
+        shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
+        _show(shown, found, model.decoder.config.num_layers)
+        measured = self._measured(model, mode, prompts, generated, decode, sampling, budget)
         prompt = None
         if prefill is not None:
             spent = prompt_cost(model.decoder, model.params, prefill, prompts, generated)
@@ -100,7 +91,7 @@ class Generate(OfDecoding):
             "command": "generate",
             "mode": mode.name,
             "fallbacks": fallbacks,
-            "prompts": list(self.prompts),
+            "prompts": list(shown),
             "token_ids": [ids.tolist() for ids in generated.token_ids],
             "texts": list(found.texts),
             "depths": [depths.tolist() for depths in generated.decided],
@@ -111,16 +102,83 @@ class Generate(OfDecoding):
             **measured.to_dict(),
         }
 
-    def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...]]:
-        """Returns the prompts' token ids, and the tokens that end what follows them."""
+    def _check(self) -> None:
+        """Raises ValueError for options that mean nothing, or nothing together."""
+        if self.token_ids is None and not self.prompts:
+            raise ValueError("Wanted at least one prompt, or --token-ids FILE. Got none.")
+        if self.token_ids is not None and (self.prompts or self.chat):
+            raise ValueError(
+                "Wanted prompts as text, or --token-ids FILE, which are taken as they are. Got "
+                f"--token-ids with {'prompts' if self.prompts else '--chat'}. Leave out one."
+            )
+        if self.rounds < 0:
+            raise ValueError(
+                f"Wanted --rounds of at least 0. Got {self.rounds}. 0 decodes once, and times "
+                "nothing."
+            )
+
+    def _encoded(self, model: Any) -> tuple[list[Any], tuple[int, ...], Any]:
+        """Returns the prompts' token ids, the tokens that end what follows, and what reads both."""
         from utio_jax.models.chat import encode_chat, turn_ends
 
+        ends = model.decoder.config.eos_ids
+        if self.token_ids is not None:
+            return read_token_ids(self.token_ids), ends, _tokenizer_of(model)
         if not self.chat:
-            return model.encode(list(self.prompts)), model.decoder.config.eos_ids
+            return model.encode(list(self.prompts)), ends, model.tokenizer
         asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
-        return [encode_chat(model, messages) for messages in asked], turn_ends(model)
+        prompts = [encode_chat(model, messages) for messages in asked]
+        return prompts, turn_ends(model), model.tokenizer
 
-    def _no_profit(self, model: Any, file: Path) -> str | None:
+    def _measured(
+        self,
+        model: Any,
+        mode: Any,
+        prompts: list[Any],
+        generated: Any,
+        decode: Callable[[Any], Any],
+        sampling: Any,
+        budget: float | None,
+    ) -> Any:
+        """Returns cost and time beside plain decoding's; without rounds, the cost alone."""
+        from utio_jax.accounting.generation import generation_ledger
+        from utio_jax.benchmark.decoding import Written, measure_modes
+        from utio_jax.decoding.base import Plain
+
+        if not self.rounds:
+            ledger = generation_ledger(
+                model.decoder,
+                model.params,
+                mode,
+                [prompts],
+                [generated],
+                sampling=sampling,
+                budget=budget,
+            )
+            return Written(results=(generated,), ledger=ledger)
+        # Plain decoding behind a prompt that was read otherwise is not the baseline.
+        prompted = isinstance(mode, Plain) and self.prompt_budget is not None
+        label = "prompt" if prompted else mode.name
+        modes = {"plain": Plain(), label: mode}
+        warm = [generated]  # It has been decoded once, and need not be for a warm-up.
+
+        def run(_: Any, chosen: Any) -> Any:
+            return warm.pop() if chosen is modes[label] and warm else decode(chosen)
+
+        with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as step:
+            return measure_modes(
+                model.decoder,
+                model.params,
+                [prompts],
+                modes,
+                run=run,
+                sampling=sampling,
+                budgets={} if budget is None else {label: budget},
+                rounds=self.rounds,
+                progress=step,
+            )[label]
+
+    def _no_profit(self, model: Any, file: Path, *, rows: int) -> str | None:
         """Returns why the policy is predicted not to pay for these prompts, None where it is."""
         from utio_jax.accounting.guardrails import check_decoding
         from utio_jax.accounting.profit import Profit
@@ -150,23 +208,40 @@ class Generate(OfDecoding):
             model.decoder,
             model.params,
             policy,
-            batch=len(self.prompts),
+            batch=rows,
             fractions=fractions,
             profit=Profit.load(file),
         )
 
-    def _show(self, found: Any, mode: Any, num_layers: int) -> None:
-        """Prints prompts and texts, coloured where they go to a terminal."""
-        from rich.console import Console
-        from rich.text import Text
 
-        from utio_jax.report.terminal import depth_legend, depth_text
+class _Numbers:
+    """Reads token ids as numbers, for a model without a tokenizer."""
 
-        console = Console(stderr=not sys.stdout.isatty(), highlight=False)
-        seen = {int(depth) for row in found.generated.decided for depth in row}
-        levels = sorted(seen | {num_layers})
-        rows = zip(self.prompts, found.pieces, found.generated.decided, strict=True)
-        for prompt, pieces, depths in rows:
-            new = depth_text(pieces, depths.tolist(), levels=levels)
-            console.print(Text.assemble((prompt, "dim"), new), soft_wrap=True)
-        console.print(depth_legend(levels))
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns the ids with a space before each."""
+        return "".join(f" {token_id}" for token_id in ids)
+
+
+def _tokenizer_of(model: Any) -> Any:
+    """Returns a model's tokenizer; ids that were given need none, and are shown as numbers."""
+    try:
+        return model.tokenizer
+    except ValueError:
+        return _Numbers()
+
+
+def _show(prompts: Sequence[str], found: Any, num_layers: int) -> None:
+    """Prints prompts and texts, coloured where they go to a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from utio_jax.report.terminal import depth_legend, depth_text
+
+    console = Console(stderr=not sys.stdout.isatty(), highlight=False)
+    seen = {int(depth) for row in found.generated.decided for depth in row}
+    levels = sorted(seen | {num_layers})
+    rows = zip(prompts, found.pieces, found.generated.decided, strict=True)
+    for prompt, pieces, depths in rows:
+        new = depth_text(pieces, depths.tolist(), levels=levels)
+        console.print(Text.assemble((prompt, "dim"), new), soft_wrap=True)
+    console.print(depth_legend(levels))

@@ -8,41 +8,60 @@ Slurm, Kubernetes and TPU pods have launchers of their own, and then this one is
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
 
+import tyro
+
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 10
 
 
-def launch(arguments: Sequence[str]) -> int:
-    """Runs a command in several processes; returns 0 where all of them succeed.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Runs a command in several processes on this machine, as a cluster would start them.
 
     Process 0 has stdout to itself. When one of them fails, it is named and the others are ended.
+    For example: utio-jax launch --processes 2 evaluate --text FILES --policy learned
+
+    Attributes:
+      processes: how many.
+      command: evaluate, calibrate, compare or score, with its options; it comes last.
     """
-    parser = argparse.ArgumentParser(prog="utio-jax launch", description=launch.__doc__)
-    parser.add_argument("--processes", type=int, required=True)
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="evaluate, calibrate, compare")
-    options = parser.parse_args(arguments)
-    if options.processes < 1 or not options.command:
-        parser.error("wanted at least 1 process, and a command to run in each")
+
+    processes: int
+    command: tyro.conf.Positional[tuple[str, ...]] = ()
+
+    def run(self) -> int:
+        """Runs the command; returns 0 where all processes succeed, or the first other status."""
+        if self.processes < 1 or not self.command:
+            raise ValueError(
+                "Wanted at least 1 process, and a command to run in each. Got --processes "
+                f"{self.processes} and {' '.join(self.command) or 'no command'}. For example: "
+                "utio-jax launch --processes 2 evaluate --text FILES."
+            )
+        return launch(self.processes, self.command)
+
+
+def launch(processes: int, command: Sequence[str]) -> int:
+    """Runs a command in several processes; returns 0 where all of them succeed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     running = {
         number: subprocess.Popen(
             [
-                *(sys.executable, "-m", "utio_jax", *options.command, "--distributed"),
-                *("--coordinator", address, "--num-processes", str(options.processes)),
+                *(sys.executable, "-m", "utio_jax", *command, "--distributed"),
+                *("--coordinator", address, "--num-processes", str(processes)),
                 *("--process-id", str(number)),
             ],
             stdout=None if number == 0 else sys.stderr,
         )
-        for number in range(options.processes)
+        for number in range(processes)
     }
     for number, process in running.items():
         print(f"utio-jax launch: process {number} is pid {process.pid}", file=sys.stderr)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from utio_jax.cli.options import OfWindows, policy_named
-from utio_jax.core.files import save_json
+from utio_jax.cli.options import OfWindows, policy_named, repeat_verdict
+from utio_jax.core.files import check_writable, save_json
 
 # For standard errors without a formula. In one process: forks of a process that runs JAX can hang.
 _DRAWS = 1000
@@ -68,6 +68,8 @@ class LmEval(OfWindows):
             )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"Wanted a --limit of at least 1 item. Got {self.limit}.")
+        if self.out is not None:
+            check_writable(self.out, "--out")
         model = self.load()
         mode, budget = self._mode(model)
         lm = UtioLM(model, mode=mode, rows=self.batch, budget=budget)
@@ -128,13 +130,15 @@ class LmEval(OfWindows):
                 )
             return (Plain() if self.mode == "full" else Lossless(controller=Controller())), None
         kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
+        name = "learned" if self.policy is None else self.policy
         policy, budget, _ = policy_named(
             model,
-            "learned" if self.policy is None else self.policy,
+            name,
             budget=self.budget,
             depth=self.depth,
             calibration=self.calibration,
         )
+        repeat_verdict(model, name, self.calibration)
         return Adaptive(policy=policy, kv=kv), budget
 
     def _find_tasks(self) -> tuple[Any, dict[str, Any]]:

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from utio_jax.cli.options import OfModel, calibration_of, policy_named
+from utio_jax.cli.options import OfModel, calibration_of, policy_named, repeat_verdict
 
 _DRAFTS = 4
 
@@ -70,13 +70,21 @@ class OfDecoding(OfModel):
 
     def named_policy(self, model: Any) -> Any:
         """Returns the policy, its budget, and the shares of its depths."""
+        scored = self.throttle is not None or self.sparse_prompt is not None
+        # Tokens may be scored by a calibration's gate where the policy itself has no use for one.
+        ungated = scored and self.policy in ("full", "uniform")
         return policy_named(
             model,
-            "learned" if self.policy is None else self.policy,
+            self.policy_name,
             budget=self.budget,
             depth=self.depth,
-            calibration=self.calibration,
+            calibration=None if ungated else self.calibration,
         )
+
+    @property
+    def policy_name(self) -> str:
+        """The policy that was asked for, or is taken by default."""
+        return "learned" if self.policy is None else self.policy
 
     def decoding_mode(self, model: Any) -> tuple[Any, Any, float | None]:
         """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
@@ -146,6 +154,7 @@ class OfDecoding(OfModel):
         kv: Any = "propagate" if self.kv is None else self.kv
         check_kv(kv)
         policy, budget, _ = self.named_policy(model)
+        repeat_verdict(model, self.policy_name, self.calibration)
         throttle = attention = None
         if self.throttle is not None or self.sparse_prompt is not None:
             policy, signal = self._scored(model, policy)
@@ -192,7 +201,7 @@ class OfDecoding(OfModel):
         if "learned" not in fitted:
             raise ValueError(
                 "Wanted a calibration with a learned gate, to score tokens by. "
-                f"Got {[*fitted]}. Calibrate: utio-jax calibrate."
+                f"Got {[*fitted]}. Calibrate: utio-jax calibrate --policy learned."
             )
         signal = fitted["learned"]
         if len(policy.depths) == 1:

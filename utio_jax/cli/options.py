@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.core.files import hash_file, load_json
+from utio_jax.core.decoder import name_exits
+from utio_jax.core.files import check_writable, hash_file, load_json
+from utio_jax.core.lens import lens_file
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
-from utio_jax.policies.store import Calibration, load_calibration
+from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.staircase.score import full_depth
 
 
@@ -99,6 +101,20 @@ class OfDevices:
 _HEARTBEAT_SECONDS = 30
 
 
+def check_out(folder: Path, *, option: str = "--out") -> None:
+    """Raises ValueError where a folder cannot be made or takes no files: before the work."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"Wanted a folder as {option}. Got the file {folder}. Name another.")
+    check_writable(folder / "file", option)
+
+
+def is_shipped(folder: Path) -> bool:
+    """Returns whether a model's folder is part of the package, installed or in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    beside = package.parent / "models" / "stdlib_16"
+    return folder.resolve() == beside or folder.resolve().is_relative_to(package)
+
+
 def is_first() -> bool:
     """Returns whether this process prints and writes: it is alone, or number 0."""
     import jax
@@ -135,7 +151,8 @@ def read_documents(
       token_ids: a JSON file with a list of id lists instead.
       split: of the standard library.
     """
-    from utio_jax.models.training.corpus import describe, read_files, standard_library
+    from utio_jax.models.texts import describe, read_files
+    from utio_jax.models.training.corpus import standard_library
 
     if token_ids is not None:
         if files:
@@ -171,11 +188,83 @@ def calibration_of(model: Any, file: Path | None) -> Calibration:
     """Returns a calibration file's policies, or the model folder's own.
 
     Raises:
-      ValueError: there is none, or it belongs to another model.
+      ValueError: there is none, or it belongs to another model: the same one through a lens, or
+        without, is named as such.
     """
-    if file is None:
-        return model.calibration
-    return load_calibration(file, model_sha256=model.sha256)
+    try:
+        if file is None:
+            return model.calibration
+        return load_calibration(file, model_sha256=model.sha256)
+    except ValueError as error:
+        found = calibration_file(model.folder if file is None else file)
+        remedy = _same_without_lens(model, found) if found.is_file() else ""
+        if not found.is_file() and len(model.decoder.config.exits) < 2:
+            remedy = f" This model has no exits, either. {name_exits(model.decoder)}"
+        if not remedy:
+            raise
+        raise ValueError(f"{error}{remedy}") from error
+
+
+def _same_without_lens(model: Any, file: Path) -> str:
+    """Returns a hint where a calibration is of the same weights, but not of the same lens."""
+    plain = dataclasses.replace(model, lens=None, lens_sha256=None)
+    try:
+        owner = load_json(file, "a calibration")["info"]["model_sha256"]
+        if model.lens is not None:
+            fits = owner == plain.sha256
+            return " It was fitted without a lens: add --lens none." if fits else ""
+        for lens in sorted({lens_file(file.parent), lens_file(model.folder)}):
+            if lens.is_file() and model.with_lens(lens).sha256 == owner:
+                return f" It was fitted through a lens: add --lens {lens}."
+    except (KeyError, TypeError, ValueError):  # It is told what is wrong with the file itself.
+        pass
+    return ""
+
+
+def check_policy_options(
+    name: str,
+    *,
+    budget: float | None = None,
+    depth: int | None = None,
+    calibration: Path | None = None,
+    **others: Any,
+) -> None:
+    """Checks that a policy has a use for the options that were given with it.
+
+    Args:
+      name: full, uniform, random, or one of a calibration.
+      budget: for fitted policies.
+      depth: for uniform, which needs one.
+      calibration: for fitted policies.
+      **others: options that mean nothing at full depth, by name; None where they were not given.
+
+    Raises:
+      ValueError: names each option that would have been ignored.
+    """
+    fitted = {"--budget": budget, "--calibration": calibration}
+    routed = {f"--{each.replace('_', '-')}": value for each, value in others.items()}
+    useless = {"full": {**fitted, "--depth": depth, **routed}, "uniform": fitted}
+    given = [
+        option
+        for option, value in useless.get(name, {"--depth": depth}).items()
+        if value is not None
+    ]
+    if given:
+        wanted = (
+            "--policy uniform"
+            if given == ["--depth"]
+            else "a fitted policy, such as --policy learned,"
+        )
+        raise ValueError(
+            f"Wanted {wanted} with {', '.join(given)}. Got --policy {name}, which has no use for "
+            f"{'it' if len(given) == 1 else 'them'}. Name the policy, or leave out "
+            f"{' and '.join(given)}."
+        )
+    if name == "uniform" and depth is None:
+        raise ValueError(
+            "Wanted --depth with --policy uniform: the layers that every token runs. Got none. "
+            "For example: --depth 8; --policy full runs all of them."
+        )
 
 
 def policy_named(
@@ -192,22 +281,34 @@ def policy_named(
       model: a `utio_jax.models.Model`.
       name: full, uniform, random, or one of the model's calibration.
       budget: for fitted policies; None means 0.6, or the only one that there is.
-      depth: for uniform; None means all layers.
+      depth: for uniform.
       calibration: a calibration file instead of the model's own.
 
     Raises:
-      ValueError: an unknown name or budget, or the model has no calibration.
+      ValueError: an unknown name or budget, an option that the policy has no use for, or the model
+        has no calibration.
     """
+    check_policy_options(name, budget=budget, depth=depth, calibration=calibration)
     if name == "full":
         return full_depth(model.decoder), None, None
-    if name == "uniform":
-        layers = model.decoder.config.num_layers
-        return uniform(layers if depth is None else depth), None, None
+    if name == "uniform" and depth is not None:
+        return uniform(depth), None, None
     fitted = calibration_of(model, calibration)
-    if budget is None:
-        known = [*fitted.entries.get("learned" if name == "random" else name, ())]
-        budget = known[0] if len(known) == 1 else 0.6
+    budget = fitted.budget_of(name, budget)
     return fitted.policy(name, budget), budget, fitted.entry(name, budget).fractions
+
+
+def repeat_verdict(model: Any, name: str, calibration: Path | None) -> None:
+    """Says again on stderr where the calibration of a policy has found that it will not pay."""
+    if name in ("full", "uniform") or not is_first():
+        return
+    from utio_jax.calibration.advice import advise
+
+    info = calibration_of(model, calibration).info
+    if {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
+        advice = advise(model.decoder, model.params, info, lens=model.lens is not None)
+        if advice is not None:
+            print(f"utio-jax: {advice}", file=sys.stderr)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Any
 
 import tyro
 
+from utio_jax.cli.options import check_out
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
@@ -33,6 +35,7 @@ class Report:
                 f"Wanted one file of `utio-jax bench`, or two to compare. Got {len(self.files)}. "
                 "Compare more in pairs."
             )
+        check_out(self.out)
         written, compared = write_report([load_results(file) for file in self.files], self.out)
         worse = compared.those("regression") if compared is not None else ()
         for change in worse:

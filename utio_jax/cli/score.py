@@ -12,7 +12,7 @@ import tyro
 
 from utio_jax.cli.options import is_first
 from utio_jax.cli.scoring import Scoring
-from utio_jax.core.files import save_text
+from utio_jax.core.files import check_writable, save_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,12 @@ class Score(Scoring):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
+        from rich.console import Console
+
+        from utio_jax.report.terminal import documents_table
+
+        if self.per_token is not None:
+            check_writable(self.per_token, "--per-token")
         found, read = self.score(self.files)
         scored = list(zip(read.names, read.documents, found.documents, strict=True))
         if self.per_token is not None and is_first():
@@ -43,6 +49,8 @@ class Score(Scoring):
                 for name, ids, result in scored
             }
             save_text(self.per_token, json.dumps(tokens) + "\n")
+        if is_first():
+            Console(stderr=True).print(documents_table(scored, read.row))
         return {
             "command": "score",
             **read.row.to_dict(),

@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utio_jax.cli.options import OfWindows, policy_named, progress_bar, read_token_ids
+from utio_jax.cli.options import (
+    OfWindows,
+    check_out,
+    check_policy_options,
+    policy_named,
+    progress_bar,
+    read_token_ids,
+    repeat_verdict,
+)
 
 if TYPE_CHECKING:
     from utio_jax.accounting.ledger import Ledger
@@ -43,9 +51,9 @@ class Scoring(OfWindows):
       budget: target flops_ratio, for the fitted policies. By default 0.6, or the only one.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
-      batch: rows per pass.
+      batch: rows per pass, at most.
       kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
-      min_tokens: passes of fewer tokens run at full depth.
+      min_tokens: passes of fewer tokens run at full depth. By default none do for that.
       profit: a profit.json that `utio-jax bench` measured here; passes that it predicts not to pay
         run at full depth.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there,
@@ -59,7 +67,7 @@ class Scoring(OfWindows):
     depth: int | None = None
     batch: int = 16
     kv: str | None = None
-    min_tokens: int = 0
+    min_tokens: int | None = None
     profit: Path | None = None
     shards: Path | None = None
 
@@ -68,10 +76,21 @@ class Scoring(OfWindows):
         from utio_jax.accounting.profit import Profit
         from utio_jax.devices.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
-        from utio_jax.models.training.corpus import read_files
+        from utio_jax.models.texts import read_files
         from utio_jax.staircase.reference import check_kv
 
-        kv = check_kv(self.kv or "propagate", ("propagate", "drop"))
+        kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
+        check_policy_options(
+            self.policy,
+            budget=self.budget,
+            depth=self.depth,
+            calibration=self.calibration,
+            kv=self.kv,
+            min_tokens=self.min_tokens,
+            profit=self.profit,
+        )
+        if self.shards is not None:
+            check_out(self.shards, option="--shards")
         if (self.token_ids is None) == (not files):
             raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
         mesh = self.mesh()
@@ -86,6 +105,7 @@ class Scoring(OfWindows):
         policy, budget, fractions = policy_named(
             model, self.policy, budget=self.budget, depth=self.depth, calibration=self.calibration
         )
+        repeat_verdict(model, self.policy, self.calibration)
         check_same(mesh, [model.sha256, names, documents], what="model and text")
         shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
         with progress_bar(None, "scoring") as step:
@@ -95,11 +115,11 @@ class Scoring(OfWindows):
                 documents,
                 policy,
                 rows=self.batch,
-                kv=kv,  # type: ignore[arg-type]
+                kv=kv,
                 mesh=mesh,
                 shards=shards,
                 fractions=fractions,
-                min_tokens=self.min_tokens,
+                min_tokens=self.min_tokens or 0,
                 profit=None if self.profit is None else Profit.load(self.profit),
                 progress=step,
             )

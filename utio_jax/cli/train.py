@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from utio_jax.cli.calibrate import Calibrate
+from utio_jax.cli.options import check_out
+from utio_jax.policies.store import calibration_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,10 +34,13 @@ class Train:
         """Runs the command and returns its JSON."""
         from utio_jax.models.training.recipe import run_recipe
 
+        check_out(self.out)
         summary = run_recipe(
             self.out, preset=self.preset, steps=self.steps, seed=self.seed, resume=self.resume
         )
         if len(summary["bits_per_byte"]) == 1:  # No exits: nothing to calibrate.
             return {"command": "train", **summary, "calibration": None}
+        # What was fitted to the weights that were there before means nothing to these.
+        calibration_file(self.out / "model").unlink(missing_ok=True)
         calibrated = Calibrate(model=str(self.out / "model"), seed=self.seed).run()
         return {"command": "train", **summary, "calibration": calibrated["info"]}

@@ -100,6 +100,28 @@ class DecoderConfig:
         return jnp.asarray([window or everything for window in self.windows], jnp.int32)[layer]
 
 
+def some_exits(num_layers: int) -> tuple[int, ...]:
+    """Returns exits at the quarters of a model, as an example for messages.
+
+    >>> some_exits(30)
+    (7, 15, 22, 30)
+    """
+    return tuple(sorted({max(1, num_layers * quarter // 4) for quarter in (1, 2, 3, 4)}))
+
+
+def name_exits(decoder: Decoder) -> str:
+    """Returns what to do with a model that has none, a sentence for messages.
+
+    A stock model can be read anywhere, and says little there before a lens or training helps it.
+    """
+    some = some_exits(decoder.config.num_layers)
+    listed = " ".join(map(str, some))
+    return (
+        f"Name some as it is loaded, for example --exits {listed} (load(..., exits={some})), or a "
+        f"fitted lens: --lens FILE, which utio-jax calibrate --exits {listed} --fit-lens writes."
+    )
+
+
 def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ...]:
     """Returns `depths` as a tuple of ints, once they are known to be a staircase.
 

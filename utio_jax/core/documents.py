@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -110,27 +111,51 @@ def row_widths(context: int) -> list[int]:
     return [*widths, context]
 
 
+def row_counts(most: int) -> list[int]:
+    """Returns the numbers of rows that batches may have: 1, 2, 3, 4, 6, 8, 12, ... and `most`."""
+    counts = {1, most}
+    for power in range(most.bit_length()):
+        counts |= {2**power, 3 * 2**power // 2}
+    return sorted(count for count in counts if 1 <= count <= most)
+
+
 def batches_of(
     windows: Sequence[np.ndarray], *, rows: int, widths: Sequence[int], vocab_size: int
 ) -> Iterator[Batch]:
-    """Yields all windows in batches of `rows`, longest first, padded to the smallest of `widths`.
+    """Yields all windows in batches of at most `rows`, longest first, with little padding.
+
+    Windows are padded to the smallest of `widths` that holds them, and those of one width share
+    batches of one number of rows: as many as they need, rounded up to a few (`row_counts`), so that
+    few shapes compile. A full batch of a single text would run 15 empty rows of 16.
 
     Raises:
       ValueError: a window is longer than the largest width, or holds something else than ids of
         the vocabulary.
     """
     order = sorted(range(len(windows)), key=lambda index: -len(windows[index]))
-    for start in range(0, len(order), rows):
-        chosen = order[start : start + rows]
-        longest = len(windows[chosen[0]])
-        fitting = [width for width in sorted(widths) if width >= longest]
-        if not fitting:
-            raise ValueError(
-                f"Wanted windows of at most {max(widths)} tokens. Got one of {longest}."
-            )
-        ids = np.zeros((rows, fitting[0]), np.int32)
-        lengths, names = np.zeros(rows, np.int32), np.full(rows, -1)
-        for row, index in enumerate(chosen):
+    if order and len(windows[order[0]]) > max(widths):
+        raise ValueError(
+            f"Wanted windows of at most {max(widths)} tokens. Got one of {len(windows[order[0]])}."
+        )
+    known = sorted(widths)
+    of_width = {width: list[int]() for width in reversed(known)}
+    for index in order:
+        of_width[known[bisect.bisect_left(known, len(windows[index]))]].append(index)
+    for width, members in of_width.items():
+        yield from _rows_of(windows, members, rows=rows, width=width, vocab_size=vocab_size)
+
+
+def _rows_of(
+    windows: Sequence[np.ndarray], members: Sequence[int], *, rows: int, width: int, vocab_size: int
+) -> Iterator[Batch]:
+    """Yields some of the windows, in order, in batches of one width and one number of rows."""
+    passes = -(-len(members) // rows)
+    needed = -(-len(members) // max(1, passes))
+    count = next(count for count in row_counts(rows) if count >= needed)
+    for start in range(0, len(members), count):
+        ids = np.zeros((count, width), np.int32)
+        lengths, names = np.zeros(count, np.int32), np.full(count, -1)
+        for row, index in enumerate(members[start : start + count]):
             checked = check_ids(windows[index], vocab_size=vocab_size, what=f"window {index}")
             ids[row, : checked.size] = checked
             lengths[row], names[row] = checked.size, index
@@ -152,7 +177,7 @@ def sample_batches(
 
     Args:
       documents: token ids; those of fewer than two tokens predict nothing, and have no window.
-      rows: windows per batch.
+      rows: windows per batch, at most.
       width: tokens per window.
       vocab_size: of the model.
       batches: at most so many; None takes all windows.

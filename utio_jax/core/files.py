@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import platform
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
@@ -69,6 +71,39 @@ def _sync(path: Path) -> None:
         os.fsync(opened)
     finally:
         os.close(opened)
+
+
+def check_writable(file: str | Path, option: str) -> Path:
+    """Returns a path, once a file can be written there: before hours of work, not after.
+
+    Nothing is left behind: what is missing of its folders is made when the file is written.
+
+    Args:
+      file: to write.
+      option: that names it, for errors: `"--out"`.
+
+    Raises:
+      ValueError: it is a folder or a device, something of its path is no folder, or its folder
+        takes no files.
+    """
+    path = Path(file)
+    try:
+        if path.exists() and not path.is_file():
+            raise ValueError(
+                f"Wanted a file to write as {option}. {path} is a folder or a device. Name a file "
+                "in it."
+            )
+        folder = path.parent
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"Wanted a file that can be written as {option}. Got {path}: {error.strerror}. Name "
+            "another place."
+        ) from error
+    return path
 
 
 def save_text(file: str | Path, text: str) -> None:
@@ -145,7 +180,10 @@ def dump_tensors(file: Path, tree: Any, *, metadata: Mapping[str, str] | None = 
     """Writes a pytree's arrays where nobody reads them yet."""
     # Not `ascontiguousarray`: it turns scalars into vectors of one.
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in flatten(tree).items()}
-    save_file(arrays, str(file), metadata=dict(metadata or {}))
+    try:
+        save_file(arrays, str(file), metadata=dict(metadata or {}))
+    except SafetensorError as error:  # Of a full disk, for one.
+        raise OSError(errno.EIO, str(error), str(file)) from error
 
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -340,6 +378,16 @@ def hash_file(file: str | Path) -> str:
     """Returns a file's SHA-256, by which artifacts recognise their model."""
     with Path(file).open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def hash_params(params: Any) -> str:
+    """Returns the SHA-256 of a model's parameters, for those that come from no file."""
+    digest = hashlib.sha256()
+    for name, leaf in sorted(flatten(params).items()):
+        array = np.asarray(leaf)
+        digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:

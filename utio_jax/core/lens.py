@@ -183,9 +183,12 @@ def save_lens(path: str | Path, lens: Lens, *, info: Mapping[str, Any]) -> None:
       lens: the maps.
       info: what it was fitted to; must name the `model_sha256`.
     """
-    out = lens_file(path)
-    tensors = {"matrix": lens.matrix, "bias": lens.bias}
-    save_owned(out, {"exits": list(lens.exits), **info}, tensors)
+    save_owned(lens_file(path), {"exits": list(lens.exits), **info}, lens_tensors(lens))
+
+
+def lens_tensors(lens: Lens) -> dict[str, jax.Array]:
+    """Returns what a lens' weights file holds."""
+    return {"matrix": lens.matrix, "bias": lens.bias}
 
 
 def lens_file(path: str | Path) -> Path:

@@ -1,1 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
+"""New tokens: modes (plain, adaptive, lossless), sampling, prefill, the device loop, and text."""
+
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, ModeBase, Plain, Setting
+from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow
+from utio_jax.decoding.frozen import CatchUp, Drop, Mapped, Propagate
+from utio_jax.decoding.generate import Chunk, Generated, generate, stream
+from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
+from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
+from utio_jax.decoding.throttle import Throttle
+
+__all__ = [
+    "Adaptive",
+    "CatchUp",
+    "Chain",
+    "Chunk",
+    "Controller",
+    "Drop",
+    "EntropyAbove",
+    "GapBelow",
+    "Generated",
+    "GeneratedText",
+    "Greedy",
+    "Lengths",
+    "Lossless",
+    "Mapped",
+    "MinP",
+    "Mode",
+    "ModeBase",
+    "Plain",
+    "Prefill",
+    "Propagate",
+    "Setting",
+    "Temperature",
+    "TextChunk",
+    "Throttle",
+    "TopK",
+    "TopP",
+    "generate",
+    "generate_text",
+    "stream",
+    "stream_text",
+]

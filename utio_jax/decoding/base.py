@@ -166,6 +166,21 @@ class Plain(ModeBase):
         return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 
+def check_mode(mode: Mode, decoder: Decoder) -> None:
+    """Checks that something is a mode, and fits the model.
+
+    Raises:
+      TypeError: it is none, but the name or the class of one.
+      ValueError: it does not fit the model.
+    """
+    if isinstance(mode, type) or not hasattr(mode, "step"):
+        raise TypeError(
+            "Wanted a mode, such as Plain(), Adaptive(policy=...) or Lossless(exit=...). Got "
+            f"{type(mode).__name__} {mode!r:.80}."
+        )
+    mode.check(decoder)
+
+
 def emit_drawn(
     setting: Setting,
     state: DecodeState,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -26,6 +27,26 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.state import REASONS, DecodeState
 from utio_jax.devices.rows import check_mesh
+
+
+class DecodeOptions(TypedDict, total=False):
+    """What `generate` and `stream` are asked for, the number of tokens apart; see `generate`."""
+
+    mode: Mode
+    sampling: Sampling
+    eos_ids: Sequence[int] | None
+    stop_sequences: Sequence[Sequence[int]]
+    seeds: int | Sequence[int]
+    lengths: Lengths
+    prefill: Prefill | None
+    mesh: Mesh | None
+
+
+class GenerateOptions(DecodeOptions, total=False):
+    """The keyword arguments of `generate` and `stream`, for functions that hand them on."""
+
+    max_new_tokens: int
+    chunk: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,6 +85,7 @@ class Generated:
       prompt_work: what reading the prompts executed, `[row, segment]`: that of a group in each of
         its rows; None where the dense program read them.
       mode: the mode's name.
+      num_layers: of the model.
       group: rows that step together, on one device; the last ones may be empty.
     """
 
@@ -91,6 +113,7 @@ class Generated:
     bytes_per_slot: int
     key_widths: tuple[int, ...]
     mode: str
+    num_layers: int
     group: int
 
     @property
@@ -104,8 +127,7 @@ class Generated:
         per_row = {
             field.name: getattr(self, field.name)[rows]
             for field in dataclasses.fields(self)
-            if field.name
-            not in ("key_widths", "mode", "group", "bytes_per_slot", "prompt_width", "prompt_work")
+            if field.name not in _OF_ALL_ROWS
         }
         per_row["prompt_work"] = jax.tree.map(lambda leaf: leaf[rows], self.prompt_work)
         return dataclasses.replace(self, **per_row)
@@ -122,6 +144,12 @@ class Generated:
             for name in ("token_ids", "decided", "executed", "log_probabilities", "throttled")
         }
         return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
+
+
+_OF_ALL_ROWS = (
+    *("key_widths", "mode", "num_layers", "group", "bytes_per_slot"),
+    *("prompt_width", "prompt_work"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,6 +207,7 @@ def generate(
         others.
 
     Raises:
+      TypeError: no mode, but the name or the class of one.
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
         context, or a mode or prefill that do not fit the model or each other.
     """
@@ -207,15 +236,8 @@ def stream(
     prompts: Prompts,
     *,
     chunk: int = 16,
-    mode: Mode = Plain(),
-    sampling: Sampling = Greedy(),
     max_new_tokens: int = 128,
-    eos_ids: Sequence[int] | None = None,
-    stop_sequences: Sequence[Sequence[int]] = (),
-    seeds: int | Sequence[int] = 0,
-    lengths: Lengths = Lengths(),
-    prefill: Prefill | None = None,
-    mesh: Mesh | None = None,
+    **options: Unpack[DecodeOptions],
 ) -> Iterator[Chunk]:
     """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
 
@@ -224,19 +246,7 @@ def stream(
     """
     seen: np.ndarray | None = None
     for state in run_chunks(
-        decoder,
-        params,
-        prompts,
-        mode=mode,
-        sampling=sampling,
-        max_new_tokens=max_new_tokens,
-        eos_ids=eos_ids,
-        stop_sequences=stop_sequences,
-        seeds=seeds,
-        lengths=lengths,
-        prefill=prefill,
-        chunk=chunk,
-        mesh=mesh,
+        decoder, params, prompts, chunk=chunk, max_new_tokens=max_new_tokens, **options
     ):
         rows = slice(len(prompts))
         known, decided, ends = (
@@ -305,6 +315,7 @@ def _collect(
         bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
+        num_layers=model_layers,
         group=all_rows // devices,
     )
 

@@ -17,9 +17,9 @@ from jaxtyping import Array, Int, UInt32
 from utio_jax.attention.cache import fill, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params
 from utio_jax.core.documents import check_ids
-from utio_jax.decoding.base import Mode, Setting, emit_drawn
+from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.sampling import Sampling
+from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import DecodeState, StopRules, empty_tally, end_rows, stop_rules
 from utio_jax.devices.rows import PerDevice, Rows, check_mesh, over_rows, place
@@ -91,14 +91,14 @@ def run_chunks(
     params: Params,
     prompts: Prompts,
     *,
-    mode: Mode,
-    sampling: Sampling,
-    max_new_tokens: int,
-    eos_ids: Sequence[int] | None,
-    stop_sequences: Sequence[Sequence[int]],
-    seeds: int | Sequence[int],
-    lengths: Lengths,
     chunk: int,
+    max_new_tokens: int,
+    mode: Mode = Plain(),
+    sampling: Sampling = Greedy(),
+    eos_ids: Sequence[int] | None = None,
+    stop_sequences: Sequence[Sequence[int]] = (),
+    seeds: int | Sequence[int] = 0,
+    lengths: Lengths = Lengths(),
     prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     mesh: Mesh | None = None,
@@ -113,7 +113,7 @@ def run_chunks(
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
     if chunk < 1:
         raise ValueError(f"Wanted chunks of at least one token. Got chunk={chunk}.")
-    mode.check(decoder)
+    check_mode(mode, decoder)
     if prefill is not None:
         prefill.check(decoder, kv=mode.prompt_kv)
     if mesh is not None and mesh.is_multi_process:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill
 from utio_jax.core.arrays import flat, most_probable
-from utio_jax.core.decoder import Decoder, apply_exit_lens, has_exit_lens
+from utio_jax.core.decoder import Decoder, apply_exit_lens, has_exit_lens, name_exits
 from utio_jax.decoding.base import ModeBase, Setting
 from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow
 from utio_jax.decoding.sampling import (
@@ -96,7 +96,7 @@ class Lossless(ModeBase):
         if not early:
             raise ValueError(
                 "Wanted a model that can draft: one with an exit before its last layer. Got exits="
-                f"{decoder.config.exits}. Train it with an anytime loss, or decode with Plain()."
+                f"{decoder.config.exits}. {name_exits(decoder)} Or decode with Plain()."
             )
         if self.exit is not None and self.exit not in early:
             raise ValueError(

@@ -4,6 +4,8 @@
     found = generate_text(model, ["def mean(values):"], stop_strings=["class "])
     found.texts[0], found.pieces[0], found.generated.decided[0]
 
+`utio_jax.models.Model.generate` and `.stream` are the same with modes by name.
+
 Token boundaries do not align with strings: a stop string may begin and end inside tokens, and the
 same string has many spellings in tokens. So text is searched, not tokens, on the host.
 """
@@ -12,13 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.generate import Generated, GenerateOptions, generate, stream
 from utio_jax.decoding.loop import Prompts
 
 Ids = Sequence[int] | np.ndarray
@@ -36,6 +39,30 @@ class Tokenizer(Protocol):
         ...
 
 
+@runtime_checkable
+class TextModel(Protocol):
+    """What reads and writes text with a decoder: `utio_jax.models.Model`, or your own."""
+
+    @property
+    def decoder(self) -> Any:
+        """The model, a `Decoder`."""
+        ...
+
+    @property
+    def params(self) -> Params:
+        """Its parameters."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """Decodes what was generated: a `Tokenizer`."""
+        ...
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns each text's token ids `[token]`."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratedText:
     """What `generate_text` returns; entry `i` of each belongs to prompt `i`.
@@ -50,14 +77,60 @@ class GeneratedText:
     pieces: tuple[tuple[str, ...], ...]
     generated: Generated
 
+    def summary(self) -> str:
+        """Returns the texts, and below each how deep its tokens ran and what that took."""
+        found, layers = self.generated, self.generated.num_layers
+        blocks = []
+        for row, text in enumerate(self.texts):
+            depths = found.decided[row]
+            if not depths.size:
+                blocks.append(f"{text}\n[no new token]")
+                continue
+            shares = ", ".join(
+                f"{count / depths.size:.0%} at {depth}"
+                for depth, count in sorted(Counter(depths.tolist()).items())
+            )
+            said = f"{depths.size} tokens ({found.finish_reasons[row]}), mode {found.mode}: "
+            said += f"{depths.mean():.1f} of {layers} layers each"
+            blocks.append(
+                f"{text}\n[{said}; {shares}]" if depths.min() < layers else f"{text}\n[{said}]"
+            )
+        # Of all rows: those that step together run as deep as the deepest of them.
+        steps = sum(max(0, depths.size - 1) for depths in found.decided) * layers
+        if steps:
+            run = float(found.token_layers.sum()) / steps
+            blocks.append(f"Layers run per new token after the first, over full depth: {run:.2f}")
+        if found.acceptance is not None:
+            blocks.append(f"Drafts that were right: {found.acceptance:.0%}")
+        return "\n".join(blocks)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextChunk:
+    """What `stream_text` yields: the text since the last chunk; entry `i` belongs to prompt `i`.
+
+    Attributes:
+      texts: what is new; empty for rows that have ended.
+      decided: layers behind each token that it is made of, `[new]`.
+      running: which rows go on.
+    """
+
+    texts: tuple[str, ...]
+    decided: tuple[np.ndarray, ...]
+    running: np.ndarray
+
 
 def generate_text(
-    model: Any, prompts: Sequence[str], *, stop_strings: Sequence[str] = (), **options: Any
+    model: TextModel,
+    prompts: Sequence[str],
+    *,
+    stop_strings: Sequence[str] = (),
+    **options: Unpack[GenerateOptions],
 ) -> GeneratedText:
     """Returns new text for each prompt.
 
     Args:
-      model: has `decoder`, `params`, `tokenizer` and `encode(texts)`: a `utio_jax.models.Model`.
+      model: a `utio_jax.models.Model`, or anything else with a decoder and a tokenizer.
       prompts: none of them empty.
       stop_strings: a text ends before the first occurrence of any of these in new text.
       **options: other keyword arguments of `generate`.
@@ -65,11 +138,119 @@ def generate_text(
     Raises:
       ValueError: an empty prompt or stop string, or see `generate`.
     """
-    ids = model.encode(list(prompts))
+    ids = model.encode(_listed(prompts))
     generated = generate_until(
         model.tokenizer, model.decoder, model.params, ids, stop_strings=stop_strings, **options
     )
     return read_text(model.tokenizer, ids, generated, stop_strings=stop_strings)
+
+
+def stream_text(
+    model: TextModel,
+    prompts: Sequence[str],
+    *,
+    stop_strings: Sequence[str] = (),
+    **options: Unpack[GenerateOptions],
+) -> Iterator[TextChunk]:
+    """Yields the texts of `generate_text` piece by piece.
+
+    What may be the beginning of a stop string, or of a character, is held back until it is known.
+    It ends when all rows have, those included that end before a stop string.
+
+    Args:
+      model: see `generate_text`.
+      prompts: none of them empty.
+      stop_strings: a text ends before the first occurrence of any of these in new text.
+      **options: other keyword arguments of `stream`.
+
+    Raises:
+      ValueError: see `generate_text`.
+    """
+    stops = _checked(stop_strings)
+    ids = model.encode(_listed(prompts))
+    rows = [_StreamedRow(TextReader(model.tokenizer, prompt), stops) for prompt in ids]
+    for chunk in stream(model.decoder, model.params, ids, **options):
+        before = [row.ended for row in rows]
+        texts = tuple(
+            row.add(new, running=bool(running))
+            for row, new, running in zip(rows, chunk.token_ids, chunk.running, strict=True)
+        )
+        running = np.asarray([not row.ended for row in rows])
+        yield TextChunk(
+            texts=texts,
+            decided=tuple(
+                depths[: 0 if ended else row.used]
+                for row, ended, depths in zip(rows, before, chunk.decided, strict=True)
+            ),
+            running=running,
+        )
+        if not running.any():
+            return
+
+
+class _StreamedRow:
+    """One row of `stream_text`: what it has shown, and what it holds back."""
+
+    def __init__(self, reader: TextReader, stops: tuple[str, ...]):
+        self._reader, self._stops, self._held = reader, stops, ""
+        self.ended = False
+        self.used = 0
+        """Tokens of the last chunk, up to the one that completed a stop string."""
+
+    def add(self, token_ids: np.ndarray, *, running: bool) -> str:
+        """Returns what is known of the text with these tokens, and was not before."""
+        if self.ended:
+            return ""
+        self.used = 0
+        for token_id in token_ids:
+            self._held += self._reader.add(int(token_id))
+            self.used += 1
+            if self._stopped():
+                return self._show(len(self._held))
+        if not running:
+            self._held += self._reader.rest()
+            self.ended = True
+            self._stopped()
+            return self._show(len(self._held))
+        return self._show(len(self._held) - self._doubtful())
+
+    def _stopped(self) -> bool:
+        """Cuts what is held before a stop string; returns whether there was one."""
+        ends = [self._held.find(stop) for stop in self._stops if stop in self._held]
+        if ends:
+            self._held, self.ended = self._held[: min(ends)], True
+        return bool(ends)
+
+    def _doubtful(self) -> int:
+        """Returns how many of the last characters may belong to a stop string."""
+        sizes = [
+            size
+            for stop in self._stops
+            for size in range(1, len(stop))
+            if self._held.endswith(stop[:size])
+        ]
+        return max(sizes, default=0)
+
+    def _show(self, size: int) -> str:
+        shown, self._held = self._held[:size], self._held[size:]
+        return shown
+
+
+def _listed(prompts: Sequence[str]) -> list[str]:
+    if isinstance(prompts, str):
+        raise ValueError(
+            f"Wanted a list of prompts. Got the text {prompts[:40]!r}. Wrap it: [...]."
+        )
+    return list(prompts)
+
+
+def _checked(stop_strings: Sequence[str]) -> tuple[str, ...]:
+    stops = tuple(stop_strings)
+    if isinstance(stop_strings, str) or not all(stops):
+        raise ValueError(
+            f"Wanted a list of stop strings of at least one character. Got {stop_strings!r}."
+        )
+    return stops
 
 
 def generate_until(
@@ -79,7 +260,7 @@ def generate_until(
     prompts: Prompts,
     *,
     stop_strings: Sequence[str] = (),
-    **options: Any,
+    **options: Unpack[GenerateOptions],
 ) -> Generated:
     """Returns what `generate` does, each row cut after the token that completes a stop string.
 
@@ -89,11 +270,7 @@ def generate_until(
     Raises:
       ValueError: an empty stop string, or see `generate`.
     """
-    stops = tuple(stop_strings)
-    if isinstance(stop_strings, str) or not all(stops):
-        raise ValueError(
-            f"Wanted a list of stop strings of at least one character. Got {stop_strings!r}."
-        )
+    stops = _checked(stop_strings)
     if not stops:
         return generate(decoder, params, prompts, **options)
 

@@ -65,7 +65,8 @@ def evaluate(
       attention: by the same names, who attends sparsely, or who does in each batch; nobody under
         the others, nor in the full pass.
       mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
-        rows that fill up a batch count as cost.
+        rows that fill up a batch count as cost; what the comparison with full depth takes, a head
+        per predicted token and pass, is not the policy's, and does not.
       shards: where each batch's results are kept, for a run that goes on after an interruption.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
       progress: called after every policy and batch.
@@ -75,6 +76,9 @@ def evaluate(
     """
     if not batches:
         raise ValueError("Wanted at least one batch of text. Got none.")
+    for policy in policies.values():
+        for each in policy if isinstance(policy, Sequence) else (policy,):
+            check_policy(each, decoder, kv=kv)
     cost, layers, here = token_cost(decoder, params), decoder.config.num_layers, local_mesh(mesh)
     totals = dict.fromkeys(policies, Quality())
     params = place(params, here)
@@ -94,7 +98,8 @@ def evaluate(
             # Full depth in question is the pass that was just made.
             same = policy.depths == (layers,) and choice is None
             found = full if same else run(policy=policy, attention=choice)
-            comparison = _compare(decoder, params, ids, lengths, found.x, full.x, mesh=here)
+            other = None if same else full.x
+            comparison = _compare(decoder, params, ids, lengths, found.x, other, mesh=here)
             comparison, depths = _first(rows, (comparison, found.depths))
             work = found.work
             gates = gate_flops(decoder, params, policy, work)
@@ -217,7 +222,7 @@ def score_documents(
       params: its parameters.
       documents: token ids `[token]` each, at least two; longer than the context: in windows.
       policy: who runs how deep.
-      rows: per pass, over all devices of a process.
+      rows: per pass at most, over all devices of a process.
       kv: what others see of frozen tokens.
       executor: how live slots are run.
       attention: who attends sparsely, in batches that do not fall back; None: nobody.
@@ -264,7 +269,7 @@ def score_documents(
             decoder,
             params,
             policy,
-            batch=-(-rows // parts),
+            batch=-(-len(batch.lengths) // parts),
             width=batch.token_ids.shape[1],
             executor=executor,
             fractions=fractions,

@@ -1,6 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models for `utio_jax`: a Flax transformer, its checkpoints, the shipped one and its recipe."""
 
+from utio_jax.core.extras import missing_library
+
+try:
+    import flax  # noqa: F401
+    import tokenizers  # noqa: F401
+except ModuleNotFoundError as error:  # A base install: the core needs none of this.
+    raise missing_library(error, "utio_jax.models") from error
+
 from utio_jax.models.checkpoint import SHIPPED, Model, load, load_config, save
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.transformer import Transformer, TransformerConfig

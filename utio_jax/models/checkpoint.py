@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import save as serialize
 from tokenizers import Tokenizer
 
 from utio_jax.core.decoder import Params
@@ -34,7 +36,17 @@ from utio_jax.core.files import (
     replacing,
 )
 from utio_jax.core.kv_maps import KVMapped, load_kv_maps, with_kv_maps
-from utio_jax.core.lens import Lensed, Wrapped, lens_file, lensed, load_lens
+from utio_jax.core.lens import (
+    Lens,
+    Lensed,
+    Wrapped,
+    lens_file,
+    lens_tensors,
+    lensed,
+    load_lens,
+    save_lens,
+)
+from utio_jax.decoding.base import Mode
 from utio_jax.models import huggingface
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
@@ -43,7 +55,8 @@ from utio_jax.models.rope import RopeScaling
 from utio_jax.models.tensor_parallel import Sharding, place_of
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.policies.store import Calibration, load_calibration
+from utio_jax.models.verbs import Verbs
+from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.staircase.prompts import PromptChoice, choices_of
 
 if TYPE_CHECKING:
@@ -53,9 +66,15 @@ SHIPPED = "stdlib-16"
 """The model that comes with the package."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
-    """A decoder with its parameters and the folder, or the GGUF file, that they came from.
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class Model(Verbs):
+    """A decoder with its parameters, tokenizer and calibration, and what one does with them.
+
+        model = utio_jax.load("stdlib-16")
+        print(model.generate("def mean(values):", mode="adaptive").summary())
+
+    The verbs are those of `utio_jax.models.verbs`. `calibrate` changes the model: its policies, and
+    for a model without exits also how these are read. All else leaves it as it is.
 
     Attributes:
       decoder: the model; `Lensed` if its exits are read through a lens, `KVMapped` if it has KV
@@ -64,6 +83,7 @@ class Model:
       folder: where config, weights and tokenizer are: a folder, or a GGUF file.
       lens: the lens' file, if there is one.
       prompt_choices: ways of reading prompts that were measured with its KV maps.
+      lens_sha256: of the lens' weights, if it is read through one.
     """
 
     decoder: Transformer | Lensed | KVMapped
@@ -71,14 +91,22 @@ class Model:
     folder: Path
     lens: Path | None = None
     prompt_choices: tuple[PromptChoice, ...] = ()
+    lens_sha256: str | None = None
+
+    def __repr__(self) -> str:
+        config, size = self.decoder.config, sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return (
+            f"Model({str(self.folder)!r}: {config.num_layers} layers, exits {config.exits}"
+            f"{' through a lens' if self.lens_sha256 else ''}, context {config.context_length}, "
+            f"vocabulary {config.vocab_size}, {size:,} parameters)"
+        )
 
     @cached_property
     def sha256(self) -> str:
         """Identifies the weights, those of the lens included."""
         files = [self.folder] if self.folder.is_file() else [*weight_files(self.folder)]
-        if self.lens is not None:
-            files.append(self.lens.with_suffix(".safetensors"))
         each = [hash_file(file) for file in files]
+        each += [] if self.lens_sha256 is None else [self.lens_sha256]
         return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
 
     def with_context(self, context_length: int) -> Model:
@@ -110,13 +138,50 @@ class Model:
           ValueError: there is no such lens, it is another model's, or has no map for an exit.
         """
         found = load_lens(path, model_sha256=self.sha256)
+        decoder, params = self._seen_through(found)
+        file = lens_file(path)
+        return Model(
+            decoder=decoder,
+            params=params,
+            folder=self.folder,
+            lens=file,
+            lens_sha256=hash_file(file.with_suffix(".safetensors")),
+        )
+
+    def read_through(
+        self, lens: Lens, *, out: str | Path | None = None, info: Mapping[str, Any] | None = None
+    ) -> None:
+        """Reads this model's exits through a lens from now on.
+
+        Args:
+          lens: the maps.
+          out: the folder or JSON file of a calibration, beside which the lens is written; None:
+            nothing is.
+          info: what it was fitted to, for the file.
+        """
+        decoder, params = self._seen_through(lens)
+        file, owner = None, self.sha256
+        tensors = {name: np.asarray(y) for name, y in lens_tensors(lens).items()}
+        digest = hashlib.sha256(serialize(tensors, metadata={})).hexdigest()
+        if out is not None:
+            file = lens_file(calibration_file(out).parent)
+            save_lens(file, lens, info={"model_sha256": owner, **(info or {})})
+            digest = hash_file(file.with_suffix(".safetensors"))
+        self.decoder, self.params, self.lens, self.lens_sha256 = decoder, params, file, digest
+        for name in ("sha256", "calibration"):
+            self.__dict__.pop(name, None)
+
+    def _seen_through(self, lens: Lens) -> tuple[Lensed, Params]:
         decoder, exits = self.decoder, self.decoder.config.exits
+        if isinstance(decoder, Lensed):
+            raise ValueError(
+                "Wanted a model that is read through no lens yet. Load it with lens=False."
+            )
         # The lens says where a stock model can be read.
-        if len(exits) == 1 and isinstance(decoder, Transformer):
-            exits = (*found.exits, *exits)
+        if len(exits) == 1:
+            exits = (*lens.exits, *exits)
             decoder = Transformer(dataclasses.replace(decoder.config, exits=exits))
-        decoder, params = lensed(decoder, self.params, found)
-        return Model(decoder=decoder, params=params, folder=self.folder, lens=lens_file(path))
+        return lensed(decoder, self.params, lens)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -145,17 +210,31 @@ class Model:
             self.folder, gguf_files.keys_of(self.folder) if self.folder.is_file() else None
         )
 
-    def chat(self, messages: Messages, **options: Any) -> Reply:
+    def chat(
+        self,
+        messages: Messages,
+        *,
+        mode: str | Mode = "plain",
+        budget: float | None = None,
+        **options: Any,
+    ) -> Reply:
         """Returns the model's answer to messages, by its own chat template.
 
             reply = model.chat([{"role": "user", "content": "Hello"}], max_new_tokens=64)
             reply.text, reply.message
 
-        Options and errors are those of `utio_jax.models.chat.answer`.
+        Args:
+          messages: what has been said; the last is the user's.
+          mode: see `generate`.
+          budget: of the calibrated policy of `"adaptive"`.
+          **options: further ones of `utio_jax.models.chat.answer`.
+
+        Raises:
+          ValueError: the model has no chat template, or see `generate`.
         """
         from utio_jax.models.chat import answer
 
-        return answer(self, messages, **options)
+        return answer(self, messages, mode=self.mode(mode, budget=budget), **options)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""

@@ -1,1 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Which tokens go deeper: policies, the signals that they decide by, fitted ones as files."""
+
+from utio_jax.policies.base import Boundary, Policy, Signal
+from utio_jax.policies.depth import Thresholded, given_depths, never_stops, random_depths, uniform
+from utio_jax.policies.importance import (
+    attention_heat,
+    embedding_outlier,
+    predictive_entropy,
+    surrogate_importance,
+)
+from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
+from utio_jax.policies.signals import (
+    Chance,
+    DepthTable,
+    Entropy,
+    MaxProbability,
+    Patience,
+    Position,
+    SignalBase,
+    SoftmaxGap,
+    StateSimilarity,
+    TokenSurrogate,
+    UtioSurrogate,
+    surrogate_table,
+)
+from utio_jax.policies.store import Calibration, Thresholds, load_calibration
+from utio_jax.policies.wrappers import DepthFloor, KeepFirst, PositionDecay
+
+__all__ = [
+    "Boundary",
+    "Calibration",
+    "Chance",
+    "DepthFloor",
+    "DepthTable",
+    "Entropy",
+    "Hazard",
+    "KeepFirst",
+    "Learned",
+    "MaxProbability",
+    "Patience",
+    "Policy",
+    "Position",
+    "PositionDecay",
+    "PromptRouter",
+    "Signal",
+    "SignalBase",
+    "SoftmaxGap",
+    "StateGate",
+    "StateSimilarity",
+    "Thresholded",
+    "Thresholds",
+    "TokenSurrogate",
+    "UtioSurrogate",
+    "attention_heat",
+    "embedding_outlier",
+    "given_depths",
+    "load_calibration",
+    "never_stops",
+    "predictive_entropy",
+    "random_depths",
+    "surrogate_importance",
+    "surrogate_table",
+    "uniform",
+]

@@ -73,14 +73,31 @@ class Thresholded:
         return self.signal.reads_logits(index)
 
 
-def uniform(depth: int, *, name: str = "uniform") -> Thresholded:
+def uniform(
+    depth: int, *, exits: Sequence[int] | None = None, name: str = "uniform"
+) -> Thresholded:
     """Returns the policy under which all tokens run `depth` layers: the model truncated at an exit.
+
+    Args:
+      depth: in layers.
+      exits: boundaries to have, `depth` among them: one compiled program then serves them all. By
+        default there is none on the way, which saves a little time.
+      name: of the policy.
+
+    Raises:
+      ValueError: depths that no model has, or `depth` is not among `exits`.
 
     >>> uniform(6).depths
     (6,)
     """
     (depth,) = check_depths((depth,))
-    return Thresholded(signal=Position(name=name), thresholds=jnp.zeros(0), depths=(depth,))
+    depths = (depth,) if exits is None else check_depths(exits)
+    if depth not in depths:
+        raise ValueError(f"Wanted a depth among the exits {depths}. Got depth={depth}.")
+    thresholds = [-jnp.inf if each < depth else jnp.inf for each in depths[:-1]]
+    return Thresholded(
+        signal=Position(name=name), thresholds=jnp.asarray(thresholds, jnp.float32), depths=depths
+    )
 
 
 def never_stops(depths: tuple[int, ...], *, name: str = "full") -> Thresholded:

@@ -28,7 +28,7 @@ _TYPES: dict[str, Any] = {
 """What a file may hold, by class name."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Calibration:
     """Policies fitted to one model, by name and budget.
 
@@ -41,6 +41,16 @@ class Calibration:
     entries: Mapping[str, Mapping[float, Thresholds]]
     signals: Mapping[str, Signal]
     info: Mapping[str, Any]
+
+    def __repr__(self) -> str:
+        """Says in three lines whose policies there are, at which budgets."""
+        budgets = sorted({budget for fitted in self.entries.values() for budget in fitted})
+        model, tokens = str(self.info.get("model_sha256"))[:12], self.info.get("tokens")
+        return (
+            f"Calibration of model {model} on {tokens} tokens\n"
+            f"  policies {', '.join(self.entries)}\n"
+            f"  budgets {', '.join(f'{budget:g}' for budget in budgets)}"
+        )
 
     def policy(self, name: str, budget: float, *, exits: tuple[int, ...] | None = None) -> Policy:
         """Returns a fitted policy.
@@ -84,6 +94,19 @@ class Calibration:
                 f"Got {budget}. `utio-jax calibrate --budget ...` fits others."
             )
         return fitted[budget]
+
+    def budget_of(self, name: str, budget: float | None = None) -> float:
+        """Returns a budget that a policy was fitted for: the asked one, the only one, or 0.6.
+
+        Raises:
+          ValueError: the name or the budget is not in this calibration, or there are several
+            budgets, none of them 0.6, and none is asked for.
+        """
+        fitted = self.entries.get("learned" if name == "random" else name, {})
+        if budget is None:
+            budget = next(iter(fitted)) if len(fitted) == 1 else 0.6
+        self.entry(name, budget)
+        return budget
 
     def adding(
         self,

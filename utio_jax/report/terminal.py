@@ -11,6 +11,10 @@ from rich.text import Text
 
 from utio_jax.accounting.ledger import Ledger
 from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.evaluation.evaluate import DocumentScore
+
+# Rows of a table of documents; the JSON has all.
+_MOST_DOCUMENTS = 40
 
 # Shallow to deep, on any background.
 _SHADES = ("#2f9e8f", "#7fb83d", "#d8b02a", "#e07b2e", "#d1495b", "#a44ac2")
@@ -46,7 +50,7 @@ def ledger_table(
             and row.nll_increase_pct < at_hull
         )
         table.add_row(
-            row.policy,
+            _named(row),
             _show(row.budget, "g"),
             _show(row.flops_ratio, ".3f"),
             _show(row.depth_decided_mean, ".2f"),
@@ -103,7 +107,7 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     for row in rows:
         ledger, margin = row.ledger, row.hull_margin_pct
         table.add_row(
-            ledger.policy,
+            _named(ledger),
             _show(ledger.budget, "g"),
             _show(ledger.flops_ratio, ".3f"),
             _show(ledger.gate_pct, ".2f"),
@@ -115,6 +119,35 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
             _show(row.oracle_recovered, ".2f"),
             style="bold green" if margin is not None and margin[0] > 0 else None,
         )
+    return table
+
+
+def documents_table(scored: Sequence[tuple[str, Any, DocumentScore]], total: Ledger) -> Table:
+    """Returns a terminal table of scored documents, the first of many, and what all of them cost.
+
+    Args:
+      scored: name, token ids and score of each.
+      total: over all of them.
+    """
+    table = Table(
+        title=f"{total.policy}: {total.nll:.4f} nats per token over {total.tokens:,} tokens, at "
+        f"full depth {total.nll_full:.4f}; {total.flops_ratio:.3f} of its FLOPs",
+        caption="layers: mean of those behind each prediction",
+    )
+    for name in ("document", "tokens", "log-likelihood", "nats per token", "layers"):
+        table.add_column(name, justify="left" if name == "document" else "right", overflow="fold")
+    for name, ids, score in scored[:_MOST_DOCUMENTS]:
+        table.add_row(
+            Text(name),
+            f"{len(ids):,}",
+            f"{score.log_likelihood.sum():,.2f}",
+            f"{-score.log_likelihood.mean():.4f}",
+            f"{score.depths.mean():.2f}",
+        )
+    more = scored[_MOST_DOCUMENTS:]
+    if more:
+        tokens = sum(len(ids) for _, ids, _ in more)
+        table.add_row(f"and {len(more):,} more", f"{tokens:,}", style="dim")
     return table
 
 
@@ -179,6 +212,12 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
     for depth in depths:
         text.append(f" {depth} ", style=_shade(among.index(depth), len(among)))
     return text
+
+
+def _named(row: Ledger) -> str:
+    """Returns the policy, and of a uniform one the depth: no two rows shall share a name."""
+    (depth, *others) = row.depth_histogram or ("",)
+    return f"uniform {depth}" if row.policy == "uniform" and not others else row.policy
 
 
 def _shade(index: int, levels: int) -> str:

@@ -1,1 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
+"""One pass over whole rows with a depth per token, and buckets of independent items."""
+
+from utio_jax.staircase.base import Executor, Tokens
+from utio_jax.staircase.buckets import (
+    BucketPlan,
+    Buckets,
+    assign_buckets,
+    bucket_tokens,
+    run_buckets,
+)
+from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
+from utio_jax.staircase.exit_head import Readout
+from utio_jax.staircase.loop import StaircaseResult, staircase
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.prompts import AttentionHeat, Interleaved, PromptImportance, Recency
+from utio_jax.staircase.reference import dense_states, reference_states
+from utio_jax.staircase.score import (
+    Comparison,
+    Scores,
+    compare_states,
+    exit_nll,
+    full_depth,
+    score,
+    score_dense,
+)
+from utio_jax.staircase.sparse import SparseAttention
+
+__all__ = [
+    "AttentionHeat",
+    "BucketPlan",
+    "Buckets",
+    "CapacityPrefix",
+    "Comparison",
+    "Executor",
+    "Interleaved",
+    "MicroBatches",
+    "PromptImportance",
+    "Readout",
+    "Recency",
+    "Scores",
+    "SparseAttention",
+    "StaircaseResult",
+    "Tokens",
+    "assign_buckets",
+    "bucket_tokens",
+    "compare_states",
+    "dense_states",
+    "exit_nll",
+    "fit_capacities",
+    "full_depth",
+    "reference_states",
+    "run_buckets",
+    "score",
+    "score_dense",
+    "staircase",
+]

@@ -158,9 +158,15 @@ def check_policy(policy: Policy, decoder: Decoder, *, kv: str = "propagate") -> 
     """Returns the policy's depths, once they are known to fit the decoder.
 
     Raises:
+      TypeError: it is no policy, but the name of one, or a signal.
       ValueError: the policy stops at depths that the model does not have, or, under `kv="mapped"`,
         has no maps for.
     """
+    if not hasattr(policy, "depths"):
+        raise TypeError(
+            "Wanted a policy, such as uniform(8), Thresholded(signal=...), or that of a name: "
+            f'model.calibration.policy("learned", 0.6). Got {type(policy).__name__} {policy!r:.80}.'
+        )
     depths = check_depths(policy.depths)
     if depths[-1] > decoder.config.num_layers:
         raise ValueError(

@@ -86,6 +86,7 @@ def score(
         rows there by `utio_jax.devices.rows.place`. `Scores.work` then leads with a device axis.
 
     Raises:
+      TypeError: no policy, but the name of one.
       ValueError: rows wider than the context, or that the mesh's devices cannot share evenly;
         outside jit also ids outside the vocabulary and lengths beyond the rows.
     """
@@ -228,28 +229,32 @@ def compare_states(
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     x: Float[Array, "batch token dim"],
-    x_full: Float[Array, "batch token dim"],
+    x_full: Float[Array, "batch token dim"] | None = None,
     *,
+    executor: MicroBatches = MicroBatches(),
     mesh: Mesh | None = None,
 ) -> Comparison:
-    """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced."""
+    """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced.
+
+    Runs one head for each predicted token and each of the two, on blocks of these alone; where
+    there is no `x_full`, `x` is compared with itself for one head each.
+    """
     if mesh is not None:
 
         def on_device(params: Params, rows: Rows) -> Rows:
-            return Rows(compare_states(decoder, params, *rows.tree))
+            return Rows(compare_states(decoder, params, *rows.tree, executor=executor))
 
         return over_rows(mesh, on_device, params, Rows((token_ids, lengths, x, x_full))).tree
     labels, predicted = labels_of(token_ids, lengths)
-    found = _read_all(decoder, params, partial(_compare, decoder, params), x, x_full, labels)
-    return _where_predicted(predicted, found)
+    others = () if x_full is None else (x_full,)
 
+    def compare(logits: jax.Array, label: jax.Array, *others: jax.Array) -> dict[str, jax.Array]:
+        full = [decoder.unembed(params, other).astype(jnp.float32) for other in others]
+        return compare_logits(logits, full[0] if full else logits, label)
 
-def _compare(
-    decoder: Decoder, params: Params, logits: jax.Array, x_full: jax.Array, label: jax.Array
-) -> dict[str, jax.Array]:
-    """Returns the fields of a `Comparison` of one block of tokens."""
-    full_logits = decoder.unembed(params, x_full).astype(jnp.float32)
-    return compare_logits(logits, full_logits, label)
+    read = partial(map_head, decoder, params, compare)
+    found = executor.map_slots(executor.pack(0, predicted), read, x, labels, *others)
+    return Comparison(**found)
 
 
 def compare_logits(
@@ -268,12 +273,6 @@ def compare_logits(
         "agree": best == most_probable(full_logits),
         "greedy": best == label,
     }
-
-
-def _where_predicted(predicted: jax.Array, found: dict[str, jax.Array]) -> Comparison:
-    return Comparison(
-        **{name: jnp.where(predicted, y, jnp.zeros((), y.dtype)) for name, y in found.items()}
-    )
 
 
 def exit_nll(

@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from utio_jax.core.extras import install_line
+
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 """The types of tensors that can be read."""
 
@@ -81,7 +83,7 @@ def library() -> ModuleType:
     except ImportError as error:
         raise ValueError(
             "Wanted the package gguf, which GGUF files need. It is not installed: "
-            "pip install 'utio-jax[gguf]'."
+            f"{install_line('gguf')}."
         ) from error
     return gguf
 

@@ -7,32 +7,18 @@ path alone, so a file that one Python version trained on is never a test documen
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import platform
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
+
+from utio_jax.models.texts import Document
 
 Split = Literal["train", "calibrate", "test"]
 
 # These are missing from some distributions' Pythons, so documents in them only ever train.
 _OPTIONAL = {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "_bundled"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Document:
-    """One source file: its POSIX `path` relative to the library's root, and its `text`."""
-
-    path: str
-    text: str
-
-    @property
-    def num_bytes(self) -> int:
-        """Length in UTF-8 bytes, the denominator of bits per byte."""
-        return len(self.text.encode())
 
 
 def split_of_path(path: str) -> Split | None:
@@ -83,46 +69,5 @@ def standard_library(split: Split, *, root: str | Path | None = None) -> tuple[D
         raise ValueError(
             f"Wanted Python source of the {split} split below {folder}. Found none. "
             "Name a folder that holds a standard library, or your own text files with --text."
-        )
-    return tuple(documents)
-
-
-def describe(documents: Sequence[Document]) -> dict[str, str | int]:
-    """Returns what identifies a split: Python version, counts, and a hash over paths and texts."""
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(document.path.encode() + b"\0" + document.text.encode() + b"\0")
-    return {
-        "python": platform.python_version(),
-        "documents": len(documents),
-        "bytes": sum(document.num_bytes for document in documents),
-        "sha256": digest.hexdigest(),
-    }
-
-
-def read_files(paths: Sequence[str | Path]) -> tuple[Document, ...]:
-    """Returns text files as documents.
-
-    Raises:
-      ValueError: a file is missing, is not UTF-8 text, or is empty; all such are named at once.
-    """
-    documents, wrong = [], []
-    for path in map(Path, paths):
-        try:
-            text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            wrong.append(f"{path}: {error.strerror}")
-        except UnicodeDecodeError:
-            wrong.append(f"{path}: not UTF-8 text")
-        else:
-            if text.strip():
-                documents.append(Document(path=path.as_posix(), text=text))
-            else:
-                wrong.append(f"{path}: empty")
-    if wrong or not documents:
-        raise ValueError(
-            "Wanted readable, non-empty UTF-8 text files. Got "
-            + ("; ".join(wrong) or "no files")
-            + "."
         )
     return tuple(documents)

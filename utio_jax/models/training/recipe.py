@@ -19,8 +19,9 @@ from utio_jax.core.decoder import Params
 from utio_jax.core.files import replacing, save_text
 from utio_jax.models.checkpoint import save
 from utio_jax.models.presets import PLAIN_12, PLAIN_16, STDLIB_16, TINY
+from utio_jax.models.texts import Document, describe
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
-from utio_jax.models.training.corpus import Document, describe, standard_library
+from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.train import TrainConfig, bits_per_byte, train, training_stream
 from utio_jax.models.transformer import Transformer, TransformerConfig

@@ -1,0 +1,710 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a new user runs into: nothing is ignored, nothing overwritten, every failure is one line."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import io
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import live_params
+from helpers.texts import SOURCES, source
+
+import utio_jax
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.calibration.advice import conclude
+from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.calibration.lens import LensConfig, fit_lens
+from utio_jax.cli import first_call
+from utio_jax.cli.evaluate import Evaluate
+from utio_jax.cli.generate import Generate
+from utio_jax.cli.lm_eval import LmEval
+from utio_jax.cli.main import COMMANDS, main
+from utio_jax.cli.options import calibration_of
+from utio_jax.core.documents import batches_of, windows_of
+from utio_jax.core.files import check_writable, dump_tensors
+from utio_jax.core.lens import Lens
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.generate import generate
+from utio_jax.evaluation.evaluate import DocumentScore
+from utio_jax.models import TINY, Transformer, load, save
+from utio_jax.models.tokenizer import train_tokenizer
+from utio_jax.policies.signals import Position
+from utio_jax.policies.store import Calibration, Thresholds
+from utio_jax.report.terminal import documents_table
+from utio_jax.staircase.score import score
+
+HARMED = {
+    "exit_nll_increase_pct": {"1": 80.0, "2": 60.0},
+    "exit_agreement": {"1": 0.01, "2": 0.02},
+    "goals": {"position": {"nll_increase_pct_by_budget": {"0.8": 50.0}}},
+}
+"""What a calibration has found that it had better say: exits that lose more than most bear."""
+
+
+def position_only(sha256: str, **info: Any) -> Calibration:
+    entry = Thresholds(depths=(1, 4), thresholds=(-5.0,), fractions=(0.2, 0.8))
+    return Calibration(
+        entries={"position": {0.8: entry}},
+        signals={"position": Position()},
+        info={"model_sha256": sha256, "goals": {}, **info},
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with exits 1, 2, 4 and a calibration that says it does not pay."""
+    out = tmp_path_factory.mktemp("model")
+    text = [source(name).read_text() for name in SOURCES]
+    train_tokenizer(text, vocab_size=300).save(str(out / "tokenizer.json"))
+    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
+    save(out, decoder, live_params(decoder))
+    position_only(load(out).sha256, **HARMED).save(out)
+    return out
+
+
+@pytest.fixture
+def bare(folder: Path, tmp_path: Path) -> Path:
+    """The same without a calibration, read at its last layer alone, as a stock model is."""
+    out = tmp_path / "stock"
+    out.mkdir()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (out / name).write_bytes((folder / name).read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"exits": [4]}))
+    return out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.search("^utio-jax: Wanted", captured.err, flags=re.MULTILINE)
+    return captured.err
+
+
+# Options that would have been ignored.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ("evaluate --text X --budget 0.5", "a fitted policy, such as --policy learned, with --bud"),
+        ("evaluate --text X --depth 3", "Wanted --policy uniform with --depth. Got --policy full"),
+        ("evaluate --text X --calibration c.json", "with --calibration. Got --policy full"),
+        ("evaluate --text X --kv drop", "with --kv. Got --policy full, which has no use for it"),
+        ("evaluate --text X --min-tokens 9 --profit p", "with --min-tokens, --profit. Got --pol"),
+        ("score X --policy uniform --budget 0.5", "with --budget. Got --policy uniform"),
+        ("score X --policy uniform", "Wanted --depth with --policy uniform"),
+        ("score X --depth 3", "Wanted --policy uniform with --depth. Got --policy learned"),
+        ("generate x --enable-utio --policy uniform", "Wanted --depth with --policy uniform"),
+        ("generate x --enable-utio --policy full --budget 0.5", "with --budget. Got --policy full"),
+        ("generate x --enable-utio --depth 2", "Wanted --policy uniform with --depth"),
+        ("generate x --token-ids ids.json", "as text, or --token-ids FILE"),
+        ("generate --token-ids ids.json --chat", "Got --token-ids with --chat"),
+        ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
+        ("calibrate --text X --confidence 0.9", "Wanted --max-disagreement with --confidence"),
+        ("calibrate --text X --lens-steps 5", "Wanted --fit-lens with --lens-steps"),
+        ("compare --text X --budgets 0.8 0.123", "some of the budgets [0.8], as calibrated"),
+    ],
+)
+def test_an_option_without_a_use_is_refused(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    match: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("X").write_text(source("colorsys").read_text())
+    out = ["--out", "fitted.json"] if arguments.startswith("calibrate") else []
+    assert match in refused(capsys, *arguments.split(), "--model", folder, *out)
+
+
+def test_a_gate_may_score_where_the_policy_does_not(folder: Path) -> None:
+    command = Generate(
+        enable_utio=True,
+        policy="full",
+        throttle=1.0,
+        calibration=folder / "policies.json",
+        model=str(folder),
+    )
+    policy, budget, _ = command.named_policy(command.load())
+    assert (policy.name, budget) == ("full", None)
+
+
+# Nothing is overwritten.
+
+
+def test_the_shipped_calibration_is_never_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = load().folder / "policies.json"
+    before = own.read_bytes()
+    monkeypatch.setattr("utio_jax.cli.calibrate.read_documents", None)  # No work before.
+    for name in ("stdlib-16", load().folder):
+        said = refused(capsys, "calibrate", "--model", name, "--policy", "all")
+        assert "Wanted --out FILE" in said
+        assert "belongs to the installed package" in said
+    assert own.read_bytes() == before
+
+
+def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Fits nothing: adds a policy of the first name to what is there."""
+    seen: list[dict[str, Any]] = []
+
+    def fit(*_: Any, policies: Any, model_sha256: str, done: Any, keep: Any, **options: Any) -> Any:
+        seen.append({"done": done, **options})
+        new = position_only(model_sha256, **HARMED)
+        old = {} if done is None else done.entries
+        fitted = dataclasses.replace(
+            new,
+            entries={**old, policies[0]: new.entries["position"]},
+            signals=dict.fromkeys((*old, policies[0]), Position()),
+        )
+        keep(fitted)
+        return fitted
+
+    monkeypatch.setattr("utio_jax.calibration.calibrate.calibrate", fit)
+    return seen
+
+
+def test_a_calibration_is_added_to_and_the_place_is_told(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, own = fake_calibrate(monkeypatch), bare / "policies.json"
+    arguments = ["calibrate", "--model", str(bare), "--exits", "1", "2", "4"]
+    arguments += ["--text", str(source("colorsys")), "--policy"]
+    assert main([*arguments, "position"]) == 0
+    assert f"Written: position: {own}" in capsys.readouterr().err
+    assert main([*arguments, "entropy"]) == 0
+    captured = capsys.readouterr()
+    assert f"Written: entropy, beside position of before: {own}" in captured.err
+    # The command that is recommended works, up to its placeholder.
+    (recommended,) = re.findall(r"For example: utio-jax (.*) --text OTHER_FILES", captured.err)
+    assert recommended == f"compare --model {bare} --exits 1 2 4"
+    assert set(json.loads(own.read_text())["entries"]) == {"position", "entropy"}
+    assert seen[0]["done"] is None
+    assert set(seen[1]["done"].entries) == {"position"}
+    assert seen[1]["refit"]
+    assert main([*arguments, "entropy", "--resume"]) == 0
+    assert not seen[2]["refit"]
+
+
+def test_what_cannot_be_added_to_stays_as_it_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    seen, out = fake_calibrate(monkeypatch), tmp_path / "other.json"
+    position_only("f" * 64).save(out)
+    before = out.read_bytes()
+    text = source("colorsys")
+    said = refused(capsys, "calibrate", "--model", folder, "--text", text, "--out", out)
+    assert f"name another --out, or remove {out}" in said
+    assert out.read_bytes() == before
+    assert not seen
+
+
+def test_a_lens_is_kept_and_never_replaced_by_another(
+    bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    fake_calibrate(monkeypatch)
+    model, out = load(bare), tmp_path / "fitted" / "mine.json"
+    fitted: list[LensConfig] = []
+
+    def fit(*_: Any, progress: Any, **__: Any) -> Lens:
+        fitted.append(_[3])
+        return Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(2,))
+
+    monkeypatch.setattr("utio_jax.calibration.lens.fit_lens", fit)
+    monkeypatch.setattr("utio_jax.cli.calibrate._UNTOUCHED", 1)
+    texts = [str(source(name)) for name in SOURCES]
+    arguments = ["calibrate", "--model", str(bare), "--exits", "2", "4", "--text", *texts]
+    arguments += ["--fit-lens", "--out", str(out), "--policy", "position", "--lens-steps"]
+    assert model.decoder.config.embed_dim == 32
+    assert main([*arguments, "7"]) == 0
+    assert [config.steps for config in fitted] == [7]
+    captured = capsys.readouterr()
+    lens = out.parent / "lens.json"
+    assert f"--calibration {out} --lens {lens} --text OTHER_FILES" in captured.err
+    stored = lens.read_bytes()
+    assert main([*arguments, "7"]) == 0
+    assert len(fitted) == 1, "the same one is there"
+    assert "Wanted a lens of {'steps': 8}" in refused(capsys, *arguments, "8")
+    assert lens.read_bytes() == stored
+    # Without it the calibration is another model's; the error says what is missing.
+    said = refused(capsys, "compare", "--model", bare, "--calibration", out, "--text", *texts)
+    assert f"It was fitted through a lens: add --lens {lens}." in said
+    # And the other way about.
+    plain = tmp_path / "plain.json"
+    position_only(model.sha256).save(plain)
+    for file in (lens, lens.with_suffix(".safetensors")):
+        (bare / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match="It was fitted without a lens: add --lens none"):
+        calibration_of(load(bare), plain)
+
+
+def test_a_lens_is_not_fitted_where_its_calibration_has_no_place(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [source(name) for name in SOURCES]
+    said = refused(capsys, "calibrate", "--model", folder, "--fit-lens", "--text", *texts)
+    assert "holds one that was fitted without it. Name another --out" in said
+    assert not (folder / "lens.json").exists()
+
+
+# Places that cannot be written are found before the work.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ("calibrate --text X --out FILE/a.json", "--out"),
+        ("calibrate --text X --out DIR.json", "--out"),
+        ("compare --text X --out FILE", "--out"),
+        ("score X --per-token FILE/tokens.json", "--per-token"),
+        ("score X --per-token DIR.json", "--per-token"),
+        ("score X --shards FILE/shards", "--shards"),
+        ("demo --text X --out FILE/demo", "--out"),
+        ("finetune --text X --out FILE/tuned", "--out"),
+        ("train --out FILE/trained", "--out"),
+        ("bench --out FILE/bench", "--out"),
+        ("report results.json --out FILE", "--out"),
+        ("lm-eval --tasks t.yaml --out FILE/all.json", "--out"),
+    ],
+)
+def test_a_place_that_takes_no_files_is_found_before_the_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+    option: str,
+) -> None:
+    def worked(*_: Any, **__: Any) -> None:
+        raise AssertionError("work")
+
+    for place in (
+        "models.load",
+        "models.training.recipe.run_recipe",
+        "report.results.load_results",
+    ):
+        monkeypatch.setattr(f"utio_jax.{place}", worked)
+    monkeypatch.setattr("utio_jax.benchmark.environment.describe", worked)
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("")
+    Path("DIR.json").mkdir()
+    Path("X").write_text("x = 1")
+    assert option in refused(capsys, *arguments.split())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["DIR.json", "FILE", "X"]
+
+
+def test_what_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    wanted = tmp_path / "new" / "deeper" / "out.json"
+    assert check_writable(wanted, "--out") == wanted
+    assert not [*tmp_path.iterdir()]
+
+
+# Every failure is one line.
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "\nutio-jax: interrupted\n"),
+        (BrokenPipeError(), 141, ""),
+        (
+            OSError(28, "No space left on device", "out.json"),
+            1,
+            "utio-jax: Wanted files that can be read and written. Got out.json: No space left on "
+            "device. Free space, or name another place.\n",
+        ),
+        (
+            ModuleNotFoundError("No module named 'orbax'", name="orbax.checkpoint"),
+            2,
+            "utio-jax: Wanted orbax, which this command needs. It is not installed. It comes with "
+            "the extra train: pip install '.[train]' in a checkout of utio_jax, or else pip "
+            "install 'utio-jax[train]'.\n",
+        ),
+    ],
+)
+def test_what_ends_a_command_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException,
+    status: int,
+    said: str,
+) -> None:
+    def run(_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr("utio_jax.cli.score.Score.run", run)
+    assert main(["score", "x"]) == status
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_full_disk_under_weights_is_an_error_of_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # As full as a disk can be.
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            dump_tensors(tmp_path / "x.safetensors", {"a": np.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def process(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+    # Buffered, as it is for users: what cannot be written is noticed late.
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**given, "PYTHONPATH": str(Path(utio_jax.__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_a_reader_that_leaves_and_a_full_disk_leave_no_traceback() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # As `head` does, once it has seen enough.
+    piped = process("-m", "utio_jax", "--version", stdout=writer)
+    os.close(writer)
+    with Path("/dev/full").open("w") as full:
+        disk = process("-m", "utio_jax", "--version", stdout=full)
+    assert piped.communicate() == (None, "")
+    assert piped.returncode == 141
+    _, said = disk.communicate()
+    assert said.startswith("utio-jax: Wanted files that can be read and written. Got: No space")
+    assert (disk.returncode, said.count("\n")) == (1, 1)
+
+
+def test_a_base_install_says_what_to_install() -> None:
+    lines = []
+    for missing, statement in (
+        ("tokenizers", "from utio_jax.models import load"),
+        ("tyro", "import utio_jax.cli.main"),
+    ):
+        code = f"import sys; sys.modules[{missing!r}] = None; {statement}"
+        lines.append(process("-c", code).communicate()[1].strip().splitlines()[-1])
+    both = "pip install '.[cli]' in a checkout of utio_jax, or else pip install 'utio-jax[cli]'"
+    assert lines[0].endswith(
+        "Wanted tokenizers, which utio_jax.models needs. It is not installed. It comes with the "
+        f"extra cli: {both}."
+    )
+    assert lines[1] == f"utio-jax: the command line needs the extra cli: {both}."
+
+
+def test_arguments_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "generate", os.fsdecode(b"caf\xe9"))
+    assert said == "utio-jax: Wanted arguments in UTF-8. Got 'caf\\udce9'.\n"
+
+
+def test_help_lists_every_command_and_the_version_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    for name in (*COMMANDS, "launch", "--version"):
+        assert name in shown
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"utio-jax \S+ \(python .*, jax .*\)\n", capsys.readouterr().out)
+
+
+def test_the_options_of_launch_end_where_a_command_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("utio_jax.cli.launch.launch", lambda *given: seen.append(given) or 3)
+    assert main(["launch", "--processes", "2", "evaluate", "--text", "a", "--batch", "4"]) == 3
+    assert seen == [(2, ("evaluate", "--text", "a", "--batch", "4"))]
+
+
+# No message recommends what does not exist.
+
+ELSEWHERE = {
+    "environment.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
+    "architectures.py": {"--merge"},  # llama.cpp's
+}
+
+
+FIRST_CALLS = ("first_call.py", "startup.py", "bench_subjects.py")
+WHOLE_COMMAND = r"utio-jax ([a-z-]+)((?:(?!utio-jax|\. |`|: |; ).)*)"
+
+
+def options_of(name: str) -> set[str]:
+    fields = dataclasses.fields(COMMANDS[name])
+    return {"--help", *(f"--{field.name.replace('_', '-')}" for field in fields)}
+
+
+def test_no_message_recommends_an_option_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    every = {"--version", *(option for name in COMMANDS for option in options_of(name))}
+    parser: list[argparse.ArgumentParser] = []
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(
+        argparse.ArgumentParser,
+        "parse_args",
+        lambda self, argv: parser.append(self) or parse(self, ["--model", "a"]),
+    )
+    monkeypatch.setattr("utio_jax.cli.bench_subjects.subject_named", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        first_call.main([])
+    inner = {option for action in parser[0]._actions for option in action.option_strings}
+    package, wrong, commands = Path(utio_jax.__file__).parent, [], 0
+    for file in sorted(package.rglob("*.py")):
+        known = every | ELSEWHERE.get(file.name, set())
+        known |= (
+            inner if file.name in ("first_call.py", "startup.py", "bench_subjects.py") else set()
+        )
+        for text in texts_of(ast.parse(file.read_text())):
+            wrong += [(file.name, o) for o in re.findall(r"--[a-z][a-z-]+", text) if o not in known]
+            # Of a whole command: that command's own options.
+            for name, rest in re.findall(WHOLE_COMMAND, text):
+                if name in COMMANDS:
+                    found = re.findall(r"--[a-z][a-z-]+", rest)
+                    commands += len(found) > 0
+                    own = every if name == "launch" else options_of(name)
+                    wrong += [(file.name, f"{name} {o}") for o in found if o not in own]
+    assert not wrong
+    assert commands > 8
+
+
+def texts_of(tree: ast.AST) -> list[str]:
+    """Returns every string of a module, with what is filled in left out."""
+    inside = [
+        part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
+    ]
+    found = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inside
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [p.value if isinstance(p, ast.Constant) else "FILLED" for p in node.values]
+            found.append("".join(map(str, parts)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["generate x --lossless", "calibrate --text X", "compare --text X", "generate x --enable-utio"],
+)
+def test_a_stock_model_is_told_how_to_get_exits(
+    bare: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("X").write_text(source("colorsys").read_text())
+    said = refused(capsys, *arguments.split(), "--model", bare)
+    assert "--exits 1 2 3 4 (load(..., exits=(1, 2, 3, 4)))" in said
+    assert "--lens FILE, which utio-jax calibrate --exits 1 2 3 4 --fit-lens writes" in said
+
+
+# Verdicts are repeated, and readable.
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "lm-eval"])
+def test_a_verdict_is_repeated_where_the_policy_is_used(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    model = load(folder)
+    options: Any = {"model": str(folder), "policy": "position"}
+    if command == "generate":
+        Generate(enable_utio=True, **options).decoding_mode(model)
+    elif command == "evaluate":
+        Evaluate(text=(source("keyword"),), context=32, **options).run()
+    else:
+        LmEval(mode="adaptive", **options)._mode(model)
+    said = capsys.readouterr().err
+    assert "utio-jax: Adaptive depth will not pay here: the loss at depth 2 is 60 % above" in said
+    if command == "evaluate":
+        assert re.search(r"at full depth [\d.]+, perplexity [\d.]+: [+-][\d.]+ % loss at", said)
+
+
+def test_finetuning_says_what_it_did_to_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    after = [1.0, 0.633]
+    monkeypatch.setattr(
+        "utio_jax.models.training.finetune.finetune",
+        lambda *_, **__: {
+            "out": "tuned/model",
+            "exits": [2, 4],
+            "loss_before": [3.0, 0.633],
+            "loss_after": after,
+        },
+    )
+    arguments = ["finetune", "--model", str(folder), "--text", str(source("stat"))]
+    arguments += ["--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "Full depth: 0.6330 -> 0.6330 nats per token, +0.0 %.\n" in captured.err
+    after[1] = 0.932
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "Full depth: 0.6330 -> 0.9320 nats per token, +47.2 %. The model itself got" in (
+        captured.err
+    )
+    assert json.loads(captured.out)["full_depth_loss_increase_pct"] == 47.235
+
+
+def row(policy: str, budget: float | None, margin: Any, **fields: Any) -> ComparisonRow:
+    ledger = Ledger(policy=policy, budget=budget, **fields)
+    return ComparisonRow(ledger=ledger, hull_margin_pct=margin)
+
+
+def test_a_comparison_ends_with_a_sentence_and_names_each_row_apart() -> None:
+    controls = [
+        row("uniform", None, None, depth_histogram={"1": 1.0}),
+        row("uniform", None, None, depth_histogram={"2": 1.0}),
+        row("full", None, None, depth_histogram={"4": 1.0}),
+        row("oracle_kl", 0.5, (5.0, 6.0, 7.0)),
+        row("random", 0.5, (1.0, 2.0, 3.0)),
+    ]
+    doubtful = row("learned", 0.5, (-0.1, 0.2, 0.5), flops_ratio=0.5, nll_increase_pct=2.0)
+    better = row("learned", 0.6, (0.1, 0.15, 0.3), flops_ratio=0.6, nll_increase_pct=1.0)
+    rows = [*controls, doubtful, better]
+    names = [each.to_dict()["name"] for each in rows]
+    assert names[:3] == ["uniform 1", "uniform 2", "full"]
+    assert len({*names}) == len(rows)
+    said = conclude(rows)
+    assert "1 of 2 policies are better than truncating the model" in said
+    assert "learned at 0.6, with 0.15 % [0.10, 0.30] less loss" in said
+    assert said.endswith("+1.00 % over full depth.")
+    costly = dataclasses.replace(better.ledger, nll_increase_pct=50.0)
+    said = conclude([*controls, dataclasses.replace(better, ledger=costly)])
+    assert said.endswith("but +50.00 % over full depth, which is more than most uses bear.")
+    said = conclude([*controls, doubtful])
+    assert "no policy is better than truncating the model, beyond doubt: the best of 1" in said
+    assert "all of them are cheaper" in conclude(controls)
+
+
+def test_scored_documents_are_a_table_of_which_the_first_are_shown() -> None:
+    from rich.console import Console
+
+    each = DocumentScore(log_likelihood=np.asarray([-1.0, -2.0]), depths=np.asarray([2, 4]))
+    total = Ledger(policy="learned", nll=1.5, nll_full=1.25, tokens=150, flops_ratio=0.7)
+    scored = [(f"[{index}].py", np.arange(3), each) for index in range(50)]
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(documents_table(scored, total))
+    said = " ".join(shown.getvalue().split())
+    assert "learned: 1.5000 nats per token over 150 tokens, at full depth 1.2500" in said
+    assert re.search(r"\[39\]\.py +│ +3 │ +-3\.00 │ +1\.5000 │ +3\.00", shown.getvalue())
+    assert "[40].py" not in shown.getvalue()
+    assert re.search(r"and 10 more +│ +30 ", shown.getvalue())
+
+
+# Text comes first, and is decoded no more often than needed.
+
+
+def test_generate_decodes_once_for_the_text_and_once_a_round(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from utio_jax.decoding import text
+
+    decoded: list[Any] = []
+    until = text.generate_until
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        decoded.append(options["mode"].name)
+        return until(*arguments, **options)
+
+    monkeypatch.setattr(text, "generate_until", counted)
+    ids = tmp_path / "ids.json"
+    ids.write_text("[[5, 6, 7], [8]]")
+    arguments = ["generate", "--token-ids", str(ids), "--model", str(folder)]
+    arguments += ["--max-new-tokens", "4"]
+    assert main([*arguments, "--rounds", "0"]) == 0
+    once = json.loads(capsys.readouterr().out)
+    assert decoded == ["plain"]
+    assert (once["seconds"], once["speedup"], once["tokens_per_second"]) == (None, None, None)
+    assert once["flops_ratio"] == 1
+    model = load(folder)
+    wanted = generate(model.decoder, model.params, [[5, 6, 7], [8]], max_new_tokens=4, mode=Plain())
+    assert once["token_ids"] == [row.tolist() for row in wanted.token_ids]
+    assert once["prompts"] == [model.tokenizer.decode(row) for row in ([5, 6, 7], [8])]
+    decoded.clear()
+    assert main(arguments) == 0
+    timed = json.loads(capsys.readouterr().out)
+    assert decoded == ["plain", "plain"], "one of them timed"
+    assert timed["token_ids"] == once["token_ids"]
+    assert timed["tokens_per_second"] > 0
+    decoded.clear()
+    mode = ["--enable-utio", "--policy", "uniform", "--depth", "2"]
+    assert main([*arguments, *mode, "--rounds", "0"]) == 0
+    assert decoded == ["adaptive"], "plain decoding is for timing alone"
+
+
+def test_ids_are_continued_without_a_tokenizer(
+    bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (bare / "tokenizer.json").unlink()
+    ids = tmp_path / "ids.json"
+    ids.write_text("[[5, 6, 7]]")
+    arguments = ["generate", "--token-ids", str(ids), "--model", str(bare), "--rounds", "0"]
+    assert main([*arguments, "--max-new-tokens", "3"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["prompts"] == [" 5 6 7"]
+    assert found["texts"] == ["".join(f" {token_id}" for token_id in found["token_ids"][0])]
+
+
+# The library.
+
+
+def test_names_where_things_are_wanted_are_refused(tiny: Any, unchecked_shapes: None) -> None:
+    ids = tiny.tokens(2, 8)
+    with pytest.raises(TypeError, match="Wanted a policy, such as uniform.*Got str 'learned'"):
+        score(tiny.decoder, tiny.params, ids, jnp.asarray([8, 8]), "learned")  # type: ignore[arg-type]
+    for mode in ("lossless", Plain):
+        with pytest.raises(TypeError, match="Wanted a mode, such as Plain"):
+            generate(tiny.decoder, tiny.params, [[1]], mode=mode, max_new_tokens=2)  # type: ignore[arg-type]
+
+
+def test_a_calibration_is_shown_in_three_lines() -> None:
+    shown = repr(load().calibration)
+    assert re.match(
+        r"Calibration of model 31d90cab7ada on 249243 tokens\n  policies learned", shown
+    )
+    assert shown.count("\n") == 2
+    assert "budgets 0.3, 0.4, 0.5" in shown
+    assert len(shown) < 400
+
+
+def test_fitting_a_lens_tells_how_far_it_is(tiny: Any) -> None:
+    rng = np.random.default_rng(0)
+    windows = windows_of([rng.integers(0, 64, 600)], width=32)
+    batches = list(batches_of(windows, rows=8, widths=[32], vocab_size=64))
+    told: list[str] = []
+    config = LensConfig(steps=3, batch=64)
+    fit_lens(tiny.decoder, tiny.params, batches, config, progress=told.append)
+    assert re.fullmatch(r"lens: step 1 of 3, [\d.]+ nats from full depth", told[-2])
+    assert told[-1].startswith("lens: step 3 of 3, ")
+    with pytest.raises(ValueError, match="Wanted at least 0 steps"):
+        LensConfig(steps=-1)

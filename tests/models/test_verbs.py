@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of a loaded model are the functions, with modes and policies by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import SMALL, lively_model
+from helpers.texts import SOURCES, source
+
+import utio_jax
+from utio_jax import Adaptive, Lossless, Plain, uniform
+from utio_jax.core.lens import Lensed, load_lens
+from utio_jax.decoding.text import generate_text
+from utio_jax.evaluation.evaluate import score_documents
+from utio_jax.models import Model, load, save
+from utio_jax.models.tokenizer import train_tokenizer
+from utio_jax.models.verbs import with_exits
+from utio_jax.policies.store import load_calibration
+
+OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "lengths": SMALL}
+PROMPTS = ["import os", "def é漢"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with early exits, on disk."""
+    made = tmp_path_factory.mktemp("model")
+    text = [source(name).read_text() for name in SOURCES]
+    train_tokenizer(text, vocab_size=300).save(str(made / "tokenizer.json"))
+    lively = lively_model(vocab_size=300, context_length=64)
+    save(made, lively.decoder, lively.params, dtype=jnp.float32)
+    return made
+
+
+@pytest.fixture(scope="module")
+def calibrated(folder: Path) -> Model:
+    model = load(folder)
+    found = model.calibrate([source("bisect")], budget=(0.6, 0.9))
+    assert found.calibration is model.calibration
+    assert "learned at 0.9 of the FLOPs" in found.summary()
+    return model
+
+
+def test_modes_have_names(calibrated: Model) -> None:
+    model = calibrated
+    named = {
+        "plain": Plain(),
+        "adaptive": Adaptive(policy=model.calibration.policy("learned", 0.6)),
+        "lossless": model.mode("lossless"),
+    }
+    assert isinstance(named["lossless"], Lossless)
+    for name, mode in named.items():
+        found = model.generate(PROMPTS, mode=name, **OPTIONS)
+        wanted = generate_text(model, PROMPTS, mode=mode, **OPTIONS)
+        assert found.texts == wanted.texts
+        for a, b in zip(found.generated.decided, wanted.generated.decided, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert found.generated.mode == mode.name
+    mine = Adaptive(policy=uniform(2))
+    assert model.mode(mine) is mine
+    shallow: Any = model.mode("adaptive", policy=uniform(2))
+    assert shallow.policy.depths == (2,)
+    with pytest.raises(ValueError, match="mode of 'plain', 'adaptive', 'lossless', or a Mode. Got"):
+        model.generate(PROMPTS, mode="fast")
+    with pytest.raises(ValueError, match=r"Wanted a budget of \[0.6, 0.9\].*Got 0.5"):
+        model.generate(PROMPTS, mode="adaptive", budget=0.5)
+
+
+def test_a_summary_says_text_depths_and_cost(calibrated: Model) -> None:
+    found = calibrated.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
+    said = found.summary()
+    assert said.startswith(found.texts[0])
+    count = found.generated.decided[0].size
+    # The first new token is prefill's: at full depth, of 4 layers.
+    assert f"{count} tokens (length), mode adaptive: 2.1 of 4 layers each" in said
+    assert "Layers run per new token after the first, over full depth: 0.50" in said
+    assert "Drafts" not in said
+    assert (
+        "Drafts that were right" in calibrated.generate("x", mode="lossless", **OPTIONS).summary()
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+@pytest.mark.parametrize("mode", ["plain", "adaptive"])
+def test_streamed_texts_are_those_of_generate(calibrated: Model, mode: str, chunk: int) -> None:
+    whole = calibrated.generate(PROMPTS, mode=mode, **OPTIONS)
+    stops = [[], [whole.texts[0][3:6], whole.texts[1][7:9]], ["\n", " = "]]
+    for stop in stops:
+        wanted = calibrated.generate(PROMPTS, mode=mode, stop=stop, **OPTIONS)
+        texts, depths, last = ["", ""], [[], []], None
+        for part in calibrated.stream(PROMPTS, mode=mode, stop=stop, chunk=chunk, **OPTIONS):
+            for row in range(2):
+                texts[row] += part.texts[row]
+                depths[row] += part.decided[row].tolist()
+            last = part
+        assert tuple(texts) == wanted.texts
+        assert depths == [each.tolist() for each in wanted.generated.decided]
+        assert last is not None
+        assert not last.running.any()
+
+
+def test_what_may_begin_a_stop_string_is_held_back(calibrated: Model) -> None:
+    whole = calibrated.generate(PROMPTS[0], **OPTIONS).texts[0]
+    stop = whole[4:12]
+    parts = [*calibrated.stream(PROMPTS[0], stop=[stop], chunk=1, **OPTIONS)]
+    shown = [part.texts[0] for part in parts]
+    assert "".join(shown) == whole[: whole.index(stop)]
+    assert len(parts) < OPTIONS["max_new_tokens"], "it ends there"
+
+
+def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
+    model, texts = calibrated, ["import os\n" * 9, "class A: pass\n" * 7]
+    policy = model.calibration.policy("learned", 0.6)
+    found = model.score(texts, policy="learned", budget=0.6)
+    wanted = score_documents(model.decoder, model.params, model.encode(texts), policy)
+    for a, b in zip(found.documents, wanted.documents, strict=True):
+        np.testing.assert_array_equal(a.log_likelihood, b.log_likelihood)
+        np.testing.assert_array_equal(a.depths, b.depths)
+    ledger = model.evaluate([source("stat")], policy="learned", budget=0.9)
+    assert (ledger.policy, ledger.budget, ledger.num_layers) == ("learned", 0.9, 4)
+    ids = model.documents([source("stat")])
+    full = model.evaluate(ids, policy="full")
+    assert full.nll == full.nll_full == ledger.nll_full
+    assert full.depth_decided_mean == 4
+    assert model.evaluate(ids, policy=uniform(2)).depth_decided_mean == 2
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_one_file_or_prompt_where_a_list_is_wanted(calibrated: Model) -> None:
+    model: Any = calibrated
+    with pytest.raises(ValueError, match="list of files. Got one"):
+        model.evaluate(source("stat"))
+    with pytest.raises(ValueError, match="list of prompts. Got the text 'abc'"):
+        generate_text(model, "abc")
+
+
+def test_compare_has_a_row_per_policy_and_controls(calibrated: Model) -> None:
+    rows = calibrated.compare([source(name) for name in SOURCES], budgets=[0.6], batches=1)
+    names = {row.ledger.policy for row in rows}
+    assert {"full", "learned", "random", "uniform"} <= names
+
+
+def test_a_model_without_exits_is_read_through_a_lens(folder: Path, tmp_path: Path) -> None:
+    files = [source(name) for name in SOURCES]
+    stock = load(folder)
+    stock.decoder = dataclasses.replace(
+        stock.decoder, config=dataclasses.replace(stock.decoder.config, exits=(4,))
+    )
+    before, weights = stock.sha256, {*folder.iterdir()}
+    found = stock.calibrate(files, budget=0.9, out=tmp_path / "fitted.json")
+    assert stock.decoder.config.exits == (2, 3, 4)
+    assert isinstance(stock.decoder, Lensed)
+    assert stock.sha256 != before
+    assert {*folder.iterdir()} == weights, "only what is asked for is written"
+    assert load_lens(tmp_path / "lens.json", model_sha256=before).exits == (2, 3)
+    kept = load_calibration(tmp_path / "fitted.json", model_sha256=stock.sha256)
+    assert kept.entries.keys() == found.calibration.entries.keys()
+    again = load(folder, lens=False)
+    again.decoder = with_exits(again.decoder, (2, 3))
+    assert again.with_lens(tmp_path).sha256 == stock.sha256
+    text = stock.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
+    assert set(text.generated.decided[0][1:].tolist()) == {2}
+
+
+def test_nothing_is_written_unless_asked_for(folder: Path) -> None:
+    stock = load(folder)
+    stock.decoder = with_exits(stock.decoder, ())
+    assert stock.decoder.config.exits == (2, 3, 4)
+    before = {*folder.iterdir()}
+    stock.calibrate([source("bisect")], max_nll_increase_pct=50.0, policies=("entropy",))
+    assert {*folder.iterdir()} == before
+    assert [*stock.calibration.entries] == ["entropy"]
+    with pytest.raises(ValueError, match="Wanted one of budget, max_nll_increase_pct and max_dis"):
+        stock.calibrate([source("bisect")], budget=0.5, max_disagreement=0.1)
+    assert repr(stock).count("\n") == 0
+    assert "4 layers, exits (2, 3, 4)" in repr(stock)
+
+
+def test_everything_that_is_listed_is_there() -> None:
+    for name in utio_jax.__all__:
+        assert getattr(utio_jax, name) is not None, name
+    assert callable(utio_jax.generate)
+    assert utio_jax.load is load
+    with pytest.raises(AttributeError, match="has no attribute 'lod'"):
+        _ = utio_jax.lod

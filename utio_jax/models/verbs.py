@@ -1,0 +1,455 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one does with a loaded model: generate, stream, score, evaluate, calibrate, compare.
+
+Each verb of `utio_jax.models.Model` is a few lines over the functional API, which takes `decoder`
+and `params` and composes with `jit`, meshes and your own models; read them as examples of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from utio_jax.accounting.ledger import Ledger
+from utio_jax.calibration.advice import advise
+from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.compare import ComparisonRow, compare
+from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
+from utio_jax.calibration.lens import LensConfig, fit_lens
+from utio_jax.calibration.risk import split_documents
+from utio_jax.core.decoder import Params
+from utio_jax.core.documents import Batch, batches_of, sample_batches, windows_of
+from utio_jax.core.lens import Lensed
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.drafting import Controller
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prompts import prompt_prefill
+from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
+from utio_jax.evaluation.evaluate import TextScore, score_documents
+from utio_jax.models.texts import read_files
+from utio_jax.models.transformer import Transformer
+from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import uniform
+from utio_jax.policies.store import Calibration
+from utio_jax.staircase.score import full_depth
+
+# Of the windows that text is cut into: what the command line takes, too.
+_CONTEXT = 2048
+
+Source = str | Path | Sequence[int] | np.ndarray
+"""A document: a text file's path, or its token ids."""
+
+
+class Holder(Protocol):
+    """What the verbs need of a model."""
+
+    decoder: Transformer | Lensed
+    params: Params
+    calibration: Calibration
+    tokenizer: Any
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """What `Model.calibrate` found.
+
+    Attributes:
+      calibration: the fitted policies; the model has them from now on.
+      verdict: what to do, if adaptive depth will not pay for this model; None where it may.
+      exit_nll_increase_pct: loss of truncating the model at each exit, in %, by depth.
+    """
+
+    calibration: Calibration
+    verdict: str | None
+    exit_nll_increase_pct: dict[str, float]
+
+    def summary(self) -> str:
+        """Returns a few lines of plain text."""
+        lines = ["loss over full depth of truncating at an exit:"]
+        lines += [f"  {depth:>4} layers  {pct:+.2f} %" for depth, pct in self._exits()]
+        for name, fitted in self.calibration.entries.items():
+            for budget, entry in fitted.items():
+                shares = ", ".join(
+                    f"{share:.0%} at {depth}"
+                    for depth, share in zip(entry.depths, entry.fractions, strict=True)
+                )
+                lines.append(f"{name} at {budget:g} of the FLOPs: {shares}")
+        lines.append(self.verdict or "Adaptive depth may pay here: compare it on unseen text.")
+        return "\n".join(lines)
+
+    def _exits(self) -> list[tuple[str, float]]:
+        return sorted(self.exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
+
+
+class Verbs:
+    """The verbs of `utio_jax.models.Model`."""
+
+    def mode(
+        self: Any,
+        name: str | Mode = "adaptive",
+        *,
+        policy: str | Policy = "learned",
+        budget: float | None = None,
+    ) -> Mode:
+        """Returns a decoding mode by its name: `"plain"`, `"adaptive"` or `"lossless"`.
+
+        Args:
+          name: of the mode; a mode is returned as it is.
+          policy: of `"adaptive"`: one of the calibration's, by name, or any other.
+          budget: of a calibrated policy, see `policy`.
+
+        Raises:
+          ValueError: an unknown name, or a policy that the model was not calibrated for.
+        """
+        if not isinstance(name, str):
+            return name
+        if name == "plain":
+            return Plain()
+        if name == "lossless":
+            return Lossless(controller=Controller())
+        if name != "adaptive":
+            raise ValueError(
+                f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
+            )
+        chosen = self.policy(policy, budget=budget) if isinstance(policy, str) else policy
+        return Adaptive(policy=chosen)
+
+    def policy(
+        self: Any, name: str = "learned", *, budget: float | None = None, depth: int | None = None
+    ) -> Policy:
+        """Returns a depth policy by its name.
+
+        Args:
+          name: full, uniform, random, or one of the calibration's.
+          budget: target FLOPs over full depth's, of a calibrated one; None means 0.6, or the only
+            one that there is.
+          depth: of `"uniform"`, in layers; None means all.
+
+        Raises:
+          ValueError: an unknown name or budget, or the model has no calibration.
+        """
+        layers = self.decoder.config.num_layers
+        if name == "full":
+            return full_depth(self.decoder)
+        if name == "uniform":
+            return uniform(layers if depth is None else depth)
+        return self.calibration.policy(name, self.calibration.budget_of(name, budget))
+
+    def generate(
+        self: Any,
+        prompts: str | Sequence[str],
+        *,
+        mode: str | Mode = "plain",
+        budget: float | None = None,
+        prompt_budget: float | None = None,
+        max_new_tokens: int = 128,
+        stop: Sequence[str] = (),
+        sampling: Sampling = Greedy(),
+        seed: int = 0,
+        **options: Any,
+    ) -> GeneratedText:
+        """Returns new text for one prompt or several, with the layers that each token took.
+
+        Args:
+          prompts: none of them empty.
+          mode: `"plain"`, `"adaptive"` (a depth per token), `"lossless"` (the plain model's own
+            tokens, drafted at its exits), or a `Mode`.
+          budget: of the calibrated policy of `"adaptive"`.
+          prompt_budget: FLOPs of reading prompts over those in full, see
+            `utio_jax.decoding.prompts.prompt_prefill`; None reads them in full, as 1 does.
+          max_new_tokens: per prompt, at most.
+          stop: a text ends before the first of these strings.
+          sampling: how tokens are drawn.
+          seed: of the draws; prompt number `i` has `seed + i`.
+          **options: further ones of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
+
+        Raises:
+          ValueError: see `utio_jax.generate`, and `mode`.
+        """
+        return generate_text(
+            self,
+            [prompts] if isinstance(prompts, str) else prompts,
+            **self._prompt_options(prompt_budget),
+            mode=self.mode(mode, budget=budget),
+            max_new_tokens=max_new_tokens,
+            stop_strings=stop,
+            sampling=sampling,
+            seeds=seed,
+            **options,
+        )
+
+    def _prompt_options(self: Any, prompt_budget: float | None) -> dict[str, Any]:
+        """Returns how prompts are read, as options of `utio_jax.generate`."""
+        if prompt_budget is None:
+            return {}
+        by_gate = any(choice.by == "gate" for choice in self.prompt_choices)
+        prefill = prompt_prefill(
+            self.decoder,
+            self.params,
+            prompt_budget,
+            choices=self.prompt_choices,
+            gate=self.calibration.signals.get("learned") if by_gate else None,
+        )
+        return {"prefill": prefill}
+
+    def stream(
+        self: Any,
+        prompts: str | Sequence[str],
+        *,
+        mode: str | Mode = "plain",
+        budget: float | None = None,
+        prompt_budget: float | None = None,
+        max_new_tokens: int = 128,
+        stop: Sequence[str] = (),
+        sampling: Sampling = Greedy(),
+        seed: int = 0,
+        **options: Any,
+    ) -> Iterator[TextChunk]:
+        """Yields the text of `generate` piece by piece. Arguments and errors are those of it."""
+        return stream_text(
+            self,
+            [prompts] if isinstance(prompts, str) else prompts,
+            **self._prompt_options(prompt_budget),
+            mode=self.mode(mode, budget=budget),
+            max_new_tokens=max_new_tokens,
+            stop_strings=stop,
+            sampling=sampling,
+            seeds=seed,
+            **options,
+        )
+
+    def score(
+        self: Any,
+        texts: Sequence[str],
+        *,
+        policy: str | Policy = "full",
+        budget: float | None = None,
+        **options: Any,
+    ) -> TextScore:
+        """Returns every token's log-likelihood in some texts, with the depth that it was given.
+
+        Args:
+          texts: of at least two tokens each.
+          policy: that decides depths, or its name, see `policy`.
+          budget: of a calibrated one.
+          **options: further ones of `utio_jax.score_documents`.
+        """
+        return self._score(self.encode(list(texts)), policy, budget, options)
+
+    def evaluate(
+        self: Any,
+        files: Sequence[Source],
+        *,
+        policy: str | Policy = "full",
+        budget: float | None = None,
+        **options: Any,
+    ) -> Ledger:
+        """Returns loss and cost of text files under a policy, over full depth.
+
+        Args:
+          files: paths, or token ids.
+          policy: that decides depths, or its name, see `policy`.
+          budget: of a calibrated one.
+          **options: further ones of `utio_jax.score_documents`.
+        """
+        found = self._score(self.documents(files), policy, budget, options)
+        name = policy if isinstance(policy, str) else policy.name
+        return found.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
+
+    def calibrate(
+        self: Any,
+        files: Sequence[Source],
+        *,
+        budget: float | Sequence[float] | None = None,
+        max_nll_increase_pct: float | None = None,
+        max_disagreement: float | None = None,
+        confidence: float = 0.95,
+        policies: Sequence[str] = ("learned",),
+        exits: Sequence[int] = (),
+        seed: int = 0,
+        out: str | Path | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> Calibrated:
+        """Fits depth policies to this model on your text; the model has them from then on.
+
+        A model without exits gets some, read through a tuned lens that is fitted to half of the
+        text first.
+
+        Args:
+          files: paths, or token ids; none of it may be reported on later.
+          budget: target FLOPs over full depth's, one or several; by default 0.5, 0.6, 0.75, 0.9.
+          max_nll_increase_pct: instead of budgets: least cost within this loss, in %.
+          max_disagreement: instead of budgets: least cost with at most this share of most probable
+            tokens other than full depth's, promised by risk control.
+          confidence: of that promise.
+          policies: names from `utio_jax.calibration.SIGNALS`.
+          exits: depths at which tokens may stop, ending at the last layer, for a model that names
+            none; by default at a half, two thirds and five sixths of it.
+          seed: of gates and halves.
+          out: a folder or JSON file to write the calibration to, its lens beside it; None: nothing
+            is written.
+          progress: called with what happens next.
+
+        Raises:
+          ValueError: more than one goal, too little text, or see `utio_jax.calibrate`.
+        """
+        goals = (budget, max_nll_increase_pct, max_disagreement)
+        if sum(goal is not None for goal in goals) > 1:
+            raise ValueError(
+                "Wanted one of budget, max_nll_increase_pct and max_disagreement. Got "
+                f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
+                f"max_disagreement={max_disagreement}."
+            )
+        documents = self.documents(files)
+        if len(self.decoder.config.exits) == 1:
+            first, documents = split_documents(documents, seed=seed)
+            self._fit_lens(first, tuple(exits), seed, out, progress)
+        goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
+        if max_nll_increase_pct is not None:
+            goal = MaxLoss(nll_increase_pct=max_nll_increase_pct)
+        elif max_disagreement is not None:
+            documents, rest = split_documents(documents, seed=seed)
+            goal = MaxDisagreement(
+                max_disagreement=max_disagreement,
+                confidence=confidence,
+                documents=rest,
+                policies=len(policies),
+                seed=seed,
+            )
+        fitted = calibrate(
+            self.decoder,
+            self.params,
+            self.windows(documents),
+            model_sha256=self.sha256,
+            policies=policies,
+            goal=goal,
+            seed=seed,
+            progress=progress,
+        )
+        self.calibration = fitted
+        if out is not None:
+            fitted.save(out)
+        through_lens = isinstance(self.decoder, Lensed)
+        return Calibrated(
+            calibration=fitted,
+            verdict=advise(self.decoder, self.params, fitted.info, lens=through_lens),
+            exit_nll_increase_pct=dict(fitted.info["exit_nll_increase_pct"]),
+        )
+
+    def compare(
+        self: Any,
+        files: Sequence[Source],
+        *,
+        budgets: Sequence[float] | None = None,
+        batches: int | None = 6,
+        seed: int = 0,
+        progress: Callable[[str], None] | None = None,
+    ) -> list[ComparisonRow]:
+        """Returns how every calibrated policy does on unseen text, beside truncation and chance.
+
+        Args:
+          files: paths, or token ids, none of which was calibrated on.
+          budgets: which of the calibration's; None: all.
+          batches: of 16 windows, drawn over all documents; None takes the whole text.
+          seed: of the windows and of the intervals.
+          progress: called with what happens next.
+        """
+        config = self.decoder.config
+        drawn, document_of_window = sample_batches(
+            self.documents(files),
+            rows=16,
+            width=min(config.context_length, _CONTEXT),
+            batches=batches,
+            vocab_size=config.vocab_size,
+            seed=seed,
+        )
+        return compare(
+            self.decoder,
+            self.params,
+            drawn,
+            document_of_window,
+            self.calibration,
+            budgets=budgets,
+            seed=seed,
+            progress=progress,
+        )
+
+    def documents(self: Any, sources: Sequence[Source]) -> list[np.ndarray]:
+        """Returns token ids `[token]` of text files and of what is token ids already.
+
+        Raises:
+          ValueError: files that are missing, empty or not UTF-8.
+        """
+        if isinstance(sources, (str, Path)):
+            raise ValueError(f"Wanted a list of files. Got one, {str(sources)!r}. Wrap it: [...].")
+        paths = [source for source in sources if isinstance(source, (str, Path))]
+        texts = iter(self.encode([d.text for d in read_files(paths)]) if paths else [])
+        return [
+            next(texts) if isinstance(source, (str, Path)) else np.asarray(source)
+            for source in sources
+        ]
+
+    def windows(self: Any, documents: Sequence[np.ndarray]) -> list[Batch]:
+        """Returns documents in windows of the model's context, 2,048 at most, 16 to a batch."""
+        width = min(self.decoder.config.context_length, _CONTEXT)
+        return list(
+            batches_of(
+                windows_of(documents, width=width),
+                rows=16,
+                widths=[width],
+                vocab_size=self.decoder.config.vocab_size,
+            )
+        )
+
+    def _score(
+        self: Any,
+        documents: Sequence[np.ndarray],
+        policy: str | Policy,
+        budget: float | None,
+        options: dict[str, Any],
+    ) -> TextScore:
+        chosen = self.policy(policy, budget=budget) if isinstance(policy, str) else policy
+        return score_documents(self.decoder, self.params, documents, chosen, **options)
+
+    def _fit_lens(
+        self: Any,
+        documents: Sequence[np.ndarray],
+        exits: tuple[int, ...],
+        seed: int,
+        out: str | Path | None,
+        progress: Callable[[str], None] | None,
+    ) -> None:
+        """Reads this model's exits through a lens from now on."""
+        self.decoder = with_exits(self.decoder, exits)
+        lens = fit_lens(
+            self.decoder,
+            self.params,
+            self.windows(documents),
+            LensConfig(seed=seed),
+            progress=progress,
+        )
+        self.read_through(lens, out=out, info={"seed": seed})
+
+
+def with_exits(decoder: Any, exits: tuple[int, ...]) -> Transformer:
+    """Returns a stock model's decoder with depths at which it may be read.
+
+    Args:
+      decoder: a `Transformer`.
+      exits: these depths; none: a half, two thirds and five sixths of the layers, and the last.
+    """
+    layers = decoder.config.num_layers
+    chosen = exits or (round(layers / 2), round(2 * layers / 3), round(5 * layers / 6), layers)
+    return Transformer(dataclasses.replace(decoder.config, exits=tuple(sorted({*chosen, layers}))))
+
+
+def _several(budget: float | Sequence[float]) -> tuple[float, ...]:
+    return (budget,) if isinstance(budget, (int, float)) else tuple(budget)
