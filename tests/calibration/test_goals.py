@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from functools import partial
 from pathlib import Path
@@ -213,7 +214,9 @@ def test_what_cannot_be_added_is_refused_before_any_pass(
         def reach(self, *_: Any) -> Any: ...
 
     promise: Any = Promise()
-    monkeypatch.setattr("utio_jax.calibration.calibrate.study_exits", ran)
+    monkeypatch.setattr(
+        importlib.import_module("utio_jax.calibration.calibrate"), "study_exits", ran
+    )
     run = partial(
         calibrate,
         tiny.decoder,

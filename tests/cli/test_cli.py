@@ -354,7 +354,7 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
             ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1"],
             "History of at least 1 recent token",
         ),
-        (["generate", "x", "--temperature", "-1"], "a temperature above 0"),
+        (["generate", "x", "--temperature", "-1"], "a temperature above 1.17549e-38"),
         (["generate", "x", "--top-p", "0.9"], "Wanted --temperature above 0 with --top-p"),
         (["generate", "x", "--profit", "p.json"], "Got no --enable-utio"),
         (
@@ -370,7 +370,7 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
             ],
             "a calibrated policy with --profit",
         ),
-        (["generate", "x", "--enable-utio", "--profit", "p.json"], "No such file"),
+        (["generate", "x", "--enable-utio", "--profit", "p.json"], "at p.json. There is none"),
         (["generate", "x", "--stop", ""], "stop strings of at least one character"),
         (["generate", "x", "--model", "nowhere"], "nothing at nowhere"),
     ],

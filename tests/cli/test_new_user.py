@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import importlib
 import io
 import json
 import os
@@ -179,7 +180,7 @@ def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         keep(fitted)
         return fitted
 
-    monkeypatch.setattr("utio_jax.calibration.calibrate.calibrate", fit)
+    monkeypatch.setattr(importlib.import_module("utio_jax.calibration.calibrate"), "calibrate", fit)
     return seen
 
 

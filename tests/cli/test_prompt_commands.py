@@ -13,7 +13,7 @@ import pytest
 from helpers.models import live_params
 
 from utio_jax.cli.main import main
-from utio_jax.models import TINY, Transformer, save
+from utio_jax.models import TINY, Transformer, load, save
 from utio_jax.models.tokenizer import train_tokenizer
 
 WORDS = "one two three four five six seven eight nine ten "
@@ -112,6 +112,11 @@ def test_generate_reads_prompts_within_a_budget(
     assert found["prompt"]["flops_ratio"] < 1
     mapped = generate("--prompt-budget", "0.99", "--prompt-maps", str(maps))
     assert mapped["prompt"]["depth_mean"] < 4
+    # The same in Python.
+    model = load(folder).with_kv_maps(maps)
+    for budget, wanted in ((0.99, mapped), (1, plain)):
+        text = model.generate(WORDS * 5, prompt_budget=budget, max_new_tokens=4)
+        assert text.generated.token_ids[0].tolist() == wanted["token_ids"][0]
 
 
 def test_what_cannot_be_used_is_named(

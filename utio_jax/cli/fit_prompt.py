@@ -136,5 +136,5 @@ class FitPrompt(OfModel):
 
     def _shown(self, model: Any, stop: int) -> tuple[FrozenKV, ...]:
         """Returns what tokens that stop there may show; copies only where the model was trained."""
-        trained = model.lens is None and stop in model.decoder.config.exits
+        trained = model.lens_sha256 is None and stop in model.decoder.config.exits
         return ("mapped", "propagate") if trained else ("mapped",)
