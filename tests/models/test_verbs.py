@@ -20,6 +20,7 @@ from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load, save
+from utio_jax.models.shipped import shipped_folder
 from utio_jax.models.tokenizer import train_tokenizer
 from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
@@ -201,6 +202,12 @@ def test_nothing_is_written_unless_asked_for(folder: Path) -> None:
     assert [*stock.calibration.entries] == ["entropy"]
     with pytest.raises(ValueError, match="Wanted one of budget, max_nll_increase_pct and max_dis"):
         stock.calibrate([source("bisect")], budget=0.5, max_disagreement=0.1)
+    with pytest.raises(ValueError, match="outside of the installed package. Got"):
+        stock.calibrate([source("bisect")], out=shipped_folder())
+    with pytest.raises(ValueError, match="out. .* is no folder|to write as out"):
+        stock.calibrate([source("bisect")], out=folder / "config.json" / "policies.json")
+    with pytest.raises(ValueError, match='a depth for "uniform"'):
+        stock.policy("uniform")
     assert repr(stock).count("\n") == 0
     assert "4 layers, exits (2, 3, 4)" in repr(stock)
 

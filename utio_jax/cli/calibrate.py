@@ -17,7 +17,6 @@ import numpy as np
 from utio_jax.cli.options import (
     OfWindows,
     is_first,
-    is_shipped,
     progress_lines,
     read_documents,
 )
@@ -183,6 +182,8 @@ class Calibrate(OfWindows):
         """
         if self.out is not None:
             return calibration_file(self.out)
+        from utio_jax.models.shipped import is_shipped
+
         out = calibration_file(model.folder)
         wanted = "Wanted --out FILE: "
         remedy = "For example: --out out/policies.json, which other commands read as --calibration."

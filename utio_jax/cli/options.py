@@ -108,13 +108,6 @@ def check_out(folder: Path, *, option: str = "--out") -> None:
     check_writable(folder / "file", option)
 
 
-def is_shipped(folder: Path) -> bool:
-    """Returns whether a model's folder is part of the package, installed or in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    beside = package.parent / "models" / "stdlib_16"
-    return folder.resolve() == beside or folder.resolve().is_relative_to(package)
-
-
 def is_first() -> bool:
     """Returns whether this process prints and writes: it is alone, or number 0."""
     import jax

@@ -9,8 +9,9 @@ try:
 except ModuleNotFoundError as error:  # A base install: the core needs none of this.
     raise missing_library(error, "utio_jax.models") from error
 
-from utio_jax.models.checkpoint import SHIPPED, Model, load, load_config, save
+from utio_jax.models.checkpoint import Model, load, load_config, save
 from utio_jax.models.presets import STDLIB_16, TINY
+from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 __all__ = [

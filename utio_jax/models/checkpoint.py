@@ -52,6 +52,7 @@ from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
+from utio_jax.models.shipped import SHIPPED, shipped_folder
 from utio_jax.models.tensor_parallel import Sharding, place_of
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
@@ -61,9 +62,6 @@ from utio_jax.staircase.prompts import PromptChoice, choices_of
 
 if TYPE_CHECKING:
     from utio_jax.models.chat import ChatTemplate, Messages, Reply
-
-SHIPPED = "stdlib-16"
-"""The model that comes with the package."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -242,13 +240,6 @@ class Model(Verbs):
         return encode_documents(self.tokenizer, texts, bos_id=self.decoder.config.bos_id)
 
 
-def _shipped_folder() -> Path:
-    """Returns the shipped model's folder: in the installed package, or in a source checkout."""
-    name = SHIPPED.replace("-", "_")
-    installed, source = Path(__file__).parent / name, Path(__file__).parents[2] / "models" / name
-    return installed if installed.is_dir() else source
-
-
 def load(
     path_or_name: str | Path = SHIPPED,
     *,
@@ -281,7 +272,7 @@ def load(
         config that is not supported.
     """
     if str(path_or_name) == SHIPPED:
-        folder = _shipped_folder()
+        folder = shipped_folder()
     else:
         folder = Path(path_or_name)
         if folder.is_file() or folder.suffix == ".gguf":

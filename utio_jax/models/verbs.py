@@ -23,6 +23,7 @@ from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.risk import split_documents
 from utio_jax.core.decoder import Params
 from utio_jax.core.documents import Batch, batches_of, sample_batches, windows_of
+from utio_jax.core.files import check_writable
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
@@ -32,11 +33,12 @@ from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.evaluation.evaluate import TextScore, score_documents
+from utio_jax.models.shipped import is_shipped
 from utio_jax.models.texts import read_files
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
-from utio_jax.policies.store import Calibration
+from utio_jax.policies.store import Calibration, calibration_file
 from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.score import full_depth
 
@@ -133,16 +135,18 @@ class Verbs:
           name: full, uniform, random, or one of the calibration's.
           budget: target FLOPs over full depth's, of a calibrated one; None means 0.6, or the only
             one that there is.
-          depth: of `"uniform"`, in layers; None means all.
+          depth: of `"uniform"`, in layers.
 
         Raises:
-          ValueError: an unknown name or budget, or the model has no calibration.
+          ValueError: an unknown name or budget, the model has no calibration, or `"uniform"`
+            without a depth.
         """
-        layers = self.decoder.config.num_layers
         if name == "full":
             return full_depth(self.decoder)
         if name == "uniform":
-            return uniform(layers if depth is None else depth)
+            if depth is None:
+                raise ValueError('Wanted a depth for "uniform", in layers. Got none.')
+            return uniform(depth)
         return self.calibration.policy(name, self.calibration.budget_of(name, budget))
 
     def generate(
@@ -293,6 +297,10 @@ class Verbs:
                 "Wanted one of budget, max_nll_increase_pct and max_disagreement. Got "
                 f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
                 f"max_disagreement={max_disagreement}."
+            )
+        if out is not None and is_shipped(check_writable(calibration_file(out), "out")):
+            raise ValueError(
+                f"Wanted a place for the calibration outside of the installed package. Got {out}."
             )
         documents = self.documents(files)
         if len(self.decoder.config.exits) == 1:
