@@ -10,6 +10,7 @@ what padding adds corrects the budget, a target `flops_ratio` with everything ex
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,7 +82,9 @@ def calibrate(
     if unknown:
         raise ValueError(f"Wanted policies of {', '.join(SIGNALS)}. Got {unknown[0]!r}.")
     say("exits of the full pass")
-    studies = study_exits(decoder, params, batches, mesh=mesh)
+    done_so_far = itertools.count(1)
+    counted = lambda: say(f"exits: batch {next(done_so_far)} of {len(batches)}")  # noqa: E731
+    studies = study_exits(decoder, params, batches, mesh=mesh, progress=counted)
     info = {
         "model_sha256": model_sha256,
         "text": dict(text),

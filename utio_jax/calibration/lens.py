@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
+from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, read_through
 from utio_jax.staircase.reference import dense_states
 
@@ -26,8 +27,10 @@ class LensConfig:
     Attributes:
       tokens: states to learn from, at most; drawn evenly from the text. Each takes `4 * dim` bytes
         per exit.
-      steps: of Adam.
+      steps: of Adam, at most.
       batch: tokens per step.
+      flops: of the head that the steps may take together; where the vocabulary is large they are
+        fewer for it. 2e13 are a few minutes of two CPU cores.
       learning_rate: at the first step; it falls to zero.
       ridge: of the first guess, a regression of last states on the exit's; as a share of the
         exit's mean squared state.
@@ -37,6 +40,7 @@ class LensConfig:
     tokens: int = 100_000
     steps: int = 1000
     batch: int = 512
+    flops: float = 2e13
     learning_rate: float = 1e-3
     ridge: float = 1e-3
     seed: int = 0
@@ -81,7 +85,14 @@ def fit_lens(
         )
     say(f"lens: {len(exits)} maps on {count:,} tokens")
     lens = _regression(states, exits, ridge=config.ridge)
-    return _descend(decoder, params, lens, states, config)
+    # Each exit's head once forwards and once backwards, full depth's forwards.
+    step = config.batch * token_cost(decoder, params).head * (1 + 2 * len(exits))
+    steps = max(1, min(config.steps, int(config.flops / step)))
+    config = dataclasses.replace(config, steps=steps)
+    return _descend(decoder, params, lens, states, config, say)
+
+
+_HEAD_BLOCK = 128  # Tokens whose logits are alive at once, at every exit.
 
 
 def _states(
@@ -126,9 +137,18 @@ def _regression(states: np.ndarray, exits: tuple[int, ...], *, ridge: float) -> 
 
 
 def _descend(
-    decoder: Decoder, params: Params, lens: Lens, states: np.ndarray, config: LensConfig
+    decoder: Decoder,
+    params: Params,
+    lens: Lens,
+    states: np.ndarray,
+    config: LensConfig,
+    say: Callable[[str], None],
 ) -> Lens:
-    """Returns the maps after `config.steps` of Adam on the KL divergence, summed over exits."""
+    """Returns the maps after `config.steps` of Adam on the KL divergence, summed over exits.
+
+    Tokens go through the heads in blocks, whose slopes are added: `[block, vocab]` is alive at
+    once.
+    """
     import optax
 
     def divergence(
@@ -140,8 +160,8 @@ def _descend(
         pairs = zip(early, lens.exits, strict=True)
         read = [read_through(maps, lens.exits, *pair) for pair in pairs]
         logp = [jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32)) for x in read]
-        each = [jnp.sum(jnp.exp(full) * (full - mine), axis=-1).mean() for mine in logp]
-        return sum(each, start=jnp.float32(0))
+        each = [jnp.sum(jnp.exp(full) * (full - mine), axis=-1).sum() for mine in logp]
+        return sum(each, start=jnp.float32(0)) / config.batch
 
     optimizer = optax.adam(optax.linear_schedule(config.learning_rate, 0.0, config.steps))
 
@@ -149,17 +169,31 @@ def _descend(
     def update(
         maps: Any, state: Any, params: Params, chosen: Float[Array, "exit token dim"]
     ) -> tuple[Any, Any]:
-        *early, last = chosen.astype(jnp.float32)
-        full = jax.nn.log_softmax(decoder.unembed(params, last).astype(jnp.float32))
-        slopes = jax.grad(divergence)(maps, params, full, jnp.stack(early))
+        def add(slopes: Any, block: Float[Array, "exit block dim"]) -> tuple[Any, None]:
+            *early, last = block.astype(jnp.float32)
+            full = jax.nn.log_softmax(decoder.unembed(params, last).astype(jnp.float32))
+            more = jax.grad(divergence)(maps, params, full, jnp.stack(early))
+            return jax.tree.map(jnp.add, slopes, more), None
+
+        # As many blocks as divide the batch.
+        count = next(n for n in range(1, config.batch + 1) if fits(n))
+        blocks = chosen.reshape(len(chosen), count, -1, chosen.shape[-1])
+        none = jax.tree.map(jnp.zeros_like, maps)
+        slopes, _ = jax.lax.scan(add, none, jnp.moveaxis(blocks, 1, 0))
         updates, state = optimizer.update(slopes, state, maps)
         return optax.apply_updates(maps, updates), state
+
+    def fits(count: int) -> bool:
+        return config.batch % count == 0 and config.batch // count <= _HEAD_BLOCK
 
     def draw(rng: np.random.Generator) -> Int[np.ndarray, " token"]:
         return rng.integers(states.shape[1], size=config.batch)
 
     maps: Any = {"matrix": lens.matrix, "bias": lens.bias}
     state, rng = optimizer.init(maps), np.random.default_rng(config.seed)
-    for _ in range(config.steps):
+    for step in range(config.steps):
+        if step % max(1, config.steps // 10) == 0:
+            jax.block_until_ready(maps)  # Steps are queued: they are said when they are done.
+            say(f"lens: step {step} of {config.steps}")
         maps, state = update(maps, state, params, jnp.asarray(states[:, draw(rng)]))
     return Lens(matrix=maps["matrix"], bias=maps["bias"], exits=lens.exits)
