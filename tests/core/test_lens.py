@@ -263,6 +263,25 @@ def test_a_fit_brings_exits_closer_and_leaves_the_model_alone(
     assert np.all(after[:-1] < before[:-1])
 
 
+def test_a_fit_takes_no_more_steps_than_its_flops_allow(bare: Model, text: list[Batch]) -> None:
+    """With 8 tokens a step and half of them a block, the same maps as in one block of 8."""
+    head = token_cost(bare.decoder, bare.params).head
+    early, said = len(bare.decoder.config.exits) - 1, list[str]()
+    step = 8 * head * (1 + 2 * early)
+    config = LensConfig(steps=60, batch=8, flops=3.5 * step)
+    found = fit_lens(bare.decoder, bare.params, text[:1], config, progress=said.append)
+    assert "step 3 of 3" in said[-1]
+    three = fit_lens(
+        bare.decoder, bare.params, text[:1], dataclasses.replace(config, steps=3, flops=1e15)
+    )
+    np.testing.assert_array_equal(found.matrix, three.matrix)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("utio_jax.calibration.lens._HEAD_BLOCK", 4)
+        blocks = fit_lens(bare.decoder, bare.params, text[:1], config)
+    np.testing.assert_allclose(blocks.matrix, found.matrix, atol=1e-5)
+    np.testing.assert_allclose(blocks.bias, found.bias, atol=1e-5)
+
+
 def test_the_map_costs_what_its_matrix_costs(bare: Model, model: Model) -> None:
     dim = model.decoder.config.embed_dim
     with_lens, without = (token_cost(each.decoder, each.params) for each in (model, bare))

@@ -17,14 +17,24 @@ from helpers.counting import Counting, read_counts
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
-from utio_jax import Learned, Ledger, MicroBatches, full_depth, given_depths, uniform
+from utio_jax import (
+    Learned,
+    Ledger,
+    MicroBatches,
+    Thresholded,
+    full_depth,
+    given_depths,
+    random_depths,
+    uniform,
+)
 from utio_jax.accounting.guardrails import check_worthwhile
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.models.training.exit_losses import exit_losses
-from utio_jax.staircase.score import compare_states
+from utio_jax.policies.signals import Position, TokenSurrogate
+from utio_jax.staircase.score import compare_states, run_score
 
 
 def ledger_of(quality: Quality, name: str, *, budget: float | None) -> Any:
@@ -134,9 +144,10 @@ def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     real = 128 + 128 + 46
     cost = token_cost(tiny.decoder, tiny.params)
     assert found.quality.tokens == real
-    # A head for the pass of each real token, one to compare each predicted one; in buckets of four.
-    passed, compared = (128 + 128 + 48), (127 + 127 + 45)
-    assert passed + compared <= counts["unembed"] <= passed + compared + 2 * 3
+    # A head for the pass of each real token, in buckets of four, and one to compare each predicted
+    # one, in the default buckets of 64.
+    passed, compared = (128 + 128 + 48), (256 + 64)
+    assert counts["unembed"] == passed + compared
     row = ledger_of(found.quality, "full", budget=None)
     assert row.flops_ratio == 1
     padding = 4 * (2 * 128 + 64 - real) * cost.keys_values
@@ -168,6 +179,62 @@ def test_comparisons_run_a_head_per_predicted_token_and_pass(tiny: Any) -> None:
         plain_nll(tiny, ids, shallow)[real[:, :-1]],
         atol=1e-4,
     )
+
+
+def test_policies_that_differ_in_names_and_numbers_share_a_program(tiny: Any) -> None:
+    batch = batches(tiny)[0]
+    gate, signal = gated(tiny), gated(tiny).signal
+    assert isinstance(signal, Learned)
+    depths, width = gate.depths, batch.token_ids.shape
+    rng = np.random.default_rng(0)
+    table = jnp.asarray(rng.normal(size=tiny.decoder.config.vocab_size), jnp.float32)
+    cuts = jnp.asarray(np.linspace(0.2, -0.2, len(depths) - 1), jnp.float32)
+    policies = {
+        "learned": gate,
+        "classifier": dataclasses.replace(
+            gate,
+            signal=Learned(gates=signal.gates, exits=signal.exits, name="classifier"),
+            thresholds=gate.thresholds + 0.01,
+        ),
+        "position": Thresholded(signal=Position(), thresholds=cuts * 10 - 6, depths=depths),
+        "before": Thresholded(signal=TokenSurrogate(table=table), thresholds=cuts, depths=depths),
+        "random": random_depths([0.3, 0.2, 0.5], key=jax.random.key(3), depths=depths),
+        "given": given_depths(jnp.asarray(rng.integers(1, 5, size=width)), depths=depths),
+    }
+    program: Any = run_score
+    program.clear_cache()
+    found = evaluate(tiny.decoder, tiny.params, [batch], policies, executor=EXECUTOR)
+    assert program._cache_size() == 3  # Full depth, gates, and scores known before the pass.
+    for name, policy in policies.items():
+        alone = run_score(
+            tiny.decoder,
+            tiny.params,
+            batch.token_ids,
+            batch.lengths,
+            policy=policy,
+            kv="propagate",
+            executor=EXECUTOR,
+        )
+        values, counts = np.unique(np.asarray(alone.depths), return_counts=True)
+        wanted = dict(zip(values.tolist(), counts.tolist(), strict=True))
+        assert found[name].histogram == {d: n for d, n in wanted.items() if d > 0}
+        assert len(found[name].histogram) > 1, name
+        nll = -float(np.asarray(alone.log_likelihood).sum(dtype=np.float64))
+        np.testing.assert_allclose(found[name].nll, nll, rtol=1e-6)
+
+
+def test_a_full_pass_that_is_kept_runs_once(tiny: Any) -> None:
+    decoder, read = Counting(tiny.decoder.config), batches(tiny)
+    kept: dict[int, Any] = {}
+    run = partial(evaluate, decoder, tiny.params, read, executor=EXECUTOR, full_passes=kept)
+    full = {"": full_depth(decoder)}
+    read_counts()
+    first = run(full)[""]
+    assert read_counts()["queries"] > 0
+    again = run(full)[""]
+    assert read_counts()["queries"] == 0
+    assert dataclasses.asdict(first) == dataclasses.asdict(again)
+    assert sorted(kept) == list(range(len(read)))
 
 
 @pytree

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -103,7 +104,9 @@ def calibrate(
         _check_same(done, info, policies)
         fitted = done
     say("exits of the full pass")
-    studies = study_exits(decoder, params, batches, mesh=mesh)
+    done_so_far = itertools.count(1)
+    counted = lambda: say(f"exits: batch {next(done_so_far)} of {len(batches)}")  # noqa: E731
+    studies = study_exits(decoder, params, batches, mesh=mesh, progress=counted)
     fitter = SignalFitter(decoder, params, studies, seed=seed)
     search = ThresholdSearch(decoder, params, studies, executor=executor, mesh=mesh)
     of_exits = {

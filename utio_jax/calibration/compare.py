@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -29,11 +31,13 @@ from utio_jax.devices.processes import local_mesh
 from utio_jax.devices.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.policies.base import Policy, Signal
-from utio_jax.policies.depth import given_depths
+from utio_jax.policies.depth import given_depths, shared_program
+from utio_jax.policies.signals import KnownBefore
 from utio_jax.policies.store import Calibration
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.score import Comparison
+from utio_jax.staircase.reference import positions_of
+from utio_jax.staircase.score import Comparison, Scores
 
 Label = tuple[str, float]
 """A policy's name, and its budget or depth."""
@@ -104,7 +108,8 @@ def compare(
 ) -> list[ComparisonRow]:
     """Returns a row per exit for `uniform`, and per budget for oracles and calibrated policies.
 
-    Policies run over all exits, of which they pay for those in use: one program each.
+    Policies run over all exits, of which they pay for those in use: one program for all budgets,
+    and for all policies that differ in numbers alone. Full depth runs once.
 
     Args:
       decoder: the model.
@@ -127,9 +132,10 @@ def compare(
     chosen = known if budgets is None else sorted(set(budgets))
     if not set(chosen) <= set(known) or not chosen:
         raise ValueError(f"Wanted some of the budgets {known}, as calibrated. Got {budgets}.")
-    say("exits of the full pass")
     params = place(params, local_mesh(mesh))
-    studies = study_exits(decoder, params, batches, mesh=mesh)
+    done = itertools.count(1)
+    counted = lambda: say(f"exits: batch {next(done)} of {len(batches)}")  # noqa: E731
+    studies = study_exits(decoder, params, batches, mesh=mesh, progress=counted)
     reader = _Reader(decoder, params, document_of_window, executor, mesh)
     exits, shape = decoder.config.exits, batches[0].token_ids.shape
     num_layers, count = exits[-1], len(batches)
@@ -158,32 +164,59 @@ def compare(
         ledger = quality.ledger(name, budget=budget, num_layers=num_layers)
         rows.append(ComparisonRow(ledger=ledger, hull_margin_pct=margin))
 
-    for name in [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]:
-        say(name)
+    names = [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]
+    policies: dict[str, dict[Label, Policy]] = {}
+    for name in names:
         fitted = calibration.entries["learned" if name == "random" else name]
-        policies = {
-            (name, budget): [calibration.policy(name, budget, exits=exits)] * count
+        policies[name] = {
+            (name, budget): calibration.policy(name, budget, exits=exits)
             for budget in chosen
             if budget in fitted
         }
-        scored = None
-        if name in calibration.signals:
-            signal = calibration.signals[name]
-            scored = _Correlations(decoder, params, signal, studies, mesh)
-        for (_, budget), (quality, sums) in reader.read(batches, policies).items():
-            kl, depth = scored.at_first(fitted[budget].depths) if scored else (None, None)
-            margin = float(bootstrap.margins(sums)[0])
-            rows.append(
-                ComparisonRow(
-                    ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
-                    hull_margin_pct=bootstrap.interval(sums),
-                    rank_correlation_kl=kl,
-                    rank_correlation_depth=depth,
-                    oracle_recovered=_recovered(bootstrap.ratio(sums), margin, strongest),
+    of_policy: dict[str, list[ComparisonRow]] = {}
+    groups = _by_program(policies, batches[0])
+    for number, group in enumerate(groups):
+        for name in group:
+            say(f"{name} (program {number + 1} of {len(groups)})")
+            fitted = calibration.entries["learned" if name == "random" else name]
+            each = {label: [policy] * count for label, policy in policies[name].items()}
+            scored = None
+            if name in calibration.signals:
+                signal = calibration.signals[name]
+                scored = _Correlations(decoder, params, signal, studies, mesh)
+            of_policy[name] = []
+            for (_, budget), (quality, sums) in reader.read(batches, each).items():
+                kl, depth = scored.at_first(fitted[budget].depths) if scored else (None, None)
+                margin = float(bootstrap.margins(sums)[0])
+                of_policy[name].append(
+                    ComparisonRow(
+                        ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
+                        hull_margin_pct=bootstrap.interval(sums),
+                        rank_correlation_kl=kl,
+                        rank_correlation_depth=depth,
+                        oracle_recovered=_recovered(bootstrap.ratio(sums), margin, strongest),
+                    )
                 )
-            )
         forget_programs()
-    return rows
+    return rows + [row for name in names for row in of_policy.get(name, ())]
+
+
+def _by_program(policies: Mapping[str, Mapping[Label, Policy]], batch: Batch) -> list[list[str]]:
+    """Returns the names of policies, those that share a program together.
+
+    First those whose scores are known before the pass: the uniform exits have compiled theirs.
+    """
+    ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+    positions, _ = positions_of(ids, lengths)
+    groups: dict[Any, list[str]] = {}
+    for name, of_budget in policies.items():
+        for policy in [*of_budget.values()][:1]:
+            program = shared_program(policy, ids, positions)
+            leaves, treedef = jax.tree.flatten(program)
+            before = isinstance(getattr(program, "signal", None), KnownBefore)
+            key = (not before, treedef, tuple(jnp.shape(leaf) for leaf in leaves))
+            groups.setdefault(key, []).append(name)
+    return [names for _, names in sorted(groups.items(), key=lambda item: item[0][0])]
 
 
 class _Reader:
@@ -201,11 +234,14 @@ class _Reader:
         self.document_of_window = document_of_window
         self.documents = int(document_of_window.max()) + 1
         self.cost = token_cost(decoder, params)
+        self.full_passes: dict[int, Scores] = {}
 
     def read(
         self, batches: Sequence[Batch], policies: Mapping[Label, Sequence[Policy]]
     ) -> dict[Label, tuple[Quality, DocumentSums]]:
         """Returns the quality of policies, one per batch, and their sums by document.
+
+        The batches are the same at every call.
 
         Executed FLOPs, padding and gates included, are shared out by tokens' decided depths.
         """
@@ -232,6 +268,7 @@ class _Reader:
             executor=self.executor,
             mesh=self.mesh,
             observe=observe,
+            full_passes=self.full_passes,
         )
         read = {}
         for name, label in labels.items():

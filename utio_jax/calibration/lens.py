@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
+from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, read_through
 from utio_jax.staircase.reference import dense_states
 
@@ -30,8 +31,10 @@ class LensConfig:
     Attributes:
       tokens: states to learn from, at most; drawn evenly from the text. Each takes `4 * dim` bytes
         per exit.
-      steps: of Adam.
+      steps: of Adam, at most.
       batch: tokens per step.
+      flops: of the head that the steps may take together; where the vocabulary is large they are
+        fewer for it. 2e13 are a few minutes of two CPU cores.
       learning_rate: at the first step; it falls to zero.
       ridge: of the first guess, a regression of last states on the exit's; as a share of the
         exit's mean squared state.
@@ -41,6 +44,7 @@ class LensConfig:
     tokens: int = 100_000
     steps: int = 1000
     batch: int = 512
+    flops: float = 2e13
     learning_rate: float = 1e-3
     ridge: float = 1e-3
     seed: int = 0
@@ -95,7 +99,14 @@ def fit_lens(
         )
     say(f"lens: {len(exits)} maps on {count:,} tokens")
     lens = _regression(states, exits, ridge=config.ridge)
+    # Each exit's head once forwards and once backwards, full depth's forwards.
+    step = config.batch * token_cost(decoder, params).head * (1 + 2 * len(exits))
+    steps = max(1, min(config.steps, int(config.flops / step)))
+    config = dataclasses.replace(config, steps=steps)
     return _descend(decoder, params, lens, states, config, say)
+
+
+_HEAD_BLOCK = 128  # Tokens whose logits are alive at once, at every exit.
 
 
 def _states(
@@ -147,7 +158,11 @@ def _descend(
     config: LensConfig,
     say: Callable[[str], None],
 ) -> Lens:
-    """Returns the maps after `config.steps` of Adam on the KL divergence, summed over exits."""
+    """Returns the maps after `config.steps` of Adam on the KL divergence, summed over exits.
+
+    Tokens go through the heads in blocks, whose slopes are added: `[block, vocab]` is alive at
+    once.
+    """
     import optax
 
     def divergence(
@@ -159,8 +174,8 @@ def _descend(
         pairs = zip(early, lens.exits, strict=True)
         read = [read_through(maps, lens.exits, *pair) for pair in pairs]
         logp = [jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32)) for x in read]
-        each = [jnp.sum(jnp.exp(full) * (full - mine), axis=-1).mean() for mine in logp]
-        return sum(each, start=jnp.float32(0))
+        each = [jnp.sum(jnp.exp(full) * (full - mine), axis=-1).sum() for mine in logp]
+        return sum(each, start=jnp.float32(0)) / config.batch
 
     optimizer = optax.adam(optax.linear_schedule(config.learning_rate, 0.0, config.steps))
 
@@ -168,11 +183,22 @@ def _descend(
     def update(
         maps: Any, state: Any, params: Params, chosen: Float[Array, "exit token dim"]
     ) -> tuple[Any, Any, Float[Array, ""]]:
-        *early, last = chosen.astype(jnp.float32)
-        full = jax.nn.log_softmax(decoder.unembed(params, last).astype(jnp.float32))
-        found, slopes = jax.value_and_grad(divergence)(maps, params, full, jnp.stack(early))
+        def add(found: Any, block: Float[Array, "exit block dim"]) -> tuple[Any, None]:
+            *early, last = block.astype(jnp.float32)
+            full = jax.nn.log_softmax(decoder.unembed(params, last).astype(jnp.float32))
+            more = jax.value_and_grad(divergence)(maps, params, full, jnp.stack(early))
+            return jax.tree.map(jnp.add, found, more), None
+
+        # As many blocks as divide the batch.
+        count = next(n for n in range(1, config.batch + 1) if fits(n))
+        blocks = chosen.reshape(len(chosen), count, -1, chosen.shape[-1])
+        none = jnp.float32(0), jax.tree.map(jnp.zeros_like, maps)
+        (found, slopes), _ = jax.lax.scan(add, none, jnp.moveaxis(blocks, 1, 0))
         updates, state = optimizer.update(slopes, state, maps)
         return optax.apply_updates(maps, updates), state, found
+
+    def fits(count: int) -> bool:
+        return config.batch % count == 0 and config.batch // count <= _HEAD_BLOCK
 
     def draw(rng: np.random.Generator) -> Int[np.ndarray, " token"]:
         return rng.integers(states.shape[1], size=config.batch)

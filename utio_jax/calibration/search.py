@@ -26,7 +26,8 @@ from utio_jax.staircase.base import Executor
 from utio_jax.staircase.score import full_depth, run_score
 
 _FIT_BATCHES = 8  # 65,000 tokens of the shipped model: plenty for a handful of thresholds.
-_PASS_BATCHES = 4  # Each real pass over these tries one set of thresholds.
+_PASS_BATCHES = 4  # Each real pass over these, at most, tries one set of thresholds.
+_PASS_FLOPS = 2e12  # At full depth: some 20 seconds of two CPU cores; four batches of small models.
 _COARSE = 16_000  # Tokens from which the sets of exits are chosen, before the thresholds.
 _FLOORS = 3  # Depth floors that real passes try.
 
@@ -67,11 +68,13 @@ class ThresholdSearch:
         self.exits = decoder.config.exits
         # Longest first: a stride meets every length.
         self.studies = list(studies[:: -(-len(studies) // _FIT_BATCHES)])
-        self._tried = range(0, len(self.studies), -(-len(self.studies) // _PASS_BATCHES))
-        self._harm = predicted_tokens(self.studies, [study.harm for study in self.studies])
         self._cost = token_cost(decoder, params)
         self._width = studies[0].predicted.shape[1]
         self._full = float(self._flops(self.exits)[-1])
+        each = self._full * studies[0].predicted.size
+        passes = int(np.clip(_PASS_FLOPS // each, 1, _PASS_BATCHES))
+        self._tried = range(0, len(self.studies), -(-len(self.studies) // passes))
+        self._harm = predicted_tokens(self.studies, [study.harm for study in self.studies])
         self.full = self._run(full_depth(decoder))
         self._hull: Callable[[float], float | None] | None = None
         self._cache: dict[tuple[str, tuple[int, ...]], list[np.ndarray]] = {}

@@ -20,6 +20,8 @@ from utio_jax.core.documents import Batch
 from utio_jax.devices.processes import Arrays, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, StackedRows, over_rows, place
 from utio_jax.policies.base import Boundary, Signal
+from utio_jax.policies.depth import nameless
+from utio_jax.policies.signals import KnownBefore
 from utio_jax.staircase.reference import dense_states, positions_of
 from utio_jax.staircase.score import compare_logits, labels_of
 
@@ -182,7 +184,9 @@ def collect_scores(
       mesh: splits the rows over its axis "data", and studies over its processes.
     """
     exits, here = decoder.config.exits, local_mesh(mesh)
-    params, placed = place((params, signal), here)
+    if isinstance(signal, KnownBefore):
+        return [_known(signal, study.batch, len(depths) - 1) for study in studies]
+    params, placed = place((params, nameless(signal)), here)
 
     def read(number: int) -> Arrays:
         batch, states = studies[number].batch, studies[number].states
@@ -196,6 +200,13 @@ def collect_scores(
 
     found = share(mesh, len(studies), read, what=f"scores of {signal.name}", same=same)
     return [each["scores"] for each in found]
+
+
+def _known(signal: KnownBefore, batch: Batch, boundaries: int) -> np.ndarray:
+    """Returns the scores `[boundary, batch, token]` of a signal that no boundary changes."""
+    positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+    scores = np.asarray(signal.start(jnp.asarray(batch.token_ids), positions))
+    return np.repeat(scores[None], boundaries, axis=0)
 
 
 @partial(jax.jit, static_argnums=(0, 6), static_argnames="mesh")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 import sys
 import time
@@ -236,7 +237,7 @@ class Calibrate(OfWindows):
         config = model.decoder.config
         settings = LensConfig(seed=self.seed)
         if self.lens_steps is not None:
-            settings = dataclasses.replace(settings, steps=self.lens_steps)
+            settings = dataclasses.replace(settings, steps=self.lens_steps, flops=math.inf)
         info = {
             "model_sha256": model.sha256,
             "text": described,

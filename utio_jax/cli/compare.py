@@ -28,7 +28,9 @@ class Compare(OfWindows):
       text: text files; by default the test split of this Python's standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       budgets: target flops_ratios; all that were calibrated by default.
-      batches: of 16 windows, drawn over all documents; 0 takes the whole text.
+      batches: of 16 windows, drawn over all documents; 0 takes the whole text. Time grows with it,
+        but for the programs, which are compiled once each; intervals narrow with documents rather
+        than with batches.
       draws: of the documents, for intervals.
       seed: of the windows and the draws.
       out: folder for the pictures.

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,10 +24,11 @@ from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
 from utio_jax.devices.processes import Arrays, Shards, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, check_mesh, place
 from utio_jax.policies.base import Policy
+from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import FrozenKV
+from utio_jax.staircase.reference import FrozenKV, positions_of
 from utio_jax.staircase.score import (
     Comparison,
     Scores,
@@ -51,9 +53,12 @@ def evaluate(
     mesh: Mesh | None = None,
     shards: Shards | None = None,
     observe: Callable[[str, Batch, Comparison, np.ndarray], None] | None = None,
+    full_passes: dict[int, Scores] | None = None,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Quality]:
     """Returns each policy's quality and cost on the same batches, against one full-depth pass.
+
+    Policies that differ in names and numbers alone share a compiled program.
 
     Args:
       decoder: the model.
@@ -69,6 +74,8 @@ def evaluate(
         per predicted token and pass, is not the policy's, and does not.
       shards: where each batch's results are kept, for a run that goes on after an interruption.
       observe: called with name, batch, per-token comparison and decided depths `[batch, token]`.
+      full_passes: by the number of the batch, what an earlier call on the same batches has kept
+        here; what is missing is run and added. None: nothing is kept.
       progress: called after every policy and batch.
 
     Raises:
@@ -82,22 +89,28 @@ def evaluate(
     cost, layers, here = token_cost(decoder, params), decoder.config.num_layers, local_mesh(mesh)
     totals = dict.fromkeys(policies, Quality())
     params = place(params, here)
-    choices = [(policies[name], (attention or {}).get(name)) for name in policies]
-    fixed = lambda choice: choice if _varies(choice) else place(choice, here)  # noqa: E731
-    shared: list[tuple[Any, Any]] = [(fixed(policy), fixed(choice)) for policy, choice in choices]
+    choices: list[tuple[Any, Any]] = [
+        (policies[name], (attention or {}).get(name)) for name in policies
+    ]
+    kept = {} if full_passes is None else full_passes
 
     def read(number: int) -> Arrays:
         batch, results = batches[number], {}
         rows = len(batch.lengths)
         ids, lengths = place(Rows((batch.token_ids, batch.lengths)), here).tree
         run = partial(run_score, decoder, params, ids, lengths, kv=kv, executor=executor, mesh=here)
-        full = run(policy=full_depth(decoder))
+        full = kept[number] if number in kept else run(policy=full_depth(decoder))
+        if full_passes is not None:
+            full_passes[number] = full
         flops_full = pass_flops(cost, full.work)
-        for index, pair in enumerate(shared):
-            policy, choice = (place(x[number], here) if _varies(x) else x for x in pair)
+        positions, _ = positions_of(jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths))
+        for index, pair in enumerate(choices):
+            policy, choice = (x[number] if _varies(x) else x for x in pair)
+            choice = place(choice, here)
+            program = place(shared_program(policy, jnp.asarray(batch.token_ids), positions), here)
             # Full depth in question is the pass that was just made.
             same = policy.depths == (layers,) and choice is None
-            found = full if same else run(policy=policy, attention=choice)
+            found = full if same else run(policy=program, attention=choice)
             other = None if same else full.x
             comparison = _compare(decoder, params, ids, lengths, found.x, other, mesh=here)
             comparison, depths = _first(rows, (comparison, found.depths))

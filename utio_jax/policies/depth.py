@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,15 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import Decoder, Params, check_depths
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.policies.base import Boundary, Signal, exceeds
-from utio_jax.policies.signals import Chance, DepthTable, Position
+from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
+from utio_jax.policies.signals import (
+    Chance,
+    DepthTable,
+    KnownBefore,
+    Position,
+    ScoreTable,
+    SignalBase,
+)
 
 
 @pytree
@@ -69,6 +77,29 @@ class Thresholded:
 
     def reads_logits(self, index: int) -> bool:
         return self.signal.reads_logits(index)
+
+
+def shared_program(
+    policy: Policy, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+) -> Policy:
+    """Returns a policy that decides the same of these rows, and compiles as few programs as can be.
+
+    Names are left out, and scores that are known before the pass become a table: the program of
+    `learned` serves all gates, and one serves `position`, `random` and depths of the caller.
+    """
+    if not isinstance(policy, Thresholded):
+        return policy
+    signal: Any = policy.signal
+    if isinstance(signal, KnownBefore):
+        signal = ScoreTable(scores=signal.start(token_ids, positions))
+    return dataclasses.replace(policy, signal=nameless(signal))
+
+
+def nameless(signal: Signal) -> Signal:
+    """Returns the signal without its name, which is part of a program that it plays no part in."""
+    if not isinstance(signal, SignalBase):
+        return signal
+    return dataclasses.replace(signal, name="", causal=True)
 
 
 def uniform(

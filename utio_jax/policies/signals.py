@@ -52,7 +52,20 @@ class SignalBase:
 
 
 @pytree
-class Position(SignalBase):
+class KnownBefore(SignalBase):
+    """Signals whose scores are known before the pass, one per token and for all boundaries.
+
+    `start` returns them.
+    """
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return memory, memory
+
+
+@pytree
+class Position(KnownBefore):
     """Minus the position: later tokens stop earlier, whatever they are.
 
     SkipDecode (Del Corro et al. 2023), whose exit points fall linearly with the
@@ -66,14 +79,9 @@ class Position(SignalBase):
     ) -> Float[Array, "batch token"]:
         return -positions.astype(jnp.float32)
 
-    def __call__(
-        self, index: int, boundary: Boundary, memory: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return memory, memory
-
 
 @pytree
-class TokenSurrogate(SignalBase):
+class TokenSurrogate(KnownBefore):
     """UTIO's surrogate before the pass, from what really exists then: the token itself.
 
     Entropy of the head applied to the bare embedding and the embedding's outlier are functions of
@@ -90,11 +98,6 @@ class TokenSurrogate(SignalBase):
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
         return self.table[token_ids]
-
-    def __call__(
-        self, index: int, boundary: Boundary, memory: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return memory, memory
 
 
 @pytree
@@ -311,7 +314,7 @@ def draw_per_token(
 
 
 @pytree
-class DepthTable(SignalBase):
+class DepthTable(KnownBefore):
     """Depths decided by the caller: the score is a token's depth, in layers. Before the pass, free.
 
     Attributes:
@@ -331,14 +334,26 @@ class DepthTable(SignalBase):
             )
         return self.depth_of_token.astype(jnp.float32)
 
-    def __call__(
-        self, index: int, boundary: Boundary, memory: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return memory, memory
+
+@pytree
+class ScoreTable(KnownBefore):
+    """Scores that the caller has computed beforehand: what every `KnownBefore` is to a program.
+
+    Attributes:
+      scores: of each token.
+    """
+
+    scores: Float[Array, "batch token"] = dataclasses.field(metadata={"row_axis": 0})
+    name: str = static(default="scores")
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Float[Array, "batch token"]:
+        return self.scores
 
 
 @pytree
-class Chance(SignalBase):
+class Chance(KnownBefore):
     """The control: a draw from [0, 1) per token, the same at every boundary. Before the pass, free.
 
     Attributes:
@@ -352,8 +367,3 @@ class Chance(SignalBase):
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
         return draw_per_token(self.key, token_ids, positions)
-
-    def __call__(
-        self, index: int, boundary: Boundary, memory: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        return memory, memory
