@@ -36,6 +36,8 @@ from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.models.presets import SHAPES
 
+pytestmark = pytest.mark.check
+
 ENVIRONMENT = {"matmul_flops_per_second": 100.0, "copy_bytes_per_second": 10.0, "device": "cpu:x"}
 BENCH = Bench(rounds=2, environment=ENVIRONMENT)
 PLANNED = Row(key="score/m/full/b1", part="score", model="m", method="full", baseline="full dense")

@@ -6,12 +6,15 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from helpers.generation import lively_model
 
 from utio_jax.benchmark.prompts import prompt_group
 from utio_jax.benchmark.rows import Bench
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.models import Transformer
+
+pytestmark = pytest.mark.check
 
 BENCH = Bench(
     rounds=1,

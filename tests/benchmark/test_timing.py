@@ -16,6 +16,8 @@ from utio_jax import Ledger, random_depths
 from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure, uniform_hull
 from utio_jax.benchmark.timing import count_compiles, routing_only, time_programs
 
+pytestmark = pytest.mark.check
+
 
 def test_programs_take_turns_and_the_order_rotates() -> None:
     calls: list[str] = []

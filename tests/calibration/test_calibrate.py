@@ -30,6 +30,8 @@ from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.signals import DepthTable
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
+pytestmark = pytest.mark.check
+
 
 @pytest.mark.parametrize(
     ("gate", "tokens"),

@@ -17,6 +17,8 @@ from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.store import Calibration, Thresholds
 
+pytestmark = pytest.mark.check
+
 
 def sums(nll: Any, flops: Any) -> DocumentSums:
     return DocumentSums(nll=np.asarray(nll, float), flops=np.asarray(flops, float))

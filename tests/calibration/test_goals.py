@@ -25,6 +25,8 @@ from utio_jax.core.files import versions
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
+pytestmark = pytest.mark.check
+
 
 @pytest.fixture(scope="module")
 def search(tiny: Any, text: list[Batch]) -> Any:

@@ -28,6 +28,8 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.staircase.score import compare_states, run_score
 
+pytestmark = pytest.mark.check
+
 RNG = np.random.default_rng
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
 

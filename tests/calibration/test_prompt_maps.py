@@ -26,6 +26,8 @@ from utio_jax.core.kv_maps import with_kv_maps
 from utio_jax.models import TINY, Transformer
 from utio_jax.staircase.prompts import PromptChoice
 
+pytestmark = pytest.mark.check
+
 
 def batches(model: Any, documents: int = 20, width: int = 32) -> list[Any]:
     ids = np.asarray(model.tokens(documents, width))

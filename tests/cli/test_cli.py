@@ -21,6 +21,8 @@ from utio_jax.core.files import conditions
 from utio_jax.core.flops import token_cost
 from utio_jax.models import load
 
+pytestmark = pytest.mark.check
+
 TEXTS = ("sched", "stat")
 
 

@@ -47,6 +47,8 @@ from utio_jax.policies.store import Calibration, Thresholds
 from utio_jax.report.terminal import documents_table
 from utio_jax.staircase.score import score
 
+pytestmark = pytest.mark.check
+
 HARMED = {
     "exit_nll_increase_pct": {"1": 80.0, "2": 60.0},
     "exit_agreement": {"1": 0.01, "2": 0.02},

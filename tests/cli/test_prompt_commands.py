@@ -16,6 +16,8 @@ from utio_jax.cli.main import main
 from utio_jax.models import TINY, Transformer, load, save
 from utio_jax.models.tokenizer import train_tokenizer
 
+pytestmark = pytest.mark.check
+
 WORDS = "one two three four five six seven eight nine ten "
 
 

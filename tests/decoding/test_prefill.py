@@ -121,6 +121,7 @@ def test_without_a_policy_it_is_the_full_model_in_every_mode(count_compiles: Any
     assert compiles.count == 0
 
 
+@pytest.mark.check
 def test_new_thresholds_compile_nothing(count_compiles: Any) -> None:
     model, attention = lively_model(), half_sparse(segments=2)
 
@@ -156,6 +157,7 @@ def test_the_faster_full_depth_program_is_taken(monkeypatch: pytest.MonkeyPatch)
         np.testing.assert_array_equal(ours, full)
 
 
+@pytest.mark.check
 def test_what_it_cost() -> None:
     model = lively_model()
     cost = token_cost(model.decoder, model.params)

@@ -32,6 +32,8 @@ from utio_jax.policies.signals import Position
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
 
+pytestmark = pytest.mark.check
+
 DEPTHS = (1, 2, 4)
 LONG = [[*PROMPTS[0], *range(10, 24)], PROMPTS[1] * 3, PROMPTS[2]]
 """17, 21 and 1 tokens, padded to 24."""

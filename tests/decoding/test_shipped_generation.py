@@ -28,6 +28,8 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies.depth import uniform
 
+pytestmark = pytest.mark.check
+
 LOSSLESS = Lossless(controller=Controller())
 
 

@@ -170,6 +170,7 @@ MODES = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "case",
     [

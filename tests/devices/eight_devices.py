@@ -102,7 +102,7 @@ def test_sharded_score_is_the_score_of_one_device(
             up = EXECUTOR.min_bucket
             np.testing.assert_array_equal(work, [*(-(-np.asarray(live) // up) * up * layers), 0])
     others = place(Rows((ids[::-1].copy(), lengths[::-1].copy())), mesh).tree
-    policy = place(dataclasses.replace(given, depth_of_token=jnp.asarray(depths[::-1])), mesh)
+    policy = place(given_depths(jnp.asarray(depths[::-1]), depths=DEPTHS), mesh)
     with count_compiles() as compiles:
         on(*others, policy=policy)
     assert compiles.count == 0

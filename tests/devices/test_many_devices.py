@@ -15,6 +15,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+pytestmark = pytest.mark.check
+
 HERE = Path(__file__).parent
 NAMES = re.findall(r"^def (test_\w+)", (HERE / "eight_devices.py").read_text(), re.MULTILINE)
 

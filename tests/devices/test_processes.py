@@ -23,6 +23,8 @@ from utio_jax.cli.options import OfDevices
 from utio_jax.devices.processes import Shards, digest, local_mesh, share
 from utio_jax.models import save
 
+pytestmark = pytest.mark.check
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -16,6 +16,8 @@ from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.prompts import continuation_losses, prompt_flops_ratio, prompt_rows
 from utio_jax.staircase.prompts import PromptChoice
 
+pytestmark = pytest.mark.check
+
 EXECUTOR = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=64)
 PROMPT = 40
 

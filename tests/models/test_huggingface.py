@@ -26,6 +26,8 @@ from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import dense_states, reference_states
 
+pytestmark = pytest.mark.check
+
 FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
 CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
 SMALL = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)

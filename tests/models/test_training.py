@@ -14,6 +14,8 @@ from helpers.models import live_params
 from utio_jax.models.training.train import exit_states
 from utio_jax.models.transformer import Transformer
 
+pytestmark = pytest.mark.check
+
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_the_first_layer_always_runs_also_where_it_is_the_only_one(tiny: Any, layers: int) -> None:

@@ -25,6 +25,8 @@ from utio_jax.models.tokenizer import train_tokenizer
 from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
 
+pytestmark = pytest.mark.check
+
 OPTIONS: dict[str, Any] = {"max_new_tokens": 24, "lengths": SMALL}
 PROMPTS = ["import os", "def é漢"]
 
@@ -89,7 +91,7 @@ def test_a_summary_says_text_depths_and_cost(calibrated: Model) -> None:
 
 
 def test_prompts_are_read_at_a_budget(calibrated: Model) -> None:
-    prompts = ["import os\n" * 12]
+    prompts = ["import os\n" * 5]
     options = {**OPTIONS, "max_new_tokens": 8}
     full = calibrated.generate(prompts, **options)
     same = calibrated.generate(prompts, prompt_budget=1, **options)

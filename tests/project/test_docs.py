@@ -8,6 +8,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +32,7 @@ def blocks_of(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(("page", "number"), [("docs/bring_your_own.md", 6), ("docs/decode.md", 2)])
 def test_a_guide_runs_from_top_to_bottom(
     page: str, number: int, monkeypatch: pytest.MonkeyPatch
@@ -38,8 +40,9 @@ def test_a_guide_runs_from_top_to_bottom(
     monkeypatch.chdir(ROOT)
     blocks, scope = blocks_of(page, "python"), {"__name__": "__main__"}
     assert len(blocks) == number
-    for index, block in enumerate(blocks):
-        exec(compile(block, f"{page}[{index}]", "exec"), scope)
+    with jax.numpy_rank_promotion("allow"):  # As it is for a reader.
+        for index, block in enumerate(blocks):
+            exec(compile(block, f"{page}[{index}]", "exec"), scope)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -58,6 +58,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", VARIANTS)
 def test_equals_the_reference_whatever_turns_states_into_keys(name: str) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))

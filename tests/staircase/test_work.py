@@ -33,6 +33,7 @@ from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.score import score_dense
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "executor",
     [

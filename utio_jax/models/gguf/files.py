@@ -59,6 +59,7 @@ def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         if config[name] is not None
     }
-    each = {"tokenizer_config.json": settings, "generation_config.json": ends}
-    texts |= {name: json.dumps(value, indent=1) + "\n" for name, value in each.items() if value}
+    each = {"generation_config.json": ends}
+    each |= {"tokenizer_config.json": settings} if settings else {}
+    texts |= {name: json.dumps(value, indent=1) + "\n" for name, value in each.items()}
     return config, texts
