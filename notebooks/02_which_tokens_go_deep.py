@@ -31,6 +31,7 @@ import utio_jax
 from utio_jax import score
 from utio_jax.models import load
 from utio_jax.report.plots import plot_depths, plot_margins, plot_pareto
+from utio_jax.staircase import buckets
 
 # %matplotlib inline
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
@@ -52,7 +53,7 @@ run = jax.jit(score, static_argnums=0)
 # A token's depth is what it took to predict the token *after* it.
 
 # %%
-text = inspect.getsource(utio_jax.staircase.buckets.stable_partition)
+text = inspect.getsource(buckets.stable_partition)
 encoded = model.tokenizer.encode(text, add_special_tokens=False)
 ids = [config.bos_id, *encoded.ids]
 rows, lengths = np.zeros((8, 512), np.int32), np.zeros(8, np.int32)  # Seven empty rows.
