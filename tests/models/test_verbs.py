@@ -206,7 +206,7 @@ def test_nothing_is_written_unless_asked_for(folder: Path) -> None:
         stock.calibrate([source("bisect")], budget=0.5, max_disagreement=0.1)
     with pytest.raises(ValueError, match="outside of the installed package. Got"):
         stock.calibrate([source("bisect")], out=shipped_folder())
-    with pytest.raises(ValueError, match="out. .* is no folder|to write as out"):
+    with pytest.raises(ValueError, match="can be written as out. Got"):
         stock.calibrate([source("bisect")], out=folder / "config.json" / "policies.json")
     with pytest.raises(ValueError, match='a depth for "uniform"'):
         stock.policy("uniform")
