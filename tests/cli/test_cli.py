@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
 from utio_jax.accounting.ledger import Ledger
@@ -29,16 +29,8 @@ TEXTS = ("sched", "stat")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model folder with tokenizer and calibration."""
-    from helpers.models import live_params
-
-    from utio_jax.models import TINY, Transformer, save
-    from utio_jax.models.tokenizer import train_tokenizer
-
     out = tmp_path_factory.mktemp("model")
-    text = [source(name).read_text() for name in SOURCES]
-    train_tokenizer(text, vocab_size=300).save(str(out / "tokenizer.json"))
-    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
-    save(out, decoder, live_params(decoder))
+    save_small_model(out)
     files = [str(source(name)) for name in ("bisect", "colorsys")]
     assert main(["calibrate", "--model", str(out), "--text", *files, "--budget", "0.8"]) == 0
     return out

@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.models import live_params
+from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
 import utio_jax
@@ -40,8 +40,7 @@ from utio_jax.core.lens import Lens
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.evaluation.evaluate import DocumentScore
-from utio_jax.models import TINY, Transformer, load, save
-from utio_jax.models.tokenizer import train_tokenizer
+from utio_jax.models import load
 from utio_jax.policies.signals import Position
 from utio_jax.policies.store import Calibration, Thresholds
 from utio_jax.report.terminal import documents_table
@@ -70,10 +69,7 @@ def position_only(sha256: str, **info: Any) -> Calibration:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with exits 1, 2, 4 and a calibration that says it does not pay."""
     out = tmp_path_factory.mktemp("model")
-    text = [source(name).read_text() for name in SOURCES]
-    train_tokenizer(text, vocab_size=300).save(str(out / "tokenizer.json"))
-    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
-    save(out, decoder, live_params(decoder))
+    save_small_model(out)
     position_only(load(out).sha256, **HARMED).save(out)
     return out
 

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
+from helpers.folders import save_small_model
 from helpers.generation import DepthAt, lively_model
 from helpers.models import gated
-from helpers.texts import SOURCES, source
+from helpers.texts import source
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -33,9 +34,9 @@ from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.text import new_text
 from utio_jax.evaluation.harness import UtioLM
-from utio_jax.models import Transformer, save
+from utio_jax.models import Transformer
 from utio_jax.models.checkpoint import Model
-from utio_jax.models.tokenizer import BOS, train_tokenizer
+from utio_jax.models.tokenizer import BOS
 from utio_jax.policies.depth import uniform
 
 pytestmark = pytest.mark.check
@@ -49,10 +50,8 @@ DRAFTS = Lossless(exit=2, max_draft=3)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A small model that does not loop, with a tokenizer: texts open with id 0, which ends them."""
     folder = tmp_path_factory.mktemp("model")
-    text = [source(name).read_text() for name in SOURCES]
-    train_tokenizer(text, vocab_size=300).save(str(folder / "tokenizer.json"))
     lively = lively_model(vocab_size=300, context_length=CONTEXT)
-    save(folder, lively.decoder, lively.params, dtype=jnp.float32)
+    save_small_model(folder, lively, dtype=jnp.float32)
     return Model(decoder=lively.decoder, params=lively.params, folder=folder)
 
 

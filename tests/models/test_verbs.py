@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.folders import save_small_model
 from helpers.generation import SMALL, lively_model
 from helpers.texts import SOURCES, source
 
@@ -19,9 +20,8 @@ from utio_jax.core.lens import Lensed, load_lens
 from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import score_documents
-from utio_jax.models import Model, load, save
+from utio_jax.models import Model, load
 from utio_jax.models.shipped import shipped_folder
-from utio_jax.models.tokenizer import train_tokenizer
 from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
 
@@ -35,10 +35,7 @@ PROMPTS = ["import os", "def é漢"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with early exits, on disk."""
     made = tmp_path_factory.mktemp("model")
-    text = [source(name).read_text() for name in SOURCES]
-    train_tokenizer(text, vocab_size=300).save(str(made / "tokenizer.json"))
-    lively = lively_model(vocab_size=300, context_length=64)
-    save(made, lively.decoder, lively.params, dtype=jnp.float32)
+    save_small_model(made, lively_model(vocab_size=300, context_length=64), dtype=jnp.float32)
     return made
 
 

@@ -156,8 +156,11 @@ class Row:
                 if set(record) != keys:
                     found.append(f"{name} has the keys {sorted(record)}")
                 found += _not_numbers(name, record, _NUMBER_OR_NONE)
-        if found:
-            return found
+        return found or self._contradictions()
+
+    def _contradictions(self) -> list[str]:
+        """Returns what fields of the right kinds claim together and cannot."""
+        found = []
         if self.part not in PARTS:
             found.append(f"part {self.part!r} is none of {', '.join(PARTS)}")
         if (self.part == "growth") != ("axis" in self.setting):
