@@ -181,6 +181,7 @@ def test_comparisons_run_a_head_per_predicted_token_and_pass(tiny: Any) -> None:
     )
 
 
+@pytest.mark.check
 def test_policies_that_differ_in_names_and_numbers_share_a_program(tiny: Any) -> None:
     batch = batches(tiny)[0]
     gate, signal = gated(tiny), gated(tiny).signal
@@ -291,6 +292,7 @@ def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any
     np.testing.assert_allclose(found.nll, plain_nll(tiny, ids, x).sum(), rtol=1e-4)
 
 
+@pytest.mark.check
 def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
     rng = np.random.default_rng(2)
     documents = [rng.integers(0, 64, n) for n in (150, 5, 129, 60)]
@@ -316,6 +318,7 @@ def test_documents_are_scored_whole_and_in_their_own_order(tiny: Any) -> None:
     assert found.quality.predicted == sum(len(d) - 1 for d in documents)
 
 
+@pytest.mark.check
 def test_routing_falls_back_to_full_depth_where_it_cannot_pay(tiny: Any) -> None:
     document = [np.arange(40) % 64]
     coarse = MicroBatches(min_bucket=64, block=64, query_block=64)

@@ -55,8 +55,11 @@ COUSINS = ("max_probability", "entropy", "classifier", "keep_first_learned", "fl
 """Of the same code as a neighbour above: `make test-slow` holds the laws against them as well."""
 
 
-def laws_of(names: Iterable[str]) -> pytest.MarkDecorator:
-    chosen = [pytest.param(n, marks=pytest.mark.slow if n in COUSINS else ()) for n in names]
+def laws_of(names: Iterable[str], quick: Iterable[str] = POLICIES) -> pytest.MarkDecorator:
+    """Returns the law for all these policies; `make check` runs those that are not `quick`."""
+    marks = {name: () if name in quick else pytest.mark.check for name in names}
+    marks |= dict.fromkeys(set(COUSINS) & set(marks), pytest.mark.slow)
+    chosen = [pytest.param(name, marks=mark) for name, mark in marks.items()]
     return pytest.mark.parametrize("policy", chosen, indirect=True)
 
 
@@ -171,7 +174,7 @@ def test_higher_thresholds_stop_more_and_compile_nothing(
 @laws_of(SIGNALS)
 def test_what_is_not_a_number_goes_deeper(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny).copy()
-    everyone = dataclasses.replace(policy, thresholds=jnp.full(2, 1e30))
+    everyone = dataclasses.replace(policy, thresholds=jnp.full(2, 1e30, jnp.float32))
     ids[ids == 63] = 0
     ids[:, 1] = 63
     broken = jax.tree.map(lambda leaf: leaf.at[63].set(jnp.nan), tiny.params["embedding"])
@@ -216,7 +219,7 @@ class Watched:
         return self.signal(index, dataclasses.replace(boundary, map_live=map_live), memory)
 
 
-@laws_of(POLICIES)
+@laws_of(POLICIES, quick=("learned", "softmax_gap", "patience", "prompt_router", *BEFORE))
 def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     name, ids = policy.name, tokens(tiny)
     decoder, lengths = Counting(tiny.decoder.config), jnp.asarray([17, 6, 11])
@@ -437,7 +440,7 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
 def test_infinite_thresholds_stop_everybody_or_nobody(tiny: Any) -> None:
     policy, ids = make(tiny, "learned"), tokens(tiny)
     for threshold, depth in ((jnp.inf, 1), (-jnp.inf, 4)):
-        moved = dataclasses.replace(policy, thresholds=jnp.full(2, threshold))
+        moved = dataclasses.replace(policy, thresholds=jnp.full(2, threshold, jnp.float32))
         assert (np.asarray(run(tiny, moved, ids).depths) == depth).all()
 
 

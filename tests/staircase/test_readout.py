@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.cases import run_oracle
 from helpers.counting import Counting, read_counts
+from helpers.marks import quick_where
 from helpers.models import Model, gated, plain_nll
 from helpers.policies import SurePasses, surrogate
 
@@ -40,7 +41,9 @@ def padded(count: int) -> int:
     return -(-count // SMALL.min_bucket) * SMALL.min_bucket
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "name", quick_where(lambda name: name in ("every boundary", "never looks"), POLICIES)
+)
 def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any, name: str) -> None:
     policy, ids = POLICIES[name](tiny), tiny.tokens(3, 21)
     decoder = Counting(tiny.decoder.config)
@@ -70,6 +73,7 @@ def test_reads_each_token_at_its_depth_and_looks_at_stopped_ones_once(tiny: Any,
         assert len(np.unique(depths[depths > 0])) > 1, "the case must mix depths"
 
 
+@pytest.mark.check
 def test_evaluation_charges_the_heads_that_ran(tiny: Any) -> None:
     policy, ids = SurePasses(threshold=0.06), tiny.tokens(3, 21)
     batch = Batch(token_ids=np.asarray(ids), lengths=RAGGED, window=np.arange(3))

@@ -79,7 +79,7 @@ def choice(scores: Any, thresholds: Any, history: History = HISTORY) -> Any:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.kv)
-@pytest.mark.parametrize("floor", ["dense floor", "all"])
+@pytest.mark.parametrize("floor", ["dense floor", pytest.param("all", marks=pytest.mark.check)])
 def test_equals_the_oracle_at_the_choices_that_were_made(
     tiny: Any, shape: cases.Shape, floor: str, count_compiles: Any
 ) -> None:
@@ -229,6 +229,7 @@ def test_all_and_half_of_a_uniform_pass(tiny: Any) -> None:
     np.testing.assert_array_equal(found.sparse.sparse[0], real & (np.arange(40) >= 20))
 
 
+@pytest.mark.check
 def test_evaluation_charges_decisions_and_knows_the_ideal(tiny: Any, text: Any) -> None:
     decoder, params = tiny.decoder, tiny.params
     policy = given_depths(jnp.full((8, 32), 4), depths=(2, 4))
@@ -252,6 +253,7 @@ def test_evaluation_charges_decisions_and_knows_the_ideal(tiny: Any, text: Any) 
     assert sparse.nll != dense.nll
 
 
+@pytest.mark.check
 def test_documents_are_scored_with_sparse_attention(tiny: Any) -> None:
     documents = [np.asarray(tiny.tokens(1, 40, seed=seed)[0]) for seed in range(2)]
     policy = uniform(4)

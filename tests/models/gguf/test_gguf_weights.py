@@ -317,6 +317,7 @@ def test_calibration_and_lens_lie_beside_the_file(tmp_path: Path) -> None:
     assert load(file, lens=False).sha256 == model.sha256
 
 
+@pytest.mark.check
 def test_calibrate_writes_beside_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
