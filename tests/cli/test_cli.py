@@ -122,7 +122,8 @@ def test_demo_measures_every_policy_and_draws(
     text = [str(source(name)) for name in TEXTS]
     arguments = ["demo", "--model", str(folder), "--text", *text, "--batches", "1", "--rounds", "1"]
     assert main([*arguments, "--out", str(out)]) == 0
-    found = last_line(capsys)
+    captured = capsys.readouterr()
+    found = json.loads(captured.out)
     rows = found["rows"]
     names = [row["policy"] for row in rows]
     assert names[0] == "full"
@@ -140,6 +141,14 @@ def test_demo_measures_every_policy_and_draws(
         assert set(Ledger(policy="").to_dict()) <= set(row)
         assert row["speedup"] > 0
         assert row["compiles"] == 0
+    prompt = found["prompt"]
+    assert (prompt["prompt_tokens"], prompt["continuation"]) == (56, 8)
+    assert prompt["flops_ratio"] < 1
+    assert prompt["speedup"] > 0
+    assert prompt["nll_increase_pct"] != 0
+    said = " ".join(captured.err.split())
+    for words in ("Reading: with 0.", "Writing one text at a time:", "A prompt of 56 tokens"):
+        assert words in said
     for picture in found["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG")
         assert Path(picture).stat().st_size > 10_000

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ import numpy as np
 from rich.console import Console
 
 from utio_jax.accounting.ledger import uniform_hull
+from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.benchmark.decoding import measure_modes, middles
 from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure
+from utio_jax.benchmark.timing import time_programs
 from utio_jax.calibration.goals import Budgets
+from utio_jax.calibration.prompt_choice import rows_of
 from utio_jax.core.documents import Batch
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
@@ -23,6 +28,9 @@ from utio_jax.decoding.drafting import Controller
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.prompts import prompt_choice
+from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.policies.base import Policy
 from utio_jax.report.plots import plot_depths, plot_pareto
 from utio_jax.report.terminal import generation_table, ledger_table
@@ -88,12 +96,50 @@ def run_demo(
     written = write_texts(model, documents, budget=nearest, rounds=min(rounds, 3), bar=bar)
     title = f"Generation, greedy: learned at {nearest:g}"
     console.print(generation_table(written, title=title))
+    prompt = read_prompts(model, documents, rounds=rounds)
     at = lambda row: None if row.flops_ratio is None else hull(row.flops_ratio)  # noqa: E731
-    return {
+    found = {
         "pictures": [str(pareto), str(picture)],
         "rows": [row.to_dict() | {"hull_nll_increase_pct": at(row)} for row in rows],
         "generation": written,
+        "prompt": prompt,
     }
+    for line in conclude(found, budget=nearest):
+        console.print(line)
+    return found
+
+
+def conclude(found: dict[str, Any], *, budget: float) -> list[str]:
+    """Returns what the demonstration shows, in plain sentences.
+
+    Args:
+      found: what `run_demo` returns.
+      budget: of the learned policy that is spoken of.
+    """
+    read = next(
+        row for row in found["rows"] if row["policy"] == "learned" and row["budget"] == budget
+    )
+    lines = [
+        f"Reading: with {read['flops_ratio']:.2f} of the work the model reads "
+        f"{read['speedup']:.2f} times as fast, and its loss is {read['nll_increase_pct']:+.2f} %; "
+        f"{read['hull_nll_increase_pct']:+.2f} % if depth were dealt out by chance."
+    ]
+    for row in found["generation"]:
+        if row["mode"] == "adaptive":
+            texts = "one text" if row["batch"] == 1 else f"{row['batch']} texts"
+            lines.append(
+                f"Writing {texts} at a time: {row['speedup']:.2f} times as fast, "
+                f"{row['agreement']:.1%} of the tokens are the full model's own."
+            )
+    prompt = found["prompt"]
+    if prompt is not None:
+        lines.append(
+            f"A prompt of {prompt['prompt_tokens']} tokens, most of them {prompt['stop']} layers "
+            f"deep ({prompt['flops_ratio']:.2f} of its work): the first new token comes "
+            f"{prompt['speedup']:.2f} times sooner; loss of the {prompt['continuation']} tokens "
+            f"that follow {prompt['nll_increase_pct']:+.2f} %."
+        )
+    return lines
 
 
 def cut_batches(
@@ -180,6 +226,57 @@ def write_texts(
                 {"mode": name, "batch": size, **found.to_dict()} for name, found in measured.items()
             ]
     return rows
+
+
+def read_prompts(
+    model: Any, documents: Sequence[np.ndarray], *, rounds: int, budget: float = 0.5
+) -> dict[str, Any] | None:
+    """Reads long prompts shallowly; returns time to the first token, cost, and what it costs later.
+
+    Args:
+      model: a `utio_jax.models.Model`.
+      documents: token ids.
+      rounds: timed turns.
+      budget: of the prompts' FLOPs.
+
+    Returns:
+      One row; None where the model knows no way of reading prompts at the budget, or no document is
+      long enough.
+    """
+    decoder, params = model.decoder, model.params
+    width = min(_WIDTH, decoder.config.context_length)
+    prompt, follow = width * 7 // 8, width // 8
+    try:
+        choice = prompt_choice(decoder, params, budget, choices=model.prompt_choices)
+        cut = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_ROWS)
+    except ValueError:
+        return None
+    shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
+    first = partial(generate, decoder, params, [cut[0][:prompt]], max_new_tokens=1, eos_ids=())
+    programs = {
+        "dense": first,
+        "staircase": partial(first, prefill=Prefill()),
+        "shallow": partial(first, prefill=shallow),
+    }
+    times = time_programs(programs, rounds=3 * rounds)
+    full = min(("dense", "staircase"), key=lambda name: times[name].median)
+    cost = prompt_cost(decoder, params, shallow, [cut[0][:prompt]], programs["shallow"]())
+    rows = prompt_rows(cut, prompt_tokens=prompt, batch=_ROWS, decoder=decoder)
+    everything = dataclasses.replace(choice, deep=1.0)  # The same program, every token deep.
+    losses = [
+        continuation_losses(decoder, params, rows, each).sum() for each in (choice, everything)
+    ]
+    return {
+        "prompt_tokens": prompt,
+        "continuation": follow,
+        "prompt": choice.label,
+        "stop": choice.stop,
+        "flops_ratio": round(cost.flops_ratio, 4),
+        "seconds_to_first_token": round(times["shallow"].median, 5),
+        "seconds_to_first_token_full": round(times[full].median, 5),
+        "speedup": round(times["shallow"].speedup_over(times[full]), 3),
+        "nll_increase_pct": round(100 * float(losses[0] / losses[1] - 1), 4),
+    }
 
 
 def draw_depths(model: Any, policy: Policy, file: Path) -> None:

@@ -28,6 +28,9 @@ class Evaluate(Scoring):
       prompt_by: what chooses it: sinks_recent, heat, gate, random or none (the last token alone).
       prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
         default.
+      far_tasks: instead of --token-ids: facts stated once in running text (--text) and asked for at
+        the end of the prompt: lookup, name, copy.
+      rows: prompts of each of these tasks.
     """
 
     text: tuple[Path, ...] = ()
@@ -36,12 +39,18 @@ class Evaluate(Scoring):
     prompt_deep: float = 0.15
     prompt_by: str = "sinks_recent"
     prompt_maps: Path | None = None
+    far_tasks: tuple[str, ...] = ()
+    rows: int = 48
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         if self.prompt_tokens is not None:
             return self._run_prompts(self.prompt_tokens)
-        given = {"--prompt-stop": self.prompt_stop, "--prompt-maps": self.prompt_maps}
+        given = {
+            "--prompt-stop": self.prompt_stop,
+            "--prompt-maps": self.prompt_maps,
+            "--far-tasks": self.far_tasks or None,
+        }
         alone = [name for name, value in given.items() if value is not None]
         if alone:
             raise ValueError(
@@ -83,34 +92,26 @@ class Evaluate(Scoring):
 
     def _run_prompts(self, prompt_tokens: int) -> dict[str, Any]:
         """Returns losses of what follows prompts, and what reading these costs."""
+        from utio_jax.calibration.prompt_choice import increase_interval
         from utio_jax.evaluation.prompts import (
             continuation_losses,
             prompt_flops_ratio,
             prompt_rows,
         )
-        from utio_jax.staircase.prompts import PromptChoice
 
         if self.mesh() is not None or self.policy != "full":
             raise ValueError(
                 "Wanted --prompt-tokens on one device and without --policy: what follows the "
                 "prompt runs in full. Leave these out."
             )
+        if self.far_tasks:
+            return self._run_far(prompt_tokens)
         if self.text or self.token_ids is None:
             raise ValueError(
                 "Wanted --token-ids FILE with --prompt-tokens: a JSON list of rows, each a list of "
                 "ids, whose first tokens are the prompt."
             )
-        model = self.load()
-        choice, gate = None, None
-        if self.prompt_stop is not None:
-            kv: Any = self.kv or ("propagate" if self.prompt_maps is None else "mapped")
-            choice = PromptChoice(
-                stop=self.prompt_stop, deep=self.prompt_deep, by=self.prompt_by, kv=kv
-            )
-            if self.prompt_by == "gate":
-                gate = calibration_of(model, self.calibration).signals.get("learned")
-        if self.prompt_maps is not None:
-            model = model.with_kv_maps(self.prompt_maps)
+        model, choice, gate = self._prompt_choice()
         documents, _ = read_documents(model, (), self.token_ids, "test")
         decoder, params = model.decoder, model.params
         rows = prompt_rows(
@@ -125,11 +126,13 @@ class Evaluate(Scoring):
         if choice is not None:
             ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate)
         increase = 100 * (float(found.sum()) / float(full.sum()) - 1)
+        low, high = increase_interval(found, full)
         if is_first():
             how = "in full" if choice is None else f"by {choice.label}"
             print(
                 f"{rows.rows} prompts of {prompt_tokens} tokens read {how}, at {ratio:.3f} of "
-                f"their FLOPs: {increase:+.3f} % loss of the {rows.tokens:,} tokens that follow",
+                f"their FLOPs: {increase:+.3f} % [{low:+.3f}, {high:+.3f}] loss of the "
+                f"{rows.tokens:,} tokens that follow",
                 file=sys.stderr,
             )
         return {
@@ -141,5 +144,73 @@ class Evaluate(Scoring):
             "nll": round(float(found.sum()) / rows.tokens, 6),
             "nll_full": round(float(full.sum()) / rows.tokens, 6),
             "nll_increase_pct": round(increase, 4),
+            "interval": [round(low, 4), round(high, 4)],
             "prompt_flops_ratio": round(ratio, 6),
+        }
+
+    def _prompt_choice(self) -> tuple[Any, Any, Any]:
+        """Returns the model, how its prompts are read (None: in full), and the gate for that."""
+        from utio_jax.staircase.prompts import PromptChoice
+
+        model, choice, gate = self.load(), None, None
+        if self.prompt_stop is not None:
+            kv: Any = self.kv or ("propagate" if self.prompt_maps is None else "mapped")
+            choice = PromptChoice(
+                stop=self.prompt_stop, deep=self.prompt_deep, by=self.prompt_by, kv=kv
+            )
+            if self.prompt_by == "gate":
+                gate = calibration_of(model, self.calibration).signals.get("learned")
+        if self.prompt_maps is not None:
+            model = model.with_kv_maps(self.prompt_maps)
+        return model, choice, gate
+
+    def _run_far(self, prompt_tokens: int) -> dict[str, Any]:
+        """Returns how many facts are found that were stated once, far back in the prompt."""
+        from utio_jax.evaluation.far_tokens import far_answers, far_rows, far_summary
+        from utio_jax.evaluation.prompts import prompt_flops_ratio
+
+        if self.token_ids is not None:
+            raise ValueError("Wanted --text FILES with --far-tasks, not --token-ids.")
+        model, choice, gate = self._prompt_choice()
+        decoder, params = model.decoder, model.params
+        filler, _ = read_documents(model, self.text, None, "test")
+
+        def encode(text: str) -> list[int]:
+            return model.tokenizer.encode(text, add_special_tokens=False).ids
+
+        tasks = [
+            far_rows(
+                task,
+                filler,
+                encode,
+                decoder=decoder,
+                prompt_tokens=prompt_tokens,
+                count=self.rows,
+                batch=self.batch,
+            )
+            for task in dict.fromkeys(self.far_tasks)
+        ]
+        ratio, found = 1.0, []
+        with progress_bar(2 * sum(len(far.rows.batches) for far in tasks), "asking") as step:
+            for far in tasks:
+                full = far_answers(decoder, params, far, None, progress=step)
+                mine = full
+                if choice is not None:
+                    mine = far_answers(decoder, params, far, choice, gate=gate, progress=step)
+                found.append(far_summary(far, mine, full))
+        if choice is not None:
+            first = tasks[0].rows
+            ratio = prompt_flops_ratio(decoder, params, first, choice, gate=gate, batches=1)
+        for row in found if is_first() else ():
+            print(
+                f"{row['task']}: {row['exact']:.1%} of {row['rows']} facts found, "
+                f"{row['exact_full']:.1%} at full depth",
+                file=sys.stderr,
+            )
+        return {
+            "command": "evaluate",
+            "prompt_tokens": prompt_tokens,
+            "prompt": None if choice is None else choice.label,
+            "prompt_flops_ratio": round(ratio, 6),
+            "far_tasks": found,
         }

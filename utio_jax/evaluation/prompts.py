@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.accounting.flops import gate_flops
-from utio_jax.core.arrays import flat, map_head
+from utio_jax.core.arrays import flat, map_head, most_probable
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
@@ -106,6 +106,27 @@ def continuation_losses(
 ) -> Float[np.ndarray, " row"]:
     """Returns each row's loss of the tokens behind its prompt, in nats, summed over them.
 
+    Arguments and errors are those of `continuation_answers`.
+    """
+    return continuation_answers(
+        decoder, params, rows, choice, gate=gate, executor=executor, progress=progress
+    )[0]
+
+
+def continuation_answers(
+    decoder: Decoder,
+    params: Params,
+    rows: PromptRows,
+    choice: PromptChoice | None,
+    *,
+    gate: Signal | None = None,
+    executor: Executor = MicroBatches(),
+    progress: Callable[[], None] | None = None,
+) -> tuple[Float[np.ndarray, " row"], Int[np.ndarray, " row"]]:
+    """Returns each row's loss behind its prompt, and how many tokens there were the most probable.
+
+    Losses are in nats, summed over the tokens behind the prompt.
+
     Args:
       decoder: the model.
       params: its parameters.
@@ -119,9 +140,9 @@ def continuation_losses(
       ValueError: a choice that does not fit the model.
     """
     policy, kv = _policy_of(decoder, choice, rows.prompt_tokens, gate)
-    found = []
+    losses, right = [], []
     for ids, ends in rows.batches:
-        losses = _continuation(
+        found = _continuation(
             decoder,
             params,
             jnp.asarray(ids),
@@ -131,10 +152,11 @@ def continuation_losses(
             executor=executor,
             prompt_tokens=rows.prompt_tokens,
         )
-        found.append(np.asarray(losses, np.float64))
+        losses.append(np.asarray(found[0], np.float64))
+        right.append(np.asarray(found[1]))
         if progress is not None:
             progress()
-    return np.concatenate(found)[: rows.rows]
+    return np.concatenate(losses)[: rows.rows], np.concatenate(right)[: rows.rows]
 
 
 def prompt_flops_ratio(
@@ -200,7 +222,7 @@ def _continuation(
     kv: str,
     executor: Executor,
     prompt_tokens: int,
-) -> Float[Array, " batch"]:
+) -> tuple[Float[Array, " batch"], Int[Array, " batch"]]:
     found = staircase(
         decoder,
         params,
@@ -211,9 +233,17 @@ def _continuation(
         executor=executor,
     )
     x, labels = found.x[:, prompt_tokens - 1 : -1], token_ids[:, prompt_tokens:]
-    nll = map_head(decoder, params, next_token_nll, flat(x), flat(labels)).reshape(labels.shape)
+
+    def judge(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return next_token_nll(logits, labels), most_probable(logits) == labels
+
+    nll, right = map_head(decoder, params, judge, flat(x), flat(labels))
     at = jnp.arange(prompt_tokens, token_ids.shape[1], dtype=jnp.int32)[None, :]
-    return jnp.sum(jnp.where(at < lengths[:, None], nll, 0.0), axis=1)
+    real = at < lengths[:, None]
+    return (
+        jnp.sum(jnp.where(real, nll.reshape(labels.shape), 0.0), axis=1),
+        jnp.sum(real & right.reshape(labels.shape), axis=1, dtype=jnp.int32),
+    )
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor"))
