@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -243,8 +244,10 @@ def advance(
 ) -> DecodeState:
     """Returns the state once every running row has `until` new tokens.
 
-    One loop per width of attention, one after the other: rows only ever grow. On a mesh, every
-    device's loops end with its own rows.
+    A step reads the fewest of `widths` that all running rows fit in. One loop per width, one after
+    the other, as rows grow; a loop around them starts again from the narrowest that fits, once the
+    longest row has ended. (No cache passes through a conditional, which would copy it.) On a mesh,
+    every device's loops end with its own rows.
     """
     if mesh is not None:
 
@@ -256,18 +259,23 @@ def advance(
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
         return over_rows(mesh, on_device, params, (mode, sampling, stops), state, until)
-    for width in widths:
 
-        def goes_on(state: DecodeState) -> jax.Array:
-            fresh = state.lengths - state.prompt_lengths
-            reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
-            return jnp.any(state.active & (fresh < until)) & (reach <= width)  # noqa: B023
+    def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:
+        fresh = state.lengths - state.prompt_lengths
+        reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
+        return jnp.any(state.active & (fresh < until)) & (above < reach) & (reach <= width)
 
-        setting = Setting(
-            decoder=decoder, params=params, sampling=sampling, stops=stops, width=width
-        )
-        state = jax.lax.while_loop(goes_on, partial(mode.step, setting), state)
-    return state
+    def walk(state: DecodeState) -> DecodeState:
+        for above, width in itertools.pairwise((0, *widths)):
+            setting = Setting(
+                decoder=decoder, params=params, sampling=sampling, stops=stops, width=width
+            )
+            state = jax.lax.while_loop(
+                partial(goes_on, above=above, width=width), partial(mode.step, setting), state
+            )
+        return state
+
+    return walk(state) if len(widths) == 1 else jax.lax.while_loop(goes_on, walk, state)
 
 
 def round_up(length: int, step: int) -> int:
