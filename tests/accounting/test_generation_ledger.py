@@ -226,14 +226,16 @@ def test_prompts_come_from_the_middles_of_long_documents() -> None:
         middles(documents, tokens=1000, count=1)
 
 
-def test_a_wider_loop_is_never_left_for_a_narrower_one(model: Any) -> None:
-    sizes = (27, 27, 40)  # Prompts of 3, 7 and 1 tokens: the second crosses slot 32, and ends.
+def test_once_the_longest_row_has_ended_plain_steps_read_fewer_keys(model: Any) -> None:
+    # Prompts of 3, 7 and 1 tokens: the second crosses slot 32 in round 26, and ends; the third does
+    # so in round 32 of 39.
+    sizes = (27, 27, 40)
     rows = tuple(row[:size] for row, size in zip(plain_run().token_ids, sizes, strict=True))
     result = dataclasses.replace(plain_run(), token_ids=rows, key_widths=(32, 64))
     spent = spent_on(model.decoder, model.params, Plain(), PROMPTS, result)
     cost = token_cost(model.decoder, model.params)
     narrow, wide = (4 * cost.layer(width) + cost.head for width in (32, 64))
-    assert spent.flops_plain == pytest.approx(3 * ((1 + 25) * narrow + 14 * wide))
+    assert spent.flops_plain == pytest.approx(3 * ((1 + 25 + 5) * narrow + (1 + 8) * wide))
 
 
 @pytest.mark.parametrize("lengths", [SMALL, CROSSING])

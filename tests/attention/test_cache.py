@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.counting import Counting, read_counts
 
 from utio_jax.attention.cache import bytes_per_slot, fill, init_cache, key_widths, read, write
 from utio_jax.decoding.segments import block_at, decode_step, prefill, project_frozen, run_segment
@@ -141,6 +142,47 @@ def test_segments_compose(tiny, filled):
     np.testing.assert_array_equal(parts_after.keys, after.keys)
     np.testing.assert_array_equal(after.keys[:, 1, 8:], 0)  # The invalid token left no trace.
     np.testing.assert_array_equal(after.keys[:, 1, :7], cache.keys[:, 1, :7])
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_packed_rows_run_as_they_do_among_all(tiny, filled, shown):
+    """Rows 2 and 0 of three, and a place that only fills up: states, cache, and what they cost."""
+    _, cache = filled
+    decoder = Counting(tiny.decoder.config)
+    positions = jnp.asarray(LENGTHS)[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+    valid = jnp.array([[True, True], [True, True], [True, False]])
+    x = decoder.embed(tiny.params, tiny.tokens(3, 2, seed=3), positions)
+    seen = None
+    if shown:  # Of each row something else is hidden.
+        seen = jnp.full((3, 16), 4, jnp.int32).at[jnp.arange(3), jnp.arange(3) % 2].set(2)
+    segment = jax.jit(run_segment, static_argnums=0, static_argnames="width")
+    project = jax.jit(project_frozen, static_argnums=0)
+
+    def run(rows):
+        every = jnp.arange(3) if rows is None else rows
+        exists = valid[every] & (jnp.arange(every.size) < 2)[:, None] if rows is not None else valid
+        block = block_at(decoder, positions[every], exists, rows=rows)
+        where = {"start": 1, "stop": 3}
+        states, after = segment(
+            decoder, tiny.params, cache, x[every], block, **where, width=12, shown=seen
+        )
+        after = project(decoder, tiny.params, after, states, block, start=3, stop=4)
+        return states, after, read_counts()
+
+    read_counts()
+    states, after, counts = run(None)
+    rows = jnp.array([2, 0, 1], jnp.int32)
+    packed, packed_after, packed_counts = run(rows)
+    np.testing.assert_allclose(packed[:2], states[rows[:2]], atol=1e-5)
+    for name in ("keys", "values"):
+        found, wanted, before = (getattr(each, name) for each in (packed_after, after, cache))
+        np.testing.assert_allclose(found[:, rows[:2]], wanted[:, rows[:2]], atol=1e-5)
+        np.testing.assert_array_equal(found[:, 1], before[:, 1])
+        assert np.any(wanted[:, 1] != before[:, 1])
+    assert counts == packed_counts == {"queries": 2 * 6, "finish_layer": 2 * 6, "keys_values": 18}
+    two, _, counts = run(rows[:2])
+    np.testing.assert_allclose(two, packed[:2], atol=1e-6)
+    assert counts == {"queries": 2 * 4, "finish_layer": 2 * 4, "keys_values": 3 * 4}
 
 
 def test_frozen_states_project_their_keys_and_values(tiny, cache):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +244,36 @@ def test_the_second_prompt_compiles_nothing(model, count_compiles, mode):
     assert compiles.count == 0
 
 
+def test_steps_read_fewer_keys_once_the_longest_row_has_ended(model):
+    """A row of 20 prompt tokens crosses slot 32, and ends at 40; another crosses it later."""
+    prompts = [PROMPTS[0], [(7 * i) % 64 for i in range(20)], PROMPTS[2]]
+    ids = np.zeros((3, 24), np.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    limits = np.array([12, 40, 40], np.int32)
+    fixed = model.decoder, model.params, Plain(), Greedy(), stop_rules(())
+    state = begin(*fixed, ids, lengths, limits, np.arange(3, dtype=np.uint32), slots=64)
+    state = advance(*fixed, state, np.int32(64), widths=(32, 64))
+
+    widths, slots, ends = [], np.zeros(3), lengths + 1
+    while np.any(runs := ends < limits):
+        widths.append(32 if ends[runs].max() <= 32 else 64)
+        slots += np.where(runs, 4 * widths[-1], 0)
+        ends = ends + runs
+    assert [width for width, _ in itertools.groupby(widths)] == [32, 64, 32, 64]
+    np.testing.assert_array_equal(state.tally.key_slots, slots)
+    np.testing.assert_array_equal(state.tally.attended, slots)
+    np.testing.assert_array_equal(state.tally.steps, limits - lengths - 1)
+    wanted = run(model, prompts)
+    for row, (start, end) in enumerate(zip(lengths, limits, strict=True)):
+        new = wanted.token_ids[row][: end - start]
+        np.testing.assert_array_equal(state.token_ids[row, start:end], new)
+        likelihood = wanted.log_probabilities[row][: new.size]
+        found = state.tally.log_probability[row, start:end]
+        np.testing.assert_allclose(found, likelihood, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
 @pytest.mark.parametrize("kv", ["propagate", "drop", "full"])
@@ -259,7 +290,7 @@ def test_the_cache_is_never_copied(model, kv):
         stop_rules(()),
         state,
         np.int32(9),
-        widths=(64,),
+        widths=(64, 128),  # Loops within a loop.
     ).compile()
     memory = compiled.memory_analysis()
     assert memory is not None

@@ -482,3 +482,12 @@ def test_what_does_not_fit_is_refused(model: Any) -> None:
     mode = Adaptive(policy=deep(), throttle=throttle(signal=ahead))
     with pytest.raises(ValueError, match="causal signal"):
         run(model, mode=mode)
+    some = block_at(
+        model.decoder, jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool), rows=jnp.arange(2)
+    )
+    nothing: Any = None
+    with pytest.raises(ValueError, match="a block of all rows.*2 packed rows"):
+        run_throttled(
+            model.decoder, model.params, nothing, nothing, some, start=0, stop=1, width=8,
+            runs=some.valid, dense=some.valid,
+        )  # fmt: skip

@@ -223,7 +223,6 @@ def _plain_steps(prompts: Prompts, generated: Generated) -> tuple[int, float, fl
         return 0, 0.0, 0.0
     running = new[:, None] > rounds
     reach = np.max(np.where(running, starts[:, None] + rounds, 0), axis=0)
-    reach = np.maximum.accumulate(reach)  # A wider loop is never left for a narrower one.
     widths = np.asarray(generated.key_widths)
     widths = widths[np.searchsorted(widths, reach)]
     return rounds.size, float(widths.sum()), float((running * widths).sum())

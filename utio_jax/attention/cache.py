@@ -97,16 +97,27 @@ def write(
     *,
     positions: Int[Array, "batch token"],
     valid: Bool[Array, "batch token"],
+    rows: Int[Array, " batch"] | None = None,
 ) -> KVCache:
     """Returns the cache with one layer's K/V at the tokens' positions; invalid ones leave no trace.
 
-    So does its view, if it has one. Watermarks are the caller's: only it knows when a whole segment
-    is done.
+    Nor do they in its view, if it has one. Watermarks are the caller's: only it knows when a whole
+    segment is done.
+
+    Args:
+      cache: of all rows.
+      layer: of the cache.
+      keys: of new tokens, by packed row.
+      values: likewise.
+      positions: of the tokens in their rows.
+      valid: tokens that exist.
+      rows: of the cache that the packed rows are, see `packed_rows`; None: all, in order.
     """
+    rows = packed_rows(rows, positions.shape[0])
     view = cache.view
     if view is not None:
-        view = remember(view, layer, keys, values, positions=positions, valid=valid)
-    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+        view = remember(view, layer, keys, values, positions=positions, valid=valid, rows=rows)
+    rows = rows[:, None]
     slots = jnp.where(valid, positions, cache.num_slots)  # One past the end: dropped.
     return dataclasses.replace(
         cache,
@@ -135,10 +146,30 @@ def write_prompt(
     return dataclasses.replace(cache, keys=put(cache.keys, keys), values=put(cache.values, values))
 
 
+def packed_rows(rows: Int[Array, " packed"] | None, count: int) -> Int[Array, " packed"]:
+    """Returns which rows of a cache packed rows are; None: its first `count`, all there are.
+
+    A packed row that only fills up may name any row, if none of its tokens is valid.
+    """
+    return jnp.arange(count, dtype=jnp.int32) if rows is None else rows
+
+
 def read(
-    cache: KVCache, layer: int | Int[Array, ""], *, width: int
-) -> tuple[Float[Array, "batch key kv_head head_dim"], Float[Array, "batch key kv_head head_dim"]]:
-    """Returns one layer's K/V of the first `width` slots: masked ones cost as much as any."""
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    *,
+    width: int,
+    rows: Int[Array, " packed"] | None = None,
+) -> tuple[Float[Array, "row key kv_head head_dim"], Float[Array, "row key kv_head head_dim"]]:
+    """Returns one layer's K/V of the first `width` slots: masked ones cost as much as any.
+
+    Of some `rows` alone, copied side by side; None: of all.
+    """
+    if rows is not None:
+        keys, values = (
+            leaf.at[layer, rows, :width].get(mode="clip") for leaf in (cache.keys, cache.values)
+        )
+        return keys, values
     size = (1, cache.keys.shape[1], width, *cache.keys.shape[3:])
     start = (layer, 0, 0, 0, 0)
     return jax.lax.dynamic_slice(cache.keys, start, size)[0], jax.lax.dynamic_slice(

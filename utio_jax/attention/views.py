@@ -66,16 +66,16 @@ def remember(
     *,
     positions: Int[Array, "batch token"],
     valid: Bool[Array, "batch token"],
+    rows: Int[Array, " batch"],
 ) -> View:
     """Returns the view with one layer's K/V of new tokens; layers beyond the view leave no trace.
 
-    No more tokens at a time than the ring has places.
+    No more tokens at a time than the ring has places. `rows` are the view's that they belong to.
     """
-    rows = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
     places = jnp.where(valid, place_of(view.history, positions), view.history.size)
 
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        return leaf.at[layer, rows, places].set(new.astype(leaf.dtype), mode="drop")
+        return leaf.at[layer, rows[:, None], places].set(new.astype(leaf.dtype), mode="drop")
 
     return dataclasses.replace(
         view,

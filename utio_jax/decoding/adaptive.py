@@ -226,9 +226,9 @@ class _Memory:
 
     Attributes:
       kv: what `Adaptive.frozen` needs: layers at which slots may be seen, or states to catch up
-        from.
+        from; says itself where rows lie.
       scores: of each row's last token at the first boundary; None without a throttle.
     """
 
     kv: Any
-    scores: Float[Array, " batch"] | None
+    scores: Float[Array, " batch"] | None = dataclasses.field(metadata={"row_axis": 0})

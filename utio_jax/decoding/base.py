@@ -9,7 +9,7 @@ compile nothing.
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import DRAW, Sampling, draw, token_keys
 from utio_jax.decoding.segments import decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
+from utio_jax.devices.rows import put_rows, row_axes
 from utio_jax.policies.base import Policy
 
 
@@ -104,6 +105,16 @@ class Mode(Protocol):
         """Returns the state after at least one more token in every active row."""
         ...
 
+    def admit(self, memory: Any, fresh: Any, rows: Int[Array, " row"]) -> Any:
+        """Returns a running batch's memory with that of fresh rows at `rows`.
+
+        Args:
+          memory: of the running batch.
+          fresh: what `start` has made of the fresh rows.
+          rows: where they go; those beyond the last one go nowhere.
+        """
+        ...
+
 
 class ModeBase:
     """What most modes share: one token a round, the full model's tokens, nothing to remember."""
@@ -142,6 +153,17 @@ class ModeBase:
 
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
         return state
+
+    def admit(self, memory: Any, fresh: Any, rows: Int[Array, " row"]) -> Any:
+        """Puts rows of any pytree whose fields say where they lie; of None too."""
+        if None in row_axes(memory):
+            raise ValueError(
+                f"Wanted a memory whose fields say along which axis rows lie: "
+                f"dataclasses.field(metadata={{'row_axis': 0}}). {type(self).__name__} remembers "
+                f"{type(memory).__name__}, which does not say it of all its arrays. Mark them, or "
+                "give the mode an `admit` of its own."
+            )
+        return put_rows(memory, fresh, rows)
 
 
 @pytree

@@ -156,8 +156,14 @@ class Observed:
         nowhere.
     """
 
-    accepted: Float[Array, " exit"]
-    rejected: Float[Array, " exit"]
+    accepted: Float[Array, "*row exit"]
+    rejected: Float[Array, "*row exit"]
+
+    def total(self, counted: Bool[Array, " row"]) -> Observed:
+        """Returns what some rows have seen, summed."""
+        return jax.tree.map(
+            lambda leaf: jnp.sum(jnp.where(counted[:, None], leaf, 0.0), axis=0), self
+        )
 
 
 @pytree
@@ -171,7 +177,8 @@ class Controller:
     a vocabulary head per exit; here an exit is judged by its own drafts alone, and exits not tried
     for long are trusted again: estimates start high and fall back to their start.
 
-    One choice serves the whole batch, so under a controller a row's *cost* depends on the others;
+    Each row remembers its own rounds; one choice, from what all rows have seen, serves the whole
+    batch, whose rows draft together. So under a controller a row's *cost* depends on the others;
     with sampling, so do its draws, though not their distribution.
 
     Attributes:
@@ -189,27 +196,28 @@ class Controller:
     prior: float | Float[Array, ""] | Float[Array, " exit"] = 0.95
     prior_weight: float | Float[Array, ""] = 4.0
 
-    def start(self, exits: int) -> Observed:
-        """Returns the memory of no rounds."""
-        return Observed(accepted=jnp.zeros((exits,)), rejected=jnp.zeros((exits,)))
+    def start(self, exits: int, *, batch: int | None = None) -> Observed:
+        """Returns the memory of no rounds; of `batch` rows each, if it is given."""
+        shape = (exits,) if batch is None else (batch, exits)
+        return Observed(accepted=jnp.zeros(shape), rejected=jnp.zeros(shape))
 
     def observe(
         self,
         memory: Observed,
         chosen: Int[Array, ""],
         *,
-        accepted: Int[Array, ""],
-        rejected: Int[Array, ""],
+        accepted: Int[Array, "*row"],
+        rejected: Int[Array, "*row"],
     ) -> Observed:
-        """Returns the memory after a round at exit number `chosen`, summed over rows."""
+        """Returns the memory after a round at exit number `chosen`."""
         keep = 1.0 - 1.0 / jnp.asarray(self.memory_rounds, jnp.float32)
         return Observed(
-            accepted=(memory.accepted * keep).at[chosen].add(accepted.astype(jnp.float32)),
-            rejected=(memory.rejected * keep).at[chosen].add(rejected.astype(jnp.float32)),
+            accepted=(memory.accepted * keep).at[..., chosen].add(accepted.astype(jnp.float32)),
+            rejected=(memory.rejected * keep).at[..., chosen].add(rejected.astype(jnp.float32)),
         )
 
     def acceptance(self, memory: Observed) -> Float[Array, " exit"]:
-        """Returns the acceptance to expect of each exit, below 1."""
+        """Returns the acceptance to expect of each exit, below 1: of one memory."""
         right = memory.accepted + self.prior * self.prior_weight
         total = memory.accepted + memory.rejected + self.prior_weight
         return jnp.minimum(right / total, 0.999)

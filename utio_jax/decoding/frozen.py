@@ -26,6 +26,7 @@ from utio_jax.decoding.base import Setting
 from utio_jax.decoding.segments import block_at, project_frozen, run_segment
 from utio_jax.decoding.state import DecodeState
 from utio_jax.decoding.step import DecodeStep, store
+from utio_jax.devices.rows import Rows, StackedRows
 from utio_jax.staircase.reference import check_kv
 
 
@@ -128,16 +129,16 @@ class Propagate:
 
 @dataclasses.dataclass(frozen=True)
 class Drop(Propagate):
-    """Nothing: memory holds the layers `[batch, slot]` at which each slot may be seen."""
+    """Nothing: memory holds, as `Rows`, the layers `[batch, slot]` at which slots may be seen."""
 
     def start(self, setting: Setting, state: DecodeState) -> Any:
         batch, slots = state.token_ids.shape
-        memory = jnp.full((batch, slots), setting.decoder.config.num_layers, jnp.int32)
-        if state.prompt is None:
-            return memory
-        return memory.at[:, : state.prompt.depths.shape[1]].set(state.prompt.depths)
+        shown = jnp.full((batch, slots), setting.decoder.config.num_layers, jnp.int32)
+        if state.prompt is not None:
+            shown = shown.at[:, : state.prompt.depths.shape[1]].set(state.prompt.depths)
+        return Rows(shown)
 
-    def begin(self, now: DecodeStep, memory: Any) -> Any:
+    def begin(self, now: DecodeStep, memory: Rows) -> Rows:
         # While it runs, the token sees itself everywhere.
         return self._show(now, memory, jnp.full_like(now.depth, self.depths[-1]))
 
@@ -146,23 +147,23 @@ class Drop(Propagate):
         setting: Setting,
         state: DecodeState,
         now: DecodeStep,
-        memory: Any,
+        memory: Rows,
         index: int,
         run: RunSegment = run_cached,
-    ) -> tuple[DecodeStep, Any]:
+    ) -> tuple[DecodeStep, Rows]:
         del state
-        return _run_current(setting, now, self.depths, index, run, shown=memory), memory
+        return _run_current(setting, now, self.depths, index, run, shown=memory.tree), memory
 
     def end(
-        self, setting: Setting, state: DecodeState, now: DecodeStep, memory: Any
-    ) -> tuple[KVCache, Any, Spent]:
+        self, setting: Setting, state: DecodeState, now: DecodeStep, memory: Rows
+    ) -> tuple[KVCache, Rows, Spent]:
         del setting
         return _filled(state, now.cache), self._show(now, memory, now.depth), Spent()
 
-    def _show(self, now: DecodeStep, memory: jax.Array, depth: jax.Array) -> jax.Array:
+    def _show(self, now: DecodeStep, memory: Rows, depth: jax.Array) -> Rows:
         rows = jnp.arange(depth.shape[0], dtype=jnp.int32)[:, None]
-        slots = jnp.where(now.block.valid, now.block.positions, memory.shape[1])
-        return memory.at[rows, slots].set(depth, mode="drop")
+        slots = jnp.where(now.block.valid, now.block.positions, memory.tree.shape[1])
+        return Rows(memory.tree.at[rows, slots].set(depth, mode="drop"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,8 +220,8 @@ class Mapped(Propagate):
 class CatchUp(Propagate):
     """Its own full-depth K/V, computed in blocks as soon as a token of any row goes deeper.
 
-    Memory holds states `[boundary, batch, slot, dim]` at each depth but the last. This saves weight
-    reads and launches, not FLOPs.
+    Memory holds states `[boundary, batch, slot, dim]` at each depth but the last, as `StackedRows`.
+    This saves weight reads and launches, not FLOPs.
 
     Attributes:
       tokens: per row of one block; more of them take more blocks.
@@ -234,7 +235,7 @@ class CatchUp(Propagate):
 
     def start(self, setting: Setting, state: DecodeState) -> Any:
         x = jax.eval_shape(setting.decoder.embed, setting.params, state.token_ids, state.token_ids)
-        return jnp.zeros((len(self.depths) - 1, *x.shape), x.dtype)
+        return StackedRows(jnp.zeros((len(self.depths) - 1, *x.shape), x.dtype))
 
     def run(
         self,
@@ -251,7 +252,7 @@ class CatchUp(Propagate):
         lengths = jnp.where(state.active, state.lengths, now.cache.lengths)
         now = dataclasses.replace(now, cache=fill(now.cache, lengths, segment=0))
         if len(self.depths) > 1:
-            memory = store(memory, 0, now.x, now.block)
+            memory = StackedRows(store(memory.tree, 0, now.x, now.block))
         return now, memory
 
     def end(
@@ -261,8 +262,13 @@ class CatchUp(Propagate):
         return now.cache, memory, Spent()
 
     def _catch_up(
-        self, setting: Setting, state: DecodeState, now: DecodeStep, memory: Any, index: int
-    ) -> tuple[DecodeStep, Any]:
+        self,
+        setting: Setting,
+        state: DecodeState,
+        now: DecodeStep,
+        memory: StackedRows,
+        index: int,
+    ) -> tuple[DecodeStep, StackedRows]:
         """Runs one segment on all tokens that have not run it yet, of all rows, if any row is live.
 
         Rows that could wait go along: their slots in the block are computed anyway.
@@ -275,7 +281,7 @@ class CatchUp(Propagate):
         offsets = jnp.arange(self.tokens, dtype=jnp.int32)[None, :]
 
         def run_block(number: jax.Array, carry: Any) -> Any:
-            x, cache, memory = carry
+            x, cache, stored = carry
             positions = first[:, None] + number * self.tokens + offsets
             valid = (positions < state.lengths[:, None]) & state.active[:, None]
             behind = block_at(setting.decoder, positions, valid)
@@ -283,22 +289,22 @@ class CatchUp(Propagate):
                 setting.decoder,
                 setting.params,
                 cache,
-                _stored(memory, index - 1, positions),
+                _stored(stored, index - 1, positions),
                 behind,
                 start=start,
                 stop=depth,
                 width=setting.width,
             )
             if index + 1 < len(self.depths):
-                memory = store(memory, index, states, behind)
+                stored = store(stored, index, states, behind)
             # The current token is the last one behind; its row takes the new state only if it goes
             # on.
             mine = valid & (positions == now.block.positions)
             new = jnp.sum(jnp.where(mine[:, :, None], states, 0), axis=1, keepdims=True)
             goes = now.live & jnp.any(mine, axis=1, keepdims=True)
-            return jnp.where(goes[:, :, None], new, x), cache, memory
+            return jnp.where(goes[:, :, None], new, x), cache, stored
 
-        x, cache, memory = jax.lax.fori_loop(0, blocks, run_block, (now.x, now.cache, memory))
+        x, cache, stored = jax.lax.fori_loop(0, blocks, run_block, (now.x, now.cache, memory.tree))
         cache = fill(cache, jnp.where(needed & state.active, state.lengths, first), segment=index)
         now = now.after(
             x,
@@ -308,7 +314,7 @@ class CatchUp(Propagate):
             tokens=self.tokens,
             slots=float(setting.width),
         )
-        return now, memory
+        return now, StackedRows(stored)
 
 
 def frozen_kv(kv: str, depths: tuple[int, ...], *, catch_up: int) -> Propagate:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -198,34 +199,54 @@ def begin(
 
         rows = Rows((token_ids, lengths, limits, seeds))
         return over_rows(mesh, on_device, params, (mode, sampling, stops, prefill), rows)
-    batch, width = token_ids.shape
-    dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
-    cache = init_cache(
-        decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
-    )
+    state = unread(decoder, params, mode, token_ids, lengths, limits, seeds, slots=slots)
     depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
     if prefill is None:
-        logits, cache = read_prompts(decoder, params, token_ids, lengths, cache)
+        logits, cache = read_prompts(decoder, params, token_ids, lengths, state.cache)
     else:
         logits, cache, prompt = prefill.read(
-            decoder, params, token_ids, lengths, cache, kv=mode.prompt_kv
+            decoder, params, token_ids, lengths, state.cache, kv=mode.prompt_kv
         )
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
-    state = DecodeState(
+    state = dataclasses.replace(state, cache=fill(cache, lengths), prompt=prompt)
+    setting = Setting(
+        decoder=decoder,
+        params=params,
+        sampling=sampling,
+        stops=stops,
+        width=token_ids.shape[1],
+    )
+    state = mode.start(setting, state)
+    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
+
+
+def unread(
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    limits: Int[Array, " batch"],
+    seeds: UInt32[Array, " batch"],
+    *,
+    slots: int,
+) -> DecodeState:
+    """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
+    batch, width = token_ids.shape
+    dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
+    return DecodeState(
         token_ids=jnp.pad(token_ids, ((0, 0), (0, slots - width))),
         lengths=lengths,
         prompt_lengths=lengths,
         limits=limits,
         reason=jnp.zeros_like(lengths),
         seeds=seeds,
-        cache=fill(cache, lengths),
+        cache=init_cache(
+            decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
+        ),
         tally=empty_tally(batch, slots),
         memory=None,
-        prompt=prompt,
     )
-    setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=width)
-    state = mode.start(setting, state)
-    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 
 @partial(jax.jit, static_argnames=("decoder", "widths", "mesh"), donate_argnames="state")
@@ -243,8 +264,10 @@ def advance(
 ) -> DecodeState:
     """Returns the state once every running row has `until` new tokens.
 
-    One loop per width of attention, one after the other: rows only ever grow. On a mesh, every
-    device's loops end with its own rows.
+    A step reads the fewest of `widths` that all running rows fit in. One loop per width, one after
+    the other, as rows grow; a loop around them starts again from the narrowest that fits, once the
+    longest row has ended. (No cache passes through a conditional, which would copy it.) On a mesh,
+    every device's loops end with its own rows.
     """
     if mesh is not None:
 
@@ -256,18 +279,23 @@ def advance(
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
         return over_rows(mesh, on_device, params, (mode, sampling, stops), state, until)
-    for width in widths:
 
-        def goes_on(state: DecodeState) -> jax.Array:
-            fresh = state.lengths - state.prompt_lengths
-            reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
-            return jnp.any(state.active & (fresh < until)) & (reach <= width)  # noqa: B023
+    def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:
+        fresh = state.lengths - state.prompt_lengths
+        reach = jnp.max(jnp.where(state.active, state.positions, 0)) + mode.block
+        return jnp.any(state.active & (fresh < until)) & (above < reach) & (reach <= width)
 
-        setting = Setting(
-            decoder=decoder, params=params, sampling=sampling, stops=stops, width=width
-        )
-        state = jax.lax.while_loop(goes_on, partial(mode.step, setting), state)
-    return state
+    def walk(state: DecodeState) -> DecodeState:
+        for above, width in itertools.pairwise((0, *widths)):
+            setting = Setting(
+                decoder=decoder, params=params, sampling=sampling, stops=stops, width=width
+            )
+            state = jax.lax.while_loop(
+                partial(goes_on, above=above, width=width), partial(mode.step, setting), state
+            )
+        return state
+
+    return walk(state) if len(widths) == 1 else jax.lax.while_loop(goes_on, walk, state)
 
 
 def round_up(length: int, step: int) -> int:

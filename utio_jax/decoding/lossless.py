@@ -61,7 +61,8 @@ from utio_jax.decoding.sampling import (
     verify_sampling,
 )
 from utio_jax.decoding.segments import Block, block_at, run_segment
-from utio_jax.decoding.state import DecodeState, emit
+from utio_jax.decoding.state import RELEASED, DecodeState, emit
+from utio_jax.devices.rows import put_rows
 
 Drafter = Literal["exit", "ngram", "both"]
 """What drafts: an exit of the model, the row's own text, or whichever has the longer draft."""
@@ -185,11 +186,15 @@ class Lossless(ModeBase):
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
         decoder, observed, head = setting.decoder, None, None
         if self.controller is not None:
-            observed = self.controller.start(len(self.exits(decoder)))
+            batch = state.lengths.shape[0]
+            observed = self.controller.start(len(self.exits(decoder)), batch=batch)
         if self.vocabulary is not None:
             # Once, before the loop: the columns are copied out of the whole head.
             head = reduced_head(decoder, setting.params, jnp.asarray(self.vocabulary))
         return dataclasses.replace(state, memory=_Memory(observed=observed, head=head))
+
+    def admit(self, memory: _Memory, fresh: _Memory, rows: Int[Array, " row"]) -> _Memory:
+        return put_rows(memory, fresh, rows)
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling
@@ -198,7 +203,12 @@ class Lossless(ModeBase):
         chosen, length = jnp.int32(0), jnp.int32(self.max_draft)
         if self.controller is not None:
             chosen, length = self.controller.choose(
-                memory.observed, decoder, params, exits=exits, max_draft=self.max_draft
+                # Rows that have ended still know this batch's text; released ones do not.
+                memory.observed.total(state.reason != RELEASED),
+                decoder,
+                params,
+                exits=exits,
+                max_draft=self.max_draft,
             )
         depth = jnp.asarray(exits, jnp.int32)[chosen] if exits else jnp.int32(0)
         with jax.named_scope("draft"):
@@ -281,8 +291,8 @@ class Lossless(ModeBase):
         return self.controller.observe(
             observed,
             chosen,
-            accepted=jnp.sum(own & (places < accepted)),
-            rejected=jnp.sum(own & wrong),
+            accepted=jnp.sum(own & (places < accepted), axis=1, dtype=jnp.int32),
+            rejected=jnp.sum(own & wrong, axis=1, dtype=jnp.int32),
         )
 
     def _run_deep(
@@ -502,11 +512,11 @@ class _Memory:
     """What stays from round to round.
 
     Attributes:
-      observed: what the controller has seen.
-      head: parameters of the head that drafts; None: the model's own.
+      observed: what the controller has seen of each row.
+      head: parameters of the head that drafts, the same for all rows; None: the model's own.
     """
 
-    observed: Observed | None
+    observed: Observed | None = dataclasses.field(metadata={"row_axis": 0})
     head: Params | None
 
 

@@ -30,22 +30,33 @@ Memory = TypeVar("Memory")
 class Block:
     """Where the tokens of a pass are, computed once for all its layers.
 
+    A pass may be of some rows alone, packed: states, keys and values then lead with these, and the
+    cache stays whole.
+
     Attributes:
       positions: in their rows; each is also the token's slot in the cache.
       valid: tokens that exist. The others are padding: computed, never written, seen by nobody.
       places: what the decoder made of the positions.
+      rows: of the cache that the block's rows are, each once; None: all, in order. One that only
+        fills the block up may be any, if none of its tokens is valid.
     """
 
     positions: Int[Array, "batch token"]
     valid: Bool[Array, "batch token"]
     places: Places
+    rows: Int[Array, " batch"] | None = None
 
 
 def block_at(
-    decoder: Decoder, positions: Int[Array, "batch token"], valid: Bool[Array, "batch token"]
+    decoder: Decoder,
+    positions: Int[Array, "batch token"],
+    valid: Bool[Array, "batch token"],
+    *,
+    rows: Int[Array, " batch"] | None = None,
 ) -> Block:
-    """Returns the block of tokens at `positions`."""
-    return Block(positions=positions, valid=valid, places=decoder.encode_positions(positions))
+    """Returns the block of tokens at `positions`, of some `rows` of the cache or of all."""
+    places = decoder.encode_positions(positions)
+    return Block(positions=positions, valid=valid, places=places, rows=rows)
 
 
 def run_segment(
@@ -59,7 +70,7 @@ def run_segment(
     stop: Depth,
     width: int,
     runs: Bool[Array, "batch token"] | None = None,
-    shown: Int[Array, "batch slot"] | None = None,
+    shown: Int[Array, "row slot"] | None = None,
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
     """Returns the states after layers [start, stop), and the cache with these layers' K/V.
 
@@ -71,27 +82,29 @@ def run_segment(
       decoder: the model.
       params: its parameters.
       cache: carried whole; donate it.
-      x: states at depth `start`.
-      block: the tokens' places.
+      x: states at depth `start`, of the block's rows.
+      block: the tokens' places, and rows, where they are not all.
       start: first layer.
       stop: layer to stop before.
       width: slots to attend over; more than every valid position. Static.
       runs: valid tokens whose state changes; the others are frozen, and their K/V projected from
         the frozen state. None means all.
-      shown: layers at which each slot may be seen, for `kv="drop"`; the tokens in `x` themselves
-        included. None means all.
+      shown: layers at which each slot of each row of the cache may be seen, for `kv="drop"`; the
+        tokens in `x` themselves included. None means all.
     """
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
+    if shown is not None and block.rows is not None:
+        shown = shown.at[block.rows].get(mode="clip")
 
     def attend_cached(
         cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
     ) -> tuple[jax.Array, KVCache]:
-        cache = write(cache, index, keys, values, positions=block.positions, valid=block.valid)
+        cache = _written(cache, index, keys, values, block)
         mix = mixer_at(decoder, index)
         visible = mix.visible(block.positions, slots)
         if shown is not None:
             visible &= (shown[:, :width] > index)[:, None, :]
-        keys, values = read(cache, index, width=width)
+        keys, values = read(cache, index, width=width, rows=block.rows)
         return mix(queries, keys, values, visible), cache
 
     return run_layers(
@@ -157,15 +170,25 @@ def project_frozen(
     start: Depth,
     stop: Depth,
 ) -> KVCache:
-    """Returns the cache with K/V of frozen states in layers [start, stop): `kv="propagate"`."""
+    """Returns the cache with K/V of frozen states in layers [start, stop): `kv="propagate"`.
+
+    Of the block's rows; those of all others stay as they are.
+    """
 
     def project(index: jax.Array, cache: KVCache) -> KVCache:
         layer = layer_at(decoder, params, index)
         keys, values = keys_values_of(decoder, layer, flat(x), flat(block.places))
         keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in (keys, values))
-        return write(cache, index, keys, values, positions=block.positions, valid=block.valid)
+        return _written(cache, index, keys, values, block)
 
     return jax.lax.fori_loop(start, stop, project, cache)
+
+
+def _written(
+    cache: KVCache, layer: jax.Array, keys: jax.Array, values: jax.Array, block: Block
+) -> KVCache:
+    positions, valid, rows = block.positions, block.valid, block.rows
+    return write(cache, layer, keys, values, positions=positions, valid=valid, rows=rows)
 
 
 def prefill(

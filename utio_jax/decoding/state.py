@@ -17,9 +17,9 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
 
-REASONS = ("running", "eos", "stop", "length")
-"""Why a row ended, indexed by `DecodeState.reason`."""
-_RUNNING, _EOS, _STOP, _LENGTH = range(4)
+REASONS = ("running", "eos", "stop", "length", "released")
+"""Why a row ended, indexed by `DecodeState.reason`; a released one is free for another prompt."""
+_RUNNING, _EOS, _STOP, _LENGTH, RELEASED = range(5)
 
 
 @pytree
@@ -163,8 +163,9 @@ class DecodeState:
       seeds: one per row.
       cache: keys and values.
       tally: what it cost so far.
-      memory: what the mode remembers, any pytree.
-      prompt: how prompts were read, where not by the dense program.
+      memory: what the mode remembers, any pytree; its fields say where rows lie.
+      prompt: how prompts were read, where not by the dense program, and where all rows were read
+        together.
     """
 
     token_ids: Int[Array, "batch slot"] = dataclasses.field(metadata={"row_axis": 0})

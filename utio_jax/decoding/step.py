@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache
+from utio_jax.attention.cache import KVCache, packed_rows
 from utio_jax.core.decoder import apply_exit_lens, has_exit_lens
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Setting
@@ -247,6 +247,6 @@ def _through_lenses(
 
 def store(memory: jax.Array, index: int, states: jax.Array, block: Block) -> jax.Array:
     """Returns the memory with the states of depth number `index` at the tokens' positions."""
-    rows = jnp.arange(states.shape[0], dtype=jnp.int32)[:, None]
+    rows = packed_rows(block.rows, states.shape[0])[:, None]
     slots = jnp.where(block.valid, block.positions, memory.shape[2])
     return memory.at[index, rows, slots].set(states, mode="drop")

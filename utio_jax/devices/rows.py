@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
 
 from utio_jax.core.pytrees import pytree, static
 
@@ -167,6 +168,37 @@ def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
     )
     found = [iter(group) for group in mapped(*leaves)]
     return jax.tree.unflatten(made["treedef"], [next(found[axis]) for axis in made["axes"]])
+
+
+def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> Any:
+    """Returns the pytree with the rows of another one in some of its places; the rest stays.
+
+    Args:
+      tree: its rows are marked, see `Rows`. What is not marked is the same for all rows, and stays.
+      fresh: of the same structure and sizes, with as many rows as `rows` names.
+      rows: where they go, each once. Those beyond the last row go nowhere.
+
+    Raises:
+      ValueError: another structure, or other sizes.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    others, other = jax.tree.flatten(fresh)
+    if treedef != other:
+        raise ValueError(f"Wanted rows of one structure, {treedef}. Got {other}.")
+
+    def put(old: jax.Array, new: jax.Array, axis: int | None) -> jax.Array:
+        if axis is None:
+            return old
+        wanted = (*old.shape[:axis], rows.shape[0], *old.shape[axis + 1 :])
+        if new.shape != wanted or new.dtype != old.dtype:
+            raise ValueError(
+                f"Wanted {rows.shape[0]} rows of shape {wanted}, rows along axis {axis}, and dtype "
+                f"{old.dtype}. Got shape {new.shape}, dtype {new.dtype}."
+            )
+        return old.at[(slice(None),) * axis + (rows,)].set(new, mode="drop")
+
+    placed = map(put, leaves, others, row_axes(tree))
+    return jax.tree.unflatten(treedef, list(placed))
 
 
 def row_axes(tree: Any) -> list[int | None]:

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that come and go: each gets what `generate` gives its prompt alone, and disturbs none."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import SMALL, lively_model, run
+from helpers.models import with_random_maps
+
+from utio_jax.attention.history import History
+from utio_jax.core.pytrees import pytree
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.admission import _admit, admit, empty_state, release
+from utio_jax.decoding.base import ModeBase, Plain
+from utio_jax.decoding.drafting import Controller, EntropyAbove, NGram
+from utio_jax.decoding.generate import _collect
+from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import Greedy, Temperature
+from utio_jax.decoding.state import REASONS, RELEASED, stop_rules
+from utio_jax.decoding.throttle import Throttle
+from utio_jax.devices.rows import PerDevice, row_axes
+from utio_jax.policies.depth import random_depths
+from utio_jax.policies.signals import Chance
+
+DEPTHS = (1, 2, 4)
+POLICY = random_depths(jnp.asarray([0.5, 0.2, 0.3]), key=jax.random.key(1), depths=DEPTHS)
+EASY = Throttle(
+    signal=Chance(key=jax.random.key(4)),
+    thresholds=jnp.full(3, 0.5),
+    history=History(recent=5, sinks=2),
+)
+
+MODES: dict[str, Any] = {
+    "plain": Plain(),
+    "propagate": Adaptive(policy=POLICY),
+    "drop": Adaptive(policy=POLICY, kv="drop"),
+    "full": Adaptive(policy=POLICY, kv="full", catch_up=4),
+    "mapped": Adaptive(policy=POLICY, kv="mapped"),
+    "throttled": Adaptive(policy=POLICY, throttle=EASY),
+    "lossless": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
+    "copies": Lossless(exit=1, drafter="both", max_draft=3, ngram=NGram(longest=2)),
+    "few tokens": Lossless(exit=2, max_draft=3, vocabulary=np.arange(0, 64, 2, dtype=np.int32)),
+    "controller": Lossless(max_draft=3, controller=Controller()),
+}
+LONG = ("mapped", "copies", "few tokens")
+
+BATCH, SLOTS = 4, 64
+WHAT = (
+    *("token_ids", "decided", "log_probabilities", "throttled"),
+    *("steps", "accepted", "token_layers", "heads"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, its seed, and how many new tokens it wants."""
+
+    prompt: list[int]
+    seed: int
+    new: int
+
+
+REQUESTS = [
+    Request([0, 5, 7], 3, 30),
+    Request([0, 61], 4, 9),
+    Request([4], 5, 20),
+    Request([0, 9, 3, 2, 8, 8, 1, 6], 6, 17),  # Where the second was, a shorter prompt.
+    Request([9, 9], 7, 25),
+]
+OTHERS = [Request([63 - i for i in each.prompt], each.seed + 9, each.new) for each in REQUESTS]
+
+
+def model_of(name: str) -> Any:
+    return with_random_maps(lively_model(), (1, 2)) if name == "mapped" else lively_model()
+
+
+def sampling_of(name: str) -> Any:
+    # What a controller chooses for the batch decides with which keys tokens are drawn.
+    return Greedy() if name == "controller" else Temperature(jnp.float32(0.9))
+
+
+class Server:
+    """A running batch of one mode, and the programs' arguments."""
+
+    def __init__(self, name: str, *, slots: int = SLOTS, mode: Any = None) -> None:
+        model, self.mode, self.slots = model_of(name), mode or MODES[name], slots
+        self.fixed = model.decoder, model.params, self.mode, sampling_of(name), stop_rules(())
+        self.state = empty_state(*self.fixed, batch=BATCH, slots=slots)
+
+    def begin(self, requests: list[Request], prefill: Prefill | None = None) -> Any:
+        """Returns two fresh rows; a missing request's is empty, and only fills up."""
+        ids, lengths = np.zeros((2, 8), np.int32), np.ones(2, np.int32)
+        limits, seeds = np.ones(2, np.int32), np.zeros(2, np.uint32)
+        for row, each in enumerate(requests):
+            ids[row, : len(each.prompt)], lengths[row] = each.prompt, len(each.prompt)
+            limits[row], seeds[row] = len(each.prompt) + each.new, each.seed
+        rows = ids, lengths, limits, seeds
+        return begin(*self.fixed, *rows, slots=self.slots, prefill=prefill)
+
+    def admit(self, requests: list[Request], rows: list[int]) -> None:
+        self.state = admit(self.state, self.begin(requests), rows, mode=self.mode)
+
+    def advance(self, until: int) -> None:
+        self.state = advance(*self.fixed, self.state, np.int32(until), widths=(32, SLOTS))
+
+    def found(self, row: int) -> dict[str, np.ndarray]:
+        """Returns what a row has decoded so far."""
+        found = _collect(self.state, self.mode, SMALL, rows=BATCH, devices=1)
+        return {name: np.array(getattr(found, name)[row]) for name in WHAT}
+
+
+def serve(name: str, requests: list[Request], rows: list[int]) -> list[dict[str, np.ndarray]]:
+    """Returns what comes of five requests that arrive at different times, three rows at once."""
+    server = Server(name)
+    server.admit(requests[:2], rows[:2])
+    server.advance(6)
+    server.admit(requests[2:3], [rows[2], BATCH])  # The last row runs: fillers leave it alone.
+    server.advance(10)  # The second request has ended by now.
+    assert REASONS[int(server.state.reason[rows[1]])] == "length"
+    second = server.found(rows[1])
+    server.state = release(server.state, rows[1:2])
+    server.advance(12)
+    server.admit(requests[3:], [rows[1], rows[3]])
+    server.advance(SLOTS)
+    assert not np.any(server.state.active)
+    first, _, third, fifth = (server.found(row) for row in rows)
+    return [first, second, third, server.found(rows[1]), fifth]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in MODES]
+)
+def test_rows_admitted_later_get_what_they_get_alone(name, count_compiles):
+    model, mode = model_of(name), MODES[name]
+    together = serve(name, REQUESTS, [3, 0, 1, 2])
+    same = ["token_ids", "throttled"]
+    if name != "controller":  # There, which exit guesses a token, and how many, is up to the batch.
+        same += ["decided", "steps", "accepted"]
+    if name == "plain":  # In other modes rows go along with deeper ones.
+        same += ["token_layers", "heads"]
+    for request, found in zip(REQUESTS, together, strict=True):
+        assert found["token_ids"].size == request.new
+        wanted = run(
+            model,
+            [request.prompt],
+            mode=mode,
+            sampling=sampling_of(name),
+            seeds=[request.seed],
+            max_new_tokens=request.new,
+        )
+        for what in same:
+            np.testing.assert_array_equal(found[what], getattr(wanted, what)[0])
+        likelihood = wanted.log_probabilities[0]
+        np.testing.assert_allclose(found["log_probabilities"], likelihood, atol=1e-5)
+    # Other prompts in other rows, and a new batch of them, compile nothing.
+    with count_compiles() as compiles:
+        serve(name, OTHERS, [1, 3, 0, 2])
+    assert compiles.count == 0
+
+
+def rows_of(tree: Any) -> list[np.ndarray]:
+    """Returns every leaf that has rows, these in front."""
+    pairs = zip(jax.tree.leaves(tree), row_axes(tree), strict=True)
+    return [np.moveaxis(np.array(leaf), axis, 0) for leaf, axis in pairs if axis is not None]
+
+
+@pytest.mark.parametrize("name", ["throttled", "drop", "full", "controller"])
+def test_an_admission_moves_the_fresh_rows_and_nothing_else(name):
+    server = Server(name)
+    server.admit(REQUESTS[:2], [2, 0])
+    server.advance(5)
+    before, fresh = rows_of(server.state), server.begin(REQUESTS[2:4])
+    server.state = admit(server.state, fresh, [3, 2], mode=server.mode)
+    after = rows_of(server.state)
+    assert len(after) == len(before) == len(rows_of(fresh)) > 20
+    for old, come, new in zip(before, rows_of(fresh), after, strict=True):
+        np.testing.assert_array_equal(new[:2], old[:2])
+        np.testing.assert_array_equal(new[2], come[1])
+        np.testing.assert_array_equal(new[3], come[0])
+    # A mode's memory is among them.
+    assert None not in row_axes(server.state.memory)
+    assert rows_of(server.state.memory)
+
+
+def test_released_rows_take_part_in_nothing():
+    server = Server("plain")
+    server.admit(REQUESTS[:2], [1, 3])
+    server.advance(4)
+    before = rows_of(server.state)
+    server.state = release(server.state, [1, 0])
+    assert [REASONS[i] for i in server.state.reason] == ["released"] * 3 + ["running"]
+    server.advance(6)
+    for old, new, leaf in zip(before, rows_of(server.state), range(99), strict=False):
+        assert leaf == 4 or np.array_equal(old[[0, 1, 2]], new[[0, 1, 2]])  # 4: the reason.
+    assert server.found(3)["token_ids"].size == 6
+    # Nothing runs where nothing is admitted.
+    server = Server("plain")
+    server.advance(SLOTS)
+    assert not np.any(server.state.tally.steps)
+    assert np.all(np.asarray(server.state.reason) == RELEASED)
+
+
+def test_a_controller_asks_what_the_batch_of_now_has_seen():
+    """Each row's memory is its own: rows that were released, or replaced, have no say."""
+    never_forgets = Lossless(max_draft=3, controller=Controller(memory_rounds=1e9))
+    server = Server("controller", mode=never_forgets)
+    server.admit([REQUESTS[0], REQUESTS[4]], [0, 1])
+    server.advance(8)
+    seen, tally = server.state.memory.observed, server.state.tally
+    np.testing.assert_allclose(seen.accepted.sum(axis=1), tally.accepted, rtol=1e-5)
+    assert tally.accepted[0] != tally.accepted[1]
+    assert np.all(seen.rejected.sum(axis=1)[:2] > 0)
+    total = seen.total(jnp.array([True, False, True, True]))
+    np.testing.assert_array_equal(total.accepted, seen.accepted[0])
+    # Drafts that fail for ever in one row keep all from drafting, until it is released.
+    observed = dataclasses.replace(seen, rejected=seen.rejected.at[0].set(1e6))
+    memory = dataclasses.replace(server.state.memory, observed=observed)
+    server.state = dataclasses.replace(server.state, memory=memory)
+    drafts = []
+    for row in (BATCH - 1, 0):
+        before = int(server.state.tally.drafts[1])
+        server.state = release(server.state, [row])
+        server.advance(int(server.state.lengths[1] - server.state.prompt_lengths[1]) + 4)
+        drafts.append(int(server.state.tally.drafts[1]) - before)
+    assert drafts[0] == 0 < drafts[1]
+    server.admit(REQUESTS[2:4], [0, BATCH])
+    assert not np.any(server.state.memory.observed.rejected[0])
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_an_admission_copies_no_cache():
+    server = Server("full", slots=4096)
+    fresh = server.begin(REQUESTS[:2])
+    held, come = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves((each.cache, each.memory)))
+        for each in (server.state, fresh)
+    )
+    program = _admit.lower(server.mode, server.state, fresh, np.array([3, 1], np.int32)).compile()
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= held
+    assert memory.temp_size_in_bytes < 1.05 * come  # No more is moved than comes in.
+
+
+def test_a_prompt_may_be_read_by_importance():
+    """What the pass over the prompt did stays with the fresh rows; what it shows comes along."""
+    server, how = Server("drop"), Prefill(policy=POLICY)
+    fresh = server.begin(REQUESTS[:2], prefill=how)
+    assert fresh.prompt is not None
+    server.state = admit(server.state, fresh, [1, 2], mode=server.mode)
+    assert server.state.prompt is None
+    server.advance(SLOTS)
+    for request, row in zip(REQUESTS, (1, 2), strict=False):
+        wanted = run(
+            lively_model(),
+            [request.prompt],
+            mode=server.mode,
+            sampling=sampling_of("drop"),
+            seeds=[request.seed],
+            max_new_tokens=request.new,
+            prefill=how,
+        )
+        np.testing.assert_array_equal(server.found(row)["token_ids"], wanted.token_ids[0])
+        np.testing.assert_array_equal(server.found(row)["decided"], wanted.decided[0])
+
+
+@pytree
+class Forgetful(ModeBase):
+    """A mode that does not say where the rows of its memory lie."""
+
+    name = "forgetful"
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_what_does_not_fit_is_refused():
+    server = Server("plain")
+    fresh = server.begin(REQUESTS[:2])
+
+    def refused(message: str, rows: Any, fresh: Any = fresh, state: Any = server.state) -> None:
+        with pytest.raises(ValueError, match=message):
+            admit(state, fresh, rows, mode=server.mode)
+
+    refused(r"from 0 to 3, each once, or 4 for nowhere. Got \[1, 5\]", [1, 5])
+    refused(r"Got \[2, 2\]", [2, 2])
+    refused(r"Got \[-1, 2\]", [-1, 2])
+    refused(r"Got \[0.5, 2.0\]", [0.5, 2.0])
+    refused("one place for each fresh row.*3 places for 2 rows", [0, 1, 2])
+    refused("the state's 64 slots.*of 128 slots. Begin them with slots=64", [0, 1],
+            Server("plain", slots=128).begin(REQUESTS[:2]))  # fmt: skip
+    refused("in the running state's mode.*remembers _Memory, the running one NoneType", [0, 1],
+            Server("drop").begin(REQUESTS[:2]))  # fmt: skip
+    spread = dataclasses.replace(fresh, memory=PerDevice.of(fresh.memory))
+    refused("states of one device", [0, 1], spread)
+    with pytest.raises(ValueError, match=r"from 0 to 3, each once. Got \[4\]"):
+        release(server.state, [4])
+    with pytest.raises(ValueError, match="along which axis rows lie.*Forgetful remembers dict"):
+        Forgetful().admit({"a": jnp.zeros(4)}, {"a": jnp.zeros(2)}, jnp.arange(2))
