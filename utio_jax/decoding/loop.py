@@ -86,7 +86,7 @@ def check_prompts(
     return checked
 
 
-def run_chunks(
+def run_chunks(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     prompts: Prompts,
@@ -170,7 +170,7 @@ def run_chunks(
 
 
 @partial(jax.jit, static_argnames=("decoder", "slots", "mesh"))
-def begin(
+def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
     mode: Mode,
@@ -229,7 +229,7 @@ def begin(
 
 
 @partial(jax.jit, static_argnames=("decoder", "widths", "mesh"), donate_argnames="state")
-def advance(
+def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
     mode: Mode,

@@ -48,7 +48,7 @@ def block_at(
     return Block(positions=positions, valid=valid, places=decoder.encode_positions(positions))
 
 
-def run_segment(
+def run_segment(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     cache: KVCache,
@@ -99,7 +99,7 @@ def run_segment(
     )
 
 
-def run_layers(
+def run_layers(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     memory: Memory,
