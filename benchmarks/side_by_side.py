@@ -21,7 +21,7 @@ from utio_jax.benchmark.schema import Row, rounded
 from utio_jax.benchmark.timing import Timing
 
 
-def peer_row(
+def peer_row(  # noqa: PLR0913 (options, each named)
     model_name: str,
     method: str,
     baseline: str,

@@ -91,7 +91,7 @@ def try_out(wheel: Path) -> None:
         programs, elsewhere = Path(folder) / "env" / "bin", Path(folder) / "elsewhere"
         elsewhere.mkdir()
         python = str(programs / "python")
-        install = (python, "-m", "pip", "install", "--quiet", "--constraint", pins)
+        install = (python, "-m", "pip", "install", "--quiet", "--quiet", "--constraint", pins)
         _run(*install, str(wheel), cwd=elsewhere)
         _run(python, "-c", _BASE, cwd=elsewhere)
         _run(*install, f"{wheel}[cli]", cwd=elsewhere)

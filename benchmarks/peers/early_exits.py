@@ -83,8 +83,7 @@ class Counter:
         self.layers += tokens if tokens <= DRAFTS + 1 else 0
 
 
-def main() -> None:
-    """Writes results.json, and prints it."""
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--token-ids", required=True, type=Path)
@@ -93,7 +92,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("out/peers"))
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Writes results.json, and prints it."""
+    options = _options()
     ours = models.load(Path(options.model))
     exits = ours.decoder.config.exits
     peer = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)

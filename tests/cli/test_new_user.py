@@ -516,8 +516,8 @@ def test_a_stock_model_is_told_how_to_get_exits(
     monkeypatch.chdir(tmp_path)
     Path("X").write_text(source("colorsys").read_text())
     said = refused(capsys, *arguments.split(), "--model", bare)
-    assert "--exits 1 2 3 4 (load(..., exits=(1, 2, 3, 4)))" in said
-    assert "--lens FILE, which utio-jax calibrate --exits 1 2 3 4 --fit-lens writes" in said
+    assert "--exits 2 3 4 (load(..., exits=(2, 3, 4)))" in said
+    assert "--lens FILE, which utio-jax calibrate --exits 2 3 4 --fit-lens writes" in said
 
 
 # Verdicts are repeated, and readable.

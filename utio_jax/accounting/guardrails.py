@@ -19,7 +19,7 @@ from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 
 
-def check_worthwhile(
+def check_worthwhile(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     policy: Policy,

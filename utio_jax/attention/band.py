@@ -44,7 +44,7 @@ def slice_width(history: History, span: int, tokens: int) -> int:
     return min(history.recent + span - 1, tokens)
 
 
-def attend_band(
+def attend_band(  # noqa: PLR0913 (arrays of one product)
     mix: Mixer,
     queries: Float[Array, "query head head_dim"],
     positions: Int[Array, " query"],

@@ -15,7 +15,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.attention.mixing import Mixer
 
 
-def attend_rows(
+def attend_rows(  # noqa: PLR0913 (arrays of one product)
     mix: Mixer,
     cache: KVCache,
     attended: Float[Array, "batch query head head_dim"],

@@ -94,7 +94,7 @@ class Measured(Written):
         return (self.ledger.tokens or 0) / self.timing.median
 
 
-def measure_modes(
+def measure_modes(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     batches: Sequence[Prompts],

@@ -35,7 +35,7 @@ POLICIES = ("learned", "utio_surrogate")
 """The policies that are fitted by default; `utio_jax.calibration.gates.SIGNALS` lists all."""
 
 
-def calibrate(
+def calibrate(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],

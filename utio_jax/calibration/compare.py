@@ -92,7 +92,7 @@ class ComparisonRow:
         }
 
 
-def compare(
+def compare(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],

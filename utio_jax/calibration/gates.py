@@ -159,7 +159,7 @@ def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) 
     return best_from[1:] < total[:-1]
 
 
-def fit_gates(
+def fit_gates(  # noqa: PLR0913 (options, each named)
     states: np.ndarray,
     target: np.ndarray,
     *,

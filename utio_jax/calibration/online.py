@@ -245,7 +245,7 @@ def observed(
     return result, scores, agrees
 
 
-def adapt(
+def adapt(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     batches: Iterable[Batch],

@@ -157,7 +157,7 @@ class PromptStudy:
         return f"Chosen: {measured}.{kept}"
 
 
-def choose_prompt(
+def choose_prompt(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     text: PromptText,

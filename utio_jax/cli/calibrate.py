@@ -22,7 +22,7 @@ from utio_jax.cli.options import (
     read_documents,
 )
 from utio_jax.core.decoder import DecoderConfig
-from utio_jax.core.documents import Batch, batches_of, windows_of
+from utio_jax.core.documents import Batch, calibration_batches
 from utio_jax.core.files import check_writable, load_json
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 
@@ -304,12 +304,6 @@ _UNTOUCHED = 4  # Batches on which exits are read without the lens, for comparis
 
 
 def _windows(documents: list[np.ndarray], config: DecoderConfig) -> list[Batch]:
-    """Returns documents in windows of the model's context, 16 to a batch."""
-    return list(
-        batches_of(
-            windows_of(documents, width=config.context_length),
-            rows=16,
-            widths=[config.context_length],
-            vocab_size=config.vocab_size,
-        )
-    )
+    """Returns documents in windows of the model's context, which --context has cut."""
+    width, vocab_size = config.context_length, config.vocab_size
+    return calibration_batches(documents, width=width, vocab_size=vocab_size)

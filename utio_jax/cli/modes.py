@@ -91,7 +91,7 @@ class OfDecoding(OfModel):
 
     def decoding_mode(self, model: Any) -> tuple[Any, Any, float | None]:
         """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
-        from utio_jax.decoding.prompts import prompt_prefill
+        from utio_jax.models.verbs import read_prompts_within
 
         mode, prefill, budget = self._mode(model)
         if self.prompt_budget is None:
@@ -101,14 +101,8 @@ class OfDecoding(OfModel):
                 "Wanted one way of reading prompts. Got --prompt-budget beside --route-prompt or "
                 "--sparse-prompt. Leave out one or the other."
             )
-        by_gate = any(choice.by == "gate" for choice in model.prompt_choices)
-        gate = calibration_of(model, self.calibration).signals.get("learned") if by_gate else None
-        prefill = prompt_prefill(
-            model.decoder,
-            model.params,
-            self.prompt_budget,
-            choices=model.prompt_choices,
-            gate=gate,
+        prefill = read_prompts_within(
+            model, self.prompt_budget, lambda: calibration_of(model, self.calibration)
         )
         return mode, prefill, budget
 

@@ -17,9 +17,7 @@ from utio_jax.core.decoder import name_exits
 from utio_jax.core.files import check_writable, hash_file, load_json
 from utio_jax.core.lens import lens_file
 from utio_jax.policies.base import Policy
-from utio_jax.policies.depth import uniform
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
-from utio_jax.staircase.score import full_depth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -282,10 +280,8 @@ def policy_named(
         has no calibration.
     """
     check_policy_options(name, budget=budget, depth=depth, calibration=calibration)
-    if name == "full":
-        return full_depth(model.decoder), None, None
-    if name == "uniform" and depth is not None:
-        return uniform(depth), None, None
+    if name in ("full", "uniform"):
+        return model.policy(name, depth=depth), None, None
     fitted = calibration_of(model, calibration)
     budget = fitted.budget_of(name, budget)
     return fitted.policy(name, budget), budget, fitted.entry(name, budget).fractions

@@ -101,12 +101,12 @@ class DecoderConfig:
 
 
 def some_exits(num_layers: int) -> tuple[int, ...]:
-    """Returns exits at the quarters of a model, as an example for messages.
+    """Returns exits where a model names none: a half, two thirds, five sixths of it, its end.
 
     >>> some_exits(30)
-    (7, 15, 22, 30)
+    (15, 20, 25, 30)
     """
-    return tuple(sorted({max(1, num_layers * quarter // 4) for quarter in (1, 2, 3, 4)}))
+    return tuple(sorted({max(1, round(num_layers * sixths / 6)) for sixths in (3, 4, 5, 6)}))
 
 
 def name_exits(decoder: Decoder) -> str:

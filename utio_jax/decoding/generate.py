@@ -170,7 +170,7 @@ class Chunk:
     running: np.ndarray
 
 
-def generate(
+def generate(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     prompts: Prompts,

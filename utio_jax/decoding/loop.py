@@ -87,7 +87,7 @@ def check_prompts(
     return checked
 
 
-def run_chunks(
+def run_chunks(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     prompts: Prompts,
@@ -171,7 +171,7 @@ def run_chunks(
 
 
 @partial(jax.jit, static_argnames=("decoder", "slots", "mesh"))
-def begin(
+def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
     mode: Mode,
@@ -250,7 +250,7 @@ def unread(
 
 
 @partial(jax.jit, static_argnames=("decoder", "widths", "mesh"), donate_argnames="state")
-def advance(
+def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
     mode: Mode,

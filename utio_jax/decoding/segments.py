@@ -59,7 +59,7 @@ def block_at(
     return Block(positions=positions, valid=valid, places=places, rows=rows)
 
 
-def run_segment(
+def run_segment(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     cache: KVCache,
@@ -112,7 +112,7 @@ def run_segment(
     )
 
 
-def run_layers(
+def run_layers(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     memory: Memory,

@@ -47,7 +47,7 @@ def open_view(
     return dataclasses.replace(cache, view=view)
 
 
-def run_throttled(
+def run_throttled(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     cache: KVCache,

@@ -41,7 +41,7 @@ from utio_jax.staircase.sparse import SparseAttention
 _compare = jax.jit(compare_states, static_argnums=0, static_argnames="mesh")
 
 
-def evaluate(
+def evaluate(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],
@@ -211,7 +211,7 @@ class TextScore:
     fallbacks: Mapping[str, int]
 
 
-def score_documents(
+def score_documents(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     documents: Sequence[np.ndarray],

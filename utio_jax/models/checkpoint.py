@@ -24,6 +24,7 @@ from safetensors.numpy import save as serialize
 from tokenizers import Tokenizer
 
 from utio_jax.core.decoder import Params
+from utio_jax.core.extras import install_line
 from utio_jax.core.files import (
     check_floats,
     check_shapes,
@@ -330,7 +331,7 @@ def from_hub(name: str) -> Path:
     except ImportError as error:
         raise ValueError(
             f"{wanted} There is no folder {name}, and hub models need huggingface-hub: "
-            "pip install 'utio-jax[cli]'."
+            f"{install_line('cli')}."
         ) from error
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))

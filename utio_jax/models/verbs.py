@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,14 +21,15 @@ from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.risk import split_documents
-from utio_jax.core.decoder import Params
-from utio_jax.core.documents import Batch, batches_of, sample_batches, windows_of
+from utio_jax.core.decoder import some_exits
+from utio_jax.core.documents import Batch, calibration_batches, sample_batches
 from utio_jax.core.files import check_writable
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.drafting import Controller
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
@@ -39,7 +40,6 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
 from utio_jax.policies.store import Calibration, calibration_file
-from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.score import full_depth
 
 # Of the windows that text is cut into: what the command line takes, too.
@@ -47,18 +47,6 @@ _CONTEXT = 2048
 
 Source = str | Path | Sequence[int] | np.ndarray
 """A document: a text file's path, or its token ids."""
-
-
-class Holder(Protocol):
-    """What the verbs need of a model."""
-
-    decoder: Transformer | Lensed
-    params: Params
-    calibration: Calibration
-    prompt_choices: tuple[PromptChoice, ...]
-    tokenizer: Any
-
-    def encode(self, texts: list[str]) -> list[np.ndarray]: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,7 +176,7 @@ class Verbs:
             stop_strings=stop,
             sampling=sampling,
             seeds=seed,
-            **self._reading_prompts(prompt_budget, options),
+            **_reading_prompts(self, prompt_budget, options),
         )
 
     def stream(
@@ -213,7 +201,7 @@ class Verbs:
             stop_strings=stop,
             sampling=sampling,
             seeds=seed,
-            **self._reading_prompts(prompt_budget, options),
+            **_reading_prompts(self, prompt_budget, options),
         )
 
     def score(
@@ -254,7 +242,7 @@ class Verbs:
         name = policy if isinstance(policy, str) else policy.name
         return found.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
 
-    def calibrate(
+    def calibrate(  # noqa: PLR0913 (options, each named)
         self: Any,
         files: Sequence[Source],
         *,
@@ -393,33 +381,9 @@ class Verbs:
 
     def windows(self: Any, documents: Sequence[np.ndarray]) -> list[Batch]:
         """Returns documents in windows of the model's context, 2,048 at most, 16 to a batch."""
-        width = min(self.decoder.config.context_length, _CONTEXT)
-        return list(
-            batches_of(
-                windows_of(documents, width=width),
-                rows=16,
-                widths=[width],
-                vocab_size=self.decoder.config.vocab_size,
-            )
-        )
-
-    def _reading_prompts(
-        self: Any, budget: float | None, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Returns the options with the prefill of a budget."""
-        if budget is None:
-            return options
-        if options.get("prefill") is not None:
-            raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
-        by_gate = any(choice.by == "gate" for choice in self.prompt_choices)
-        prefill = prompt_prefill(
-            self.decoder,
-            self.params,
-            budget,
-            choices=self.prompt_choices,
-            gate=self.calibration.signals.get("learned") if by_gate else None,
-        )
-        return {**options, "prefill": prefill}
+        config = self.decoder.config
+        width = min(config.context_length, _CONTEXT)
+        return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
 
     def _score(
         self: Any,
@@ -451,16 +415,49 @@ class Verbs:
         self.read_through(lens, out=out, info={"seed": seed})
 
 
+def read_prompts_within(
+    model: Any, budget: float, calibration: Callable[[], Calibration]
+) -> Prefill | None:
+    """Returns how a model reads prompts for a share of full depth's FLOPs; None: in full.
+
+    Args:
+      model: a `utio_jax.models.Model`.
+      budget: that share, see `utio_jax.decoding.prompts.prompt_prefill`.
+      calibration: returns whose learned gate chooses; asked only where a choice needs one.
+
+    Raises:
+      ValueError: see `prompt_prefill`, or there is no calibration where one is needed.
+    """
+    by_gate = any(choice.by == "gate" for choice in model.prompt_choices)
+    return prompt_prefill(
+        model.decoder,
+        model.params,
+        budget,
+        choices=model.prompt_choices,
+        gate=calibration().signals.get("learned") if by_gate else None,
+    )
+
+
+def _reading_prompts(model: Any, budget: float | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options with the prefill of a budget."""
+    if budget is None:
+        return options
+    if options.get("prefill") is not None:
+        raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
+    prefill = read_prompts_within(model, budget, lambda: model.calibration)
+    return {**options, "prefill": prefill}
+
+
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Transformer:
     """Returns a stock model's decoder with depths at which it may be read.
 
     Args:
       decoder: a `Transformer`.
-      exits: these depths; none: a half, two thirds and five sixths of the layers, and the last.
+      exits: these depths, and the last layer; none: those of `utio_jax.core.decoder.some_exits`.
     """
     layers = decoder.config.num_layers
-    chosen = exits or (round(layers / 2), round(2 * layers / 3), round(5 * layers / 6), layers)
-    return Transformer(dataclasses.replace(decoder.config, exits=tuple(sorted({*chosen, layers}))))
+    chosen = tuple(sorted({*exits, layers})) if exits else some_exits(layers)
+    return Transformer(dataclasses.replace(decoder.config, exits=chosen))
 
 
 def _several(budget: float | Sequence[float]) -> tuple[float, ...]:

@@ -64,7 +64,7 @@ class StaircaseResult:
     cache: KVCache | None = None
 
 
-def staircase(
+def staircase(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     token_ids: Int[Array, "batch token"],

@@ -54,7 +54,7 @@ class Scores:
     sparse: SparseQueries | None = dataclasses.field(default=None, metadata={"row_axis": 1})
 
 
-def score(
+def score(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
     token_ids: Int[Array, "batch token"],
