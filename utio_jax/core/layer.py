@@ -3,13 +3,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
+
+Depth = int | Int[Array, ""]
+"""A number of layers, static or traced."""
+
+Carry = TypeVar("Carry")
+
+_SMALL = 2**16
+"""Bytes of a layer below which a copy of it costs less than a program that is longer."""
+
+_split: dict[tuple[int, ...], tuple[LayerParams, ...]] = {}
 
 
 def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerParams:
@@ -22,6 +34,89 @@ def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerP
         lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False),
         decoder.layers(params),
     )
+
+
+def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | None:
+    """Returns each layer's parameters as arrays of their own, where decoding is faster with them.
+
+    On CPU a layer that is indexed out of the stack is copied before its matrix products read it:
+    more than half of a decoding step at batch 1. Arrays of its own are read where they lie. They
+    are a second copy of the layers, made once and kept as long as the stack is.
+
+    Args:
+      decoder: the model.
+      params: its parameters, on one device.
+
+    Returns:
+      One pytree per layer. None where the stack is read in place (accelerators), is spread over
+      devices, or is so small that its copy costs less than a longer program.
+    """
+    stack = decoder.layers(params)
+    leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
+    count = decoder.config.num_layers
+    if (
+        jax.default_backend() != "cpu"
+        or len(leaves) != len(jax.tree.leaves(stack))
+        or any(len(leaf.devices()) > 1 for leaf in leaves)
+        or sum(leaf.nbytes for leaf in leaves) < count * _SMALL
+    ):
+        return None
+    key = tuple(map(id, leaves))
+    if key not in _split:
+        _split[key] = tuple(
+            jax.tree.map(lambda leaf, i=index: leaf[i], stack) for index in range(count)
+        )
+        weakref.finalize(leaves[0], _split.pop, key, None)
+    return _split[key]
+
+
+def over_layers(
+    decoder: Decoder,
+    params: Params,
+    body: Callable[[jax.Array, LayerParams, Carry], Carry],
+    carry: Carry,
+    *,
+    start: Depth,
+    stop: Depth,
+    layers: tuple[LayerParams, ...] | None = None,
+    bounds: tuple[int, int] | None = None,
+) -> Carry:
+    """Returns what layers [start, stop) make of a carry, one after the other.
+
+    A loop over the stack; over `layers`, where there are any, one piece of program for each, in a
+    loop of no or one turn where `start` or `stop` are traced (a conditional would copy the carry).
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      body: maps a layer's index, its parameters and the carry to the carry.
+      carry: any pytree.
+      start: first layer.
+      stop: layer to stop before.
+      layers: see `split_layers`.
+      bounds: between which traced `start` and `stop` lie; by default anywhere. Static.
+    """
+    if layers is None:
+        return jax.lax.fori_loop(
+            start, stop, lambda i, carry: body(i, layer_at(decoder, params, i), carry), carry
+        )
+    low, high = bounds or (0, len(layers))
+    low, high = (
+        (start if isinstance(start, int) else low),
+        (stop if isinstance(stop, int) else high),
+    )
+    static = isinstance(start, int) and isinstance(stop, int)
+
+    def one(index: int, carry: Carry) -> Carry:
+        return body(jnp.int32(index), layers[index], carry)
+
+    for index in range(low, high):
+        if static:
+            carry = one(index, carry)
+            continue
+        runs = jnp.asarray((start <= index) & (index < stop), jnp.int32)
+        carry = jax.lax.fori_loop(0, runs, lambda _, carry, i=index: one(i, carry), carry)
+    return carry
 
 
 def keys_values_of(

@@ -199,6 +199,7 @@ def _run_throttled(
     *,
     start: int,
     stop: jax.Array,
+    bounds: tuple[int, int],
     shown: Any,
     low: jax.Array,
     slots: jax.Array,
@@ -216,6 +217,8 @@ def _run_throttled(
         runs=now.live,
         dense=~low,
         shown=shown,
+        layers=setting.layers,
+        bounds=bounds,
     )
     return x, cache, slots
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import DRAW, Sampling, draw, token_keys
-from utio_jax.decoding.segments import decode_step
+from utio_jax.decoding.segments import Layers, decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
 from utio_jax.devices.rows import put_rows, row_axes
 from utio_jax.policies.base import Policy
@@ -34,6 +34,8 @@ class Setting:
       sampling: how tokens are drawn.
       stops: what ends a row.
       width: key slots that attention reads, more than every position of the round. Static.
+      layers: each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: `params`
+        alone has them.
     """
 
     decoder: Decoder
@@ -41,6 +43,7 @@ class Setting:
     sampling: Sampling
     stops: StopRules
     width: int
+    layers: Layers = None
 
 
 @runtime_checkable
@@ -184,6 +187,7 @@ class Plain(ModeBase):
             state.cache,
             active=active,
             width=width,
+            layers=setting.layers,
         )
         layers = jnp.int32(setting.decoder.config.num_layers)
         key_slots = layers * float(width)

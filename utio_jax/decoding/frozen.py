@@ -35,14 +35,30 @@ class RunSegment(Protocol):
     """How the current tokens run a segment: with the cache (`run_cached`), or views of it."""
 
     def __call__(
-        self, setting: Setting, now: DecodeStep, *, start: int, stop: jax.Array, shown: Any
+        self,
+        setting: Setting,
+        now: DecodeStep,
+        *,
+        start: int,
+        stop: jax.Array,
+        bounds: tuple[int, int],
+        shown: Any,
     ) -> tuple[jax.Array, KVCache, float | jax.Array]:
-        """Returns states, cache, and the key slots that each row has read per layer."""
+        """Returns states, cache, and the key slots that each row has read per layer.
+
+        The segment is `bounds`; where no row is live, `stop` is `start`.
+        """
         ...
 
 
 def run_cached(
-    setting: Setting, now: DecodeStep, *, start: int, stop: jax.Array, shown: Any
+    setting: Setting,
+    now: DecodeStep,
+    *,
+    start: int,
+    stop: jax.Array,
+    bounds: tuple[int, int],
+    shown: Any,
 ) -> tuple[jax.Array, KVCache, float | jax.Array]:
     """Returns what a segment makes of the current tokens; every row reads all of its slots."""
     x, cache = run_segment(
@@ -56,6 +72,8 @@ def run_cached(
         width=setting.width,
         runs=now.live,
         shown=shown,
+        layers=setting.layers,
+        bounds=bounds,
     )
     return x, cache, float(setting.width)
 
@@ -123,6 +141,8 @@ class Propagate:
             now.block,
             start=deepest,
             stop=last,
+            layers=setting.layers,
+            bounds=(self.depths[0], last),
         )
         return _filled(state, cache), memory, Spent(projected=last - deepest)
 
@@ -294,6 +314,7 @@ class CatchUp(Propagate):
                 start=start,
                 stop=depth,
                 width=setting.width,
+                layers=setting.layers,
             )
             if index + 1 < len(self.depths):
                 stored = store(stored, index, states, behind)
@@ -346,7 +367,7 @@ def _run_current(
     """Runs one segment on the current tokens; in no turn of a loop if no row is live."""
     start, depth = (0, *depths)[index], depths[index]
     stop = jnp.where(jnp.any(now.live), depth, start)
-    x, cache, slots = run(setting, now, start=start, stop=stop, shown=shown)
+    x, cache, slots = run(setting, now, start=start, stop=stop, bounds=(start, depth), shown=shown)
     return now.after(x, cache, depth=stop, layers=stop - start, tokens=1, slots=slots)
 
 

@@ -18,9 +18,11 @@ from jaxtyping import Array, Int, UInt32
 from utio_jax.attention.cache import fill, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params
 from utio_jax.core.documents import check_ids
+from utio_jax.core.layer import split_layers
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import DecodeState, StopRules, empty_tally, end_rows, stop_rules
 from utio_jax.devices.rows import PerDevice, Rows, check_mesh, over_rows, place
@@ -149,6 +151,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     fixed = decoder, params, mode, sampling, stops
     state = begin(*fixed, *arrays, slots=slots, prefill=prefill, mesh=mesh)
     widths = key_widths(slots, key_step=lengths.key_step)
+    layers = None if mesh is not None else split_layers(decoder, params)
     until = 1
     while True:
         until = min(until + chunk, max_new_tokens)
@@ -160,6 +163,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
             stops,
             state,
             np.int32(until),
+            layers,
             widths=widths,
             mesh=mesh,
         )
@@ -258,6 +262,7 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     stops: StopRules,
     state: DecodeState,
     until: Int[Array, ""],
+    layers: Layers = None,
     *,
     widths: tuple[int, ...],
     mesh: Mesh | None = None,
@@ -288,7 +293,12 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     def walk(state: DecodeState) -> DecodeState:
         for above, width in itertools.pairwise((0, *widths)):
             setting = Setting(
-                decoder=decoder, params=params, sampling=sampling, stops=stops, width=width
+                decoder=decoder,
+                params=params,
+                sampling=sampling,
+                stops=stops,
+                width=width,
+                layers=layers,
             )
             state = jax.lax.while_loop(
                 partial(goes_on, above=above, width=width), partial(mode.step, setting), state

@@ -310,6 +310,9 @@ class Lossless(ModeBase):
         passed = [(needed > size).astype(jnp.int32) for size in sizes[:-1]]
         chosen = sum(passed, start=jnp.int32(0))
         x, cache = drafted.x, drafted.cache
+        exits = self.exits(decoder)
+        # A program for each size and layer: too long a program where many exits may draft.
+        layers = setting.layers if len(exits) <= 1 else None
         for number, size in enumerate(sizes):
             deep, cache = run_segment(
                 decoder,
@@ -320,6 +323,8 @@ class Lossless(ModeBase):
                 start=depth,
                 stop=jnp.where(chosen == number, decoder.config.num_layers, depth),
                 width=setting.width,
+                layers=layers,
+                bounds=(min(exits, default=0), decoder.config.num_layers),
             )
             x = jnp.concatenate([deep, x[:, size:]], axis=1)
 
@@ -377,7 +382,16 @@ class Lossless(ModeBase):
             block = block_at(decoder, positions, now.drafting[:, None])
             x = decoder.embed(params, now.last[:, None], positions)
             x, cache = run_segment(
-                decoder, params, now.cache, x, block, start=0, stop=depth, width=setting.width
+                decoder,
+                params,
+                now.cache,
+                x,
+                block,
+                start=0,
+                stop=depth,
+                width=setting.width,
+                layers=setting.layers,
+                bounds=(0, max(self.exits(decoder))),
             )
             stored = jnp.where(now.drafting[:, None, None], x, now.x[:, at][:, None])
             stored = jax.lax.dynamic_update_slice(now.x, stored, (0, at, 0))
@@ -485,6 +499,8 @@ class Lossless(ModeBase):
             start=0,
             stop=jnp.where(jnp.any(follows), depth, 0),
             width=setting.width,
+            layers=setting.layers,
+            bounds=(0, max(self.exits(decoder), default=0)),
         )
         return dataclasses.replace(
             now,

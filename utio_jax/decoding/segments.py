@@ -16,12 +16,15 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, fill, read, write
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, Params, Places
-from utio_jax.core.layer import keys_values_of, layer_at, run_layer
+from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
+from utio_jax.core.layer import Depth, keys_values_of, over_layers, run_layer
 from utio_jax.core.pytrees import pytree
 
-Depth = int | Int[Array, ""]
-"""A number of layers, static or traced."""
+Layers = tuple[LayerParams, ...] | None
+"""Each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: the stack's."""
+
+Bounds = tuple[int, int] | None
+"""Static depths between which the traced ones of a pass lie; None: anywhere."""
 
 Memory = TypeVar("Memory")
 
@@ -71,6 +74,8 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
     width: int,
     runs: Bool[Array, "batch token"] | None = None,
     shown: Int[Array, "row slot"] | None = None,
+    layers: Layers = None,
+    bounds: Bounds = None,
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
     """Returns the states after layers [start, stop), and the cache with these layers' K/V.
 
@@ -91,6 +96,8 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
         the frozen state. None means all.
       shown: layers at which each slot of each row of the cache may be seen, for `kv="drop"`; the
         tokens in `x` themselves included. None means all.
+      layers: each one's parameters apart, where they are.
+      bounds: of traced `start` and `stop`, for `layers`.
     """
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
     if shown is not None and block.rows is not None:
@@ -108,7 +115,17 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
         return mix(queries, keys, values, visible), cache
 
     return run_layers(
-        decoder, params, cache, x, block, attend_cached, start=start, stop=stop, runs=runs
+        decoder,
+        params,
+        cache,
+        x,
+        block,
+        attend_cached,
+        start=start,
+        stop=stop,
+        runs=runs,
+        layers=layers,
+        bounds=bounds,
     )
 
 
@@ -123,6 +140,8 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
     start: Depth,
     stop: Depth,
     runs: Bool[Array, "batch token"] | None = None,
+    layers: Layers = None,
+    bounds: Bounds = None,
 ) -> tuple[Float[Array, "batch token dim"], Memory]:
     """Returns the states after layers [start, stop), and what attention made of its memory.
 
@@ -137,15 +156,18 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
       start: first layer.
       stop: layer to stop before.
       runs: valid tokens whose state changes. None means all.
+      layers: each one's parameters apart, where they are.
+      bounds: of traced `start` and `stop`, for `layers`.
     """
     runs = block.valid if runs is None else runs & block.valid
 
     def rows(y: jax.Array) -> jax.Array:
         return y.reshape(*x.shape[:2], *y.shape[1:])
 
-    def run_one(index: jax.Array, carry: tuple[jax.Array, Memory]) -> tuple[jax.Array, Memory]:
+    def run_one(
+        index: jax.Array, layer: LayerParams, carry: tuple[jax.Array, Memory]
+    ) -> tuple[jax.Array, Memory]:
         x, memory = carry
-        layer = layer_at(decoder, params, index)
         states, places = flat(x), flat(block.places)
         keys, values = (rows(y) for y in keys_values_of(decoder, layer, states, places))
 
@@ -157,10 +179,19 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
         new = rows(run_layer(decoder, layer, states, places, attend))
         return jnp.where(runs[:, :, None], new, x), memory
 
-    return jax.lax.fori_loop(start, stop, run_one, (x, memory))
+    return over_layers(
+        decoder,
+        params,
+        run_one,
+        (x, memory),
+        start=start,
+        stop=stop,
+        layers=layers,
+        bounds=bounds,
+    )
 
 
-def project_frozen(
+def project_frozen(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     cache: KVCache,
@@ -169,19 +200,29 @@ def project_frozen(
     *,
     start: Depth,
     stop: Depth,
+    layers: Layers = None,
+    bounds: Bounds = None,
 ) -> KVCache:
     """Returns the cache with K/V of frozen states in layers [start, stop): `kv="propagate"`.
 
     Of the block's rows; those of all others stay as they are.
     """
 
-    def project(index: jax.Array, cache: KVCache) -> KVCache:
-        layer = layer_at(decoder, params, index)
+    def project(index: jax.Array, layer: LayerParams, cache: KVCache) -> KVCache:
         keys, values = keys_values_of(decoder, layer, flat(x), flat(block.places))
         keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in (keys, values))
         return _written(cache, index, keys, values, block)
 
-    return jax.lax.fori_loop(start, stop, project, cache)
+    return over_layers(
+        decoder,
+        params,
+        project,
+        cache,
+        start=start,
+        stop=stop,
+        layers=layers,
+        bounds=bounds,
+    )
 
 
 def _written(
@@ -235,6 +276,7 @@ def decode_step(
     *,
     active: Bool[Array, " batch"] | None = None,
     width: int | None = None,
+    layers: Layers = None,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Returns the logits after one more token per row, at full depth.
 
@@ -246,6 +288,7 @@ def decode_step(
       active: rows that take part; the others' logits mean nothing. None means all.
       width: slots to attend over, more than every active row's length; None means all slots.
         Static.
+      layers: each one's parameters apart, where they are.
     """
     active = jnp.ones(token_ids.shape, jnp.bool_) if active is None else active
     positions = cache.lengths[:, None]
@@ -260,6 +303,7 @@ def decode_step(
         start=0,
         stop=decoder.config.num_layers,
         width=width or cache.num_slots,
+        layers=layers,
     )
     logits = decoder.unembed(params, x[:, 0]).astype(jnp.float32)
     return logits, fill(cache, cache.lengths + active)

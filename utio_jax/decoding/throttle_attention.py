@@ -20,7 +20,7 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.rows import attend_rows, chosen_first
 from utio_jax.attention.views import View, places_at, visible_places
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.segments import Block, Depth, run_layers
+from utio_jax.decoding.segments import Block, Bounds, Depth, Layers, run_layers
 
 
 def open_view(
@@ -60,6 +60,8 @@ def run_throttled(  # noqa: PLR0913 (arrays of one segment)
     runs: Bool[Array, "batch 1"],
     dense: Bool[Array, "batch 1"],
     shown: Int[Array, "batch slot"] | None = None,
+    layers: Layers = None,
+    bounds: Bounds = None,
 ) -> tuple[Float[Array, "batch 1 dim"], KVCache]:
     """Returns what `run_segment` does, where only dense rows see everything before them.
 
@@ -75,6 +77,8 @@ def run_throttled(  # noqa: PLR0913 (arrays of one segment)
       runs: tokens whose state changes; no other's attention counts.
       dense: of these, the ones that read all their slots.
       shown: as in `run_segment`.
+      layers: likewise.
+      bounds: likewise.
 
     Raises:
       ValueError: a block of some rows alone.
@@ -124,7 +128,17 @@ def run_throttled(  # noqa: PLR0913 (arrays of one segment)
         return attended, cache
 
     return run_layers(
-        decoder, params, cache, x, block, attention, start=start, stop=stop, runs=runs
+        decoder,
+        params,
+        cache,
+        x,
+        block,
+        attention,
+        start=start,
+        stop=stop,
+        runs=runs,
+        layers=layers,
+        bounds=bounds,
     )
 
 

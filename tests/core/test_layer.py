@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers in order, from the stack or as arrays of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import Model
+
+from utio_jax.core import layer as layers_module
+from utio_jax.core.layer import layer_at, over_layers, split_layers
+from utio_jax.models.transformer import Transformer
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch, tiny: Model) -> Any:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    return split_layers(tiny.decoder, tiny.params)
+
+
+def test_each_layer_is_a_slice_of_the_stack(tiny: Model, split: Any) -> None:
+    assert len(split) == tiny.decoder.config.num_layers
+    for index, layer in enumerate(split):
+        wanted = layer_at(tiny.decoder, tiny.params, index)
+        jax.tree.map(np.testing.assert_array_equal, layer, wanted)
+
+
+@pytest.mark.parametrize(
+    ("traced", "bounds"),
+    [((), None), (("stop",), (1, 4)), (("start",), None), (("start", "stop"), (0, 3))],
+    ids=["static", "traced stop", "traced start", "both, bounded"],
+)
+def test_layers_run_in_order_as_the_loop_over_the_stack_runs_them(
+    tiny: Model, split: Any, traced: tuple[str, ...], bounds: tuple[int, int] | None
+) -> None:
+    def body(index: jax.Array, layer: Any, carry: Any) -> Any:
+        seen, count = carry
+        leaf = jax.tree.leaves(layer)[0].ravel()[0]
+        return seen.at[count].set(index + leaf), count + 1
+
+    def run(layers: Any, **at: Any) -> Any:
+        carry = jnp.zeros(8), jnp.int32(0)
+        return over_layers(
+            tiny.decoder, tiny.params, body, carry, layers=layers, bounds=bounds, **at
+        )
+
+    low, high = bounds or (0, 4)
+    for start in range(low, high + 1):
+        for stop in range(start, high + 1):
+            at = {"start": start, "stop": stop}
+            static = {name: value for name, value in at.items() if name not in traced}
+            given = {name: jnp.int32(at[name]) for name in traced}
+            found = jax.jit(partial(run, split, **static))(**given)
+            wanted = run(None, **at)
+            jax.tree.map(np.testing.assert_array_equal, found, wanted)
+            assert int(found[1]) == stop - start
+
+
+def test_a_second_copy_is_made_once_and_goes_with_the_first(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    params = jax.tree.map(jnp.array, tiny.params)
+    first = split_layers(tiny.decoder, params)
+    assert split_layers(tiny.decoder, params) is first
+    kept = len(layers_module._split)
+    del params, first
+    gc.collect()
+    assert len(layers_module._split) == kept - 1
+
+
+def test_small_layers_and_accelerators_keep_to_the_stack(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    assert split_layers(tiny.decoder, tiny.params) is None, "a few kilobytes a layer"
+    config = dataclasses.replace(tiny.decoder.config, embed_dim=128, num_layers=2, exits=(1, 2))
+    decoder = Transformer(config)
+    params = decoder.init(jax.random.key(0))
+    assert split_layers(decoder, params) is not None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert split_layers(decoder, params) is None

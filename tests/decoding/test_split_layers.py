@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding with each layer's weights apart: the same tokens, and no step copies a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import SMALL, lively_model, run
+from helpers.marks import quick_where
+from helpers.models import gated
+
+from utio_jax.core import layer as layers_module
+from utio_jax.core.layer import split_layers
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.drafting import Controller
+from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.sampling import Greedy
+from utio_jax.decoding.state import stop_rules
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
+
+MODES: dict[str, Any] = {
+    "plain": lambda model: Plain(),
+    "propagate": lambda model: Adaptive(policy=gated(model)),
+    "drop": lambda model: Adaptive(policy=gated(model), kv="drop"),
+    "full": lambda model: Adaptive(policy=gated(model), kv="full"),
+    "lossless": lambda model: Lossless(exit=2),
+    "any exit": lambda model: Lossless(controller=Controller()),
+    "both": lambda model: Lossless(exit=2, drafter="both", max_draft=3),
+}
+
+
+@pytest.mark.parametrize("name", quick_where(lambda name: name in ("plain", "both"), MODES))
+def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively_model()
+    mode: Mode = MODES[name](model)
+    stacked = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    assert split_layers(model.decoder, model.params) is not None
+    apart = run(model, mode=mode, max_new_tokens=12, lengths=SMALL)
+    for field in ("token_ids", "decided", "executed", "token_layers", "frozen_layers", "heads"):
+        for mine, theirs in zip(getattr(apart, field), getattr(stacked, field), strict=True):
+            np.testing.assert_array_equal(mine, theirs, err_msg=field)
+
+
+@pytest.mark.parametrize(
+    "name", quick_where(lambda name: name == "propagate", ("plain", "propagate"))
+)
+def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
+    """Out of the stack it copies one at a time: the room for it tells."""
+    decoder = Transformer(dataclasses.replace(TINY, mlp_dim=8192))
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    layers = decoder.config.num_layers
+    apart = tuple(
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), stack)
+        for stack in [decoder.layers(params)] * layers
+    )
+    one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(apart[0]))
+    mode = MODES[name](lively_model())
+    fixed = decoder, params, mode, Greedy(), stop_rules(())
+    length = jnp.full(1, 4, jnp.int32)
+    state = jax.eval_shape(
+        lambda params: begin(
+            decoder, params, *fixed[2:], jnp.zeros((1, 8), jnp.int32), length, length,
+            length.astype(jnp.uint32), slots=64,
+        ),
+        params,
+    )  # fmt: skip
+
+    def room(layers: Any) -> int:
+        lowered = advance.lower(*fixed, state, jnp.int32(2), layers, widths=(64,))
+        memory = lowered.compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    assert room(None) > one / 4
+    assert room(apart) < one / 8
