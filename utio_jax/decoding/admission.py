@@ -27,7 +27,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import unread
 from utio_jax.decoding.sampling import Sampling
-from utio_jax.decoding.state import RELEASED, DecodeState, StopRules
+from utio_jax.decoding.state import RELEASED, DecodeState, PerRowStopRules, StopRules
 from utio_jax.devices.rows import PerDevice, put_rows
 
 
@@ -37,7 +37,7 @@ def empty_state(
     params: Params,
     mode: Mode,
     sampling: Sampling,
-    stops: StopRules,
+    stops: StopRules | PerRowStopRules,
     *,
     batch: int,
     slots: int,
