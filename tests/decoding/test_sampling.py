@@ -128,7 +128,7 @@ def test_what_no_row_uses_is_not_computed(monkeypatch):
 
 def test_one_method_for_all_rows_stays_one():
     drawn = Chain((Temperature(jnp.float32(0.9)), TopK(3)))
-    again = Chain((Temperature(np.float32(0.9)), TopK(3)))
+    again = Chain((Temperature(jnp.asarray(0.9)), TopK(3)))
     assert check_sampling([drawn, again], rows=2) is drawn
     for other in (TopK(3), Chain((Temperature(0.8), TopK(3))), Chain((Temperature(0.9), TopK(4)))):
         assert isinstance(check_sampling([drawn, other], rows=2), PerRowSampling)

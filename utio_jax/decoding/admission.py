@@ -8,8 +8,10 @@
     state = release(state, [5])                                             # or once it has ended
 
 `fixed` is the decoder, its parameters, mode, sampling and stops. Rows neither see nor feel each
-other: each gets the tokens that `generate` gives its prompt alone. Shapes are those of the batch
-and of the fresh rows, so after the first admission of as many rows nothing compiles.
+other: each gets the tokens that `generate` gives its prompt alone. What rows bring of their own, a
+`PerRowSampling` or `PerRowStopRules`, is put into the batch's by `put_rows` of
+`utio_jax.devices.rows`. Shapes are those of the batch and of the fresh rows, so after the first
+admission of as many rows nothing compiles.
 """
 
 from __future__ import annotations

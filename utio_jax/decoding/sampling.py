@@ -194,10 +194,10 @@ def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> Sam
     Raises:
       ValueError: methods of more or fewer rows, or one that a row cannot have of its own.
     """
-    if isinstance(sampling, Sequence):
-        given, methods = len(sampling), sampling
-    elif isinstance(sampling, PerRowSampling):
-        given, methods = len(sampling.temperature), ()
+    if isinstance(sampling, PerRowSampling):
+        given = len(sampling.temperature)
+    elif isinstance(sampling, Sequence):
+        given = len(sampling)
     else:
         return sampling
     if given != rows:
@@ -206,10 +206,10 @@ def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> Sam
         )
     if isinstance(sampling, PerRowSampling):
         return sampling
-    first = methods[0]
-    if all(_same(first, other) for other in methods[1:]):
+    first, *others = sampling
+    if all(_same(first, other) for other in others):
         return first
-    return PerRowSampling.of(methods)  # type: ignore[arg-type]
+    return PerRowSampling.of([first, *others])  # type: ignore[list-item]
 
 
 def _same(one: Sampling, other: Sampling) -> bool:
