@@ -23,10 +23,10 @@ from utio_jax.decoding.generate import _collect
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Greedy, Temperature
-from utio_jax.decoding.state import REASONS, RELEASED, stop_rules
+from utio_jax.decoding.sampling import Greedy, PerRowSampling, Temperature
+from utio_jax.decoding.state import REASONS, RELEASED, per_row_stop_rules, stop_rules
 from utio_jax.decoding.throttle import Throttle
-from utio_jax.devices.rows import PerDevice, row_axes
+from utio_jax.devices.rows import PerDevice, put_rows, row_axes
 from utio_jax.policies.depth import random_depths
 from utio_jax.policies.signals import Chance
 
@@ -95,15 +95,21 @@ class Server:
         self.fixed = model.decoder, model.params, self.mode, sampling_of(name), stop_rules(())
         self.state = empty_state(*self.fixed, batch=BATCH, slots=slots)
 
-    def begin(self, requests: list[Request], prefill: Prefill | None = None) -> Any:
-        """Returns two fresh rows; a missing request's is empty, and only fills up."""
+    def begin(
+        self, requests: list[Request], prefill: Prefill | None = None, rules: Any = ()
+    ) -> Any:
+        """Returns two fresh rows; a missing request's is empty, and only fills up.
+
+        They are sampled and end by `rules`, if there are any, as the batch otherwise.
+        """
         ids, lengths = np.zeros((2, 8), np.int32), np.ones(2, np.int32)
         limits, seeds = np.ones(2, np.int32), np.zeros(2, np.uint32)
         for row, each in enumerate(requests):
             ids[row, : len(each.prompt)], lengths[row] = each.prompt, len(each.prompt)
             limits[row], seeds[row] = len(each.prompt) + each.new, each.seed
         rows = ids, lengths, limits, seeds
-        return begin(*self.fixed, *rows, slots=self.slots, prefill=prefill)
+        fixed = *self.fixed[:3], *(rules or self.fixed[3:])
+        return begin(*fixed, *rows, slots=self.slots, prefill=prefill)
 
     def admit(self, requests: list[Request], rows: list[int]) -> None:
         self.state = admit(self.state, self.begin(requests), rows, mode=self.mode)
@@ -270,6 +276,41 @@ def test_a_prompt_may_be_read_by_importance():
         )
         np.testing.assert_array_equal(server.found(row)["token_ids"], wanted.token_ids[0])
         np.testing.assert_array_equal(server.found(row)["decided"], wanted.decided[0])
+
+
+def test_rows_bring_their_own_sampling_and_stops():
+    server = Server("plain")
+    nothing = stop_rules(())
+    rules = PerRowSampling.of([Greedy()] * BATCH), per_row_stop_rules([nothing] * BATCH)
+    methods = [Temperature(0.8), Greedy(), Temperature(1.2), Greedy()]
+    alone = [
+        run(lively_model(), [each.prompt], sampling=method, seeds=[each.seed], max_new_tokens=9)
+        for each, method in zip(REQUESTS, methods, strict=False)
+    ]
+    ends = [[int(found.token_ids[0][5])] if i % 2 else [] for i, found in enumerate(alone)]
+    wanted = [
+        found.token_ids[0][: found.token_ids[0].tolist().index(end[0]) + 1 if end else 9]
+        for found, end in zip(alone, ends, strict=True)
+    ]
+    requests = [dataclasses.replace(each, new=9) for each in REQUESTS]
+    for first, rows in ((0, [3, 1]), (2, [0, 2])):
+        mine = slice(first, first + 2)
+        own = (
+            PerRowSampling.of(methods[mine]),
+            per_row_stop_rules([stop_rules(end) for end in ends[mine]]),
+        )
+        server.state = admit(
+            server.state, server.begin(requests[mine], rules=own), rows, mode=server.mode
+        )
+        rules = tuple(map(put_rows, rules, own, [np.asarray(rows)] * 2))
+        server.fixed = *server.fixed[:3], *rules
+        server.advance(3)
+    server.advance(SLOTS)
+    for row, new in zip((3, 1, 0, 2), wanted, strict=True):
+        np.testing.assert_array_equal(server.found(row)["token_ids"], new)
+    assert [REASONS[int(server.state.reason[row])] for row in (3, 1, 0, 2)] == [
+        *("length", "eos", "length", "eos")
+    ]
 
 
 @pytree

@@ -29,7 +29,8 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import stream
 from utio_jax.decoding.loop import Lengths, advance, begin
-from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
 from utio_jax.decoding.state import stop_rules
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 
@@ -173,6 +174,66 @@ def test_rows_end_on_their_own(model, plain, end):
         np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row][:length])
         assert result.finish_reasons[row] == (end if ends[row].size else "length")
     assert result.finish_reasons[0] == end
+
+
+EACH = [
+    Greedy(),
+    Temperature(jnp.float32(0.8)),
+    Chain((Temperature(jnp.float32(1.2)), TopK(30), TopP(jnp.float32(0.9)))),
+]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Plain(),
+        Lossless(exit=2, max_draft=3),
+        pytest.param(
+            Lossless(
+                exit=1, drafter="both", max_draft=3, vocabulary=np.arange(0, 64, 2, dtype=np.int32)
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["plain", "lossless", "copies"],
+)
+def test_each_prompt_may_be_sampled_in_its_own_way(model, mode, count_compiles):
+    # Of three programs for drafts two will do.
+    methods = EACH if mode == Plain() else [*EACH[:2], Temperature(jnp.float32(1.3))]
+    together = run(model, mode=mode, sampling=methods, seeds=[3, 4, 5])
+    for row, (prompt, method) in enumerate(zip(PROMPTS, methods, strict=True)):
+        alone = run(model, [prompt], mode=mode, sampling=method, seeds=[3 + row])
+        for name in ("token_ids", "decided", "accepted", "steps"):
+            np.testing.assert_array_equal(getattr(together, name)[row], getattr(alone, name)[0])
+        likelihood = alone.log_probabilities[0]
+        np.testing.assert_allclose(together.log_probabilities[row], likelihood, atol=1e-5)
+    with count_compiles() as compiles:  # Nor does another kind of method compile anything.
+        run(model, mode=mode, sampling=[MinP(0.2), *EACH[:2]], seeds=[3, 4, 5])
+    assert compiles.count == 0
+
+
+def test_prompts_that_share_a_method_share_its_program(model, plain, count_compiles):
+    with count_compiles() as compiles:
+        found = run(model, sampling=[Greedy()] * 3, eos_ids=())
+    assert compiles.count == 0
+    np.testing.assert_array_equal(np.stack(found.token_ids), np.stack(plain.token_ids))
+
+
+def test_each_prompt_may_end_in_its_own_way(model, plain):
+    ids = [row.tolist() for row in plain.token_ids]
+    pair = ids[2][8:10]
+    ends, stops = [[ids[0][6]], [], [63]], [[], [[62, 61, 60], ids[0][5:7]], [pair]]
+    together = run(model, eos_ids=ends, stop_sequences=stops)
+    for row, prompt in enumerate(PROMPTS):
+        alone = run(model, [prompt], eos_ids=ends[row], stop_sequences=stops[row])
+        np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
+        assert together.finish_reasons[row] == alone.finish_reasons[0]
+    assert together.finish_reasons[0] == "eos"
+    assert together.finish_reasons[2] == "stop"
+    # What all prompts share may stand once, beside lists for each.
+    shared = run(model, eos_ids=ends, stop_sequences=[pair])
+    np.testing.assert_array_equal(shared.token_ids[2], together.token_ids[2])
+    assert shared.finish_reasons[0] == "eos"
 
 
 @pytest.mark.slow
@@ -358,6 +419,11 @@ ERRORS = {
     "fractional end": ({"eos_ids": [0.5]}, "eos_ids as a list of integer token ids"),
     "negative end": ({"eos_ids": [-1]}, "in eos_ids"),
     "beyond int32": ({"prompts": [[2**32 + 1]]}, "Got 4294967297 to 4294967297 in prompt 0"),
+    "samplings": ({"sampling": [Greedy()] * 2}, r"one per prompt \(3\). Got 2"),
+    "ends of two": ({"eos_ids": [[1], [2]]}, "eos_ids for all.*each of the 3. Got .*2"),
+    "stops of one": ({"stop_sequences": [[[1]]]}, "stop_sequences for all.*each of the 3. Got .*1"),
+    "ends of some": ({"eos_ids": [[1], 2, [3]]}, "eos_ids for all.*Got .*2"),
+    "empty stop of one": ({"stop_sequences": [[], [[]], []]}, "at least one token"),
     "booleans": ({"prompts": [[True, False]]}, "prompt 0 as a list of integer token ids"),
 }
 

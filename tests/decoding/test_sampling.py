@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.counting import count, read_counts
 
 from utio_jax.core.arrays import most_probable
+from utio_jax.decoding import sampling
 from utio_jax.decoding.sampling import (
     ACCEPT,
     DRAW,
@@ -18,9 +20,11 @@ from utio_jax.decoding.sampling import (
     Chain,
     Greedy,
     MinP,
+    PerRowSampling,
     Temperature,
     TopK,
     TopP,
+    check_sampling,
     draw,
     token_keys,
     verify_greedy,
@@ -63,6 +67,72 @@ def test_methods_keep_the_right_tokens(method, kept):
     expected = np.where(np.isin(np.arange(5), kept), PROBABILITIES**power, 0)
     found = np.asarray(jax.nn.softmax(jnp.asarray(logits)))
     np.testing.assert_allclose(found, expected / expected.sum(), atol=1e-6)
+
+
+METHODS = [
+    Greedy(),
+    Temperature(0.7),
+    Temperature(1.0),
+    Temperature(1e-9),
+    TopK(3),
+    TopK(99),
+    TopP(0.6),
+    TopP(1.0),
+    MinP(0.2),
+    Chain((Temperature(1.3), TopK(20), TopP(0.9), MinP(0.05))),
+    Chain((TopK(5), MinP(0.5))),
+    Chain(()),
+]
+
+
+def test_rows_draw_as_their_own_method_does_alone():
+    rows, tokens = len(METHODS), 40
+    logits = 3 * jax.random.normal(jax.random.key(0), (rows, tokens, 50))
+    logits = logits.at[0, 0, :2].set(20.0)  # Ties of the greedy row go to the lowest id.
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], (rows, tokens))
+    keys = token_keys(jnp.arange(rows, dtype=jnp.uint32), positions, DRAW)
+    both = jax.jit(lambda method, logits, keys: (draw(method, logits, keys), method(logits)))
+    drawn, kept = both(PerRowSampling.of(METHODS), logits, keys)
+    for row, method in enumerate(METHODS):
+        mine = slice(row, row + 1)
+        wanted, _ = both(method, logits[mine], keys[mine])
+        np.testing.assert_array_equal(drawn[mine], wanted)
+        # Bit by bit, in sums of the same shape.
+        np.testing.assert_array_equal(kept[row], both(method, logits, keys)[1][row])
+    assert drawn[0, 0] == 0
+    # A method looks at one token per row as well.
+    np.testing.assert_array_equal(PerRowSampling.of(METHODS)(logits[:, 3]), kept[:, 3])
+
+
+def test_what_no_row_uses_is_not_computed(monkeypatch):
+    for name in ("_divided", "_most_likely", "_nucleus", "_likely"):
+
+        def counted(*args, name=name, method=getattr(sampling, name)):
+            count(name, 1)
+            return method(*args)
+
+        monkeypatch.setattr(sampling, name, counted)
+    run = jax.jit(lambda method, logits, keys: draw(method, logits, keys))
+    logits = jnp.zeros((2, 1, 9))
+    keys = token_keys(jnp.zeros(2, jnp.uint32), jnp.zeros((2, 1), jnp.int32), DRAW)
+    read_counts()
+    for methods, names in (
+        ([Greedy(), Greedy()], ()),
+        ([Greedy(), Chain(())], ()),
+        ([TopK(2), Temperature(0.5)], ("_divided", "_most_likely")),
+        ([TopP(0.5), Chain((TopP(0.9), MinP(0.1)))], ("_nucleus", "_likely")),
+    ):
+        run(PerRowSampling.of(methods), logits, keys)
+        assert read_counts() == dict.fromkeys(names, 1)
+
+
+def test_one_method_for_all_rows_stays_one():
+    drawn = Chain((Temperature(jnp.float32(0.9)), TopK(3)))
+    again = Chain((Temperature(jnp.asarray(0.9)), TopK(3)))
+    assert check_sampling([drawn, again], rows=2) is drawn
+    for other in (TopK(3), Chain((Temperature(0.8), TopK(3))), Chain((Temperature(0.9), TopK(4)))):
+        assert isinstance(check_sampling([drawn, other], rows=2), PerRowSampling)
+    assert check_sampling(Greedy(), rows=7) == Greedy()
 
 
 def test_ties_stay_together():
@@ -185,6 +255,17 @@ numbers: Any = np  # The types of arguments say Python's numbers; others come al
         (
             lambda: Chain((Greedy(), TopK(3))),  # pyright: ignore[reportArgumentType]
             "nothing to draw",
+        ),
+        (
+            lambda: PerRowSampling.of([Greedy(), Chain((TopK(3), Temperature(0.5)))]),
+            r"Temperature, TopK, TopP and MinP, in this order.*TopK\(k=3\).*for row 1",
+        ),
+        (lambda: PerRowSampling.of([Chain((TopK(3), TopK(2)))]), "none of them twice"),
+        (lambda: PerRowSampling.of([]), "for each row. Got none"),
+        (lambda: check_sampling([Greedy(), TopK(2)], rows=3), r"one per prompt \(3\). Got 2"),
+        (
+            lambda: check_sampling(PerRowSampling.of([Greedy(), TopK(2)]), rows=3),
+            r"one per prompt \(3\). Got 2",
         ),
     ],
 )

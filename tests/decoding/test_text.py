@@ -101,6 +101,23 @@ def test_decoding_ends_soon_after_the_last_row_has() -> None:
     np.testing.assert_array_equal(found.token_layers, 4 * found.steps)
 
 
+def test_each_text_may_have_stop_strings_of_its_own() -> None:
+    model, full = lively_model(), [plain_text(row) for row in range(3)]
+    stops = [[full[0][9:13]], [], [full[0][9:13], full[2][14:18]]]
+    found = generate_until(
+        TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops, **OPTIONS
+    )
+    texts = read_text(TOKENIZER, PROMPTS, found, stop_strings=stops).texts
+    for row, mine in enumerate(stops):
+        ends = [full[row].index(stop) for stop in mine if stop in full[row]]
+        assert texts[row] == full[row][: min(ends, default=None)]
+    assert found.finish_reasons == ("stop", "length", "stop")
+    with pytest.raises(ValueError, match="for each of the 3. Got 2 lists"):
+        generate_until(
+            TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops[:2], **OPTIONS
+        )
+
+
 def test_stop_strings_compile_nothing(count_compiles: Any) -> None:
     model = lively_model()
     plain_run()

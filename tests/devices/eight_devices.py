@@ -319,6 +319,23 @@ def test_draws_on_a_mesh_are_those_of_one_device() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way() -> None:
+    methods = [Greedy(), Chain((Temperature(0.9), TopP(0.9)))] * 5
+    plain = on_one_device("plain").token_ids
+    options = {
+        "sampling": methods,
+        "eos_ids": [[int(row[5])] if i % 3 else [] for i, row in enumerate(plain)],
+        "stop_sequences": [[row[7:9].tolist()] if i == 6 else [] for i, row in enumerate(plain)],
+        "seeds": 5,
+    }
+    one = run(lively_model(), PROMPTS, **options)
+    many = run(lively_model(), PROMPTS, mesh=mesh_of("auto"), **options)
+    for a, b in zip(one.token_ids, many.token_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert one.finish_reasons == many.finish_reasons
+    assert set(one.finish_reasons) == {"length", "eos", "stop"}
+
+
 def test_prompts_routed_on_a_mesh_are_those_of_one_device() -> None:
     model, mode = lively_model(), Adaptive(policy=TABLE)
     how = Prefill(policy=TABLE)

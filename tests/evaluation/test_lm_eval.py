@@ -340,6 +340,24 @@ def test_draws_depend_on_the_request_alone(model: Model) -> None:
     assert together.report()["agreement"] is None
 
 
+def test_requests_of_all_kinds_share_a_batch(model: Model) -> None:
+    full = [alone(model, text, 12) for text in TEXTS]
+    draws = {"do_sample": True, "temperature": 1.0, "top_k": 50}
+    requests = [
+        (TEXTS[0], {**OPTIONS, "until": [full[0][3:5]]}),
+        (TEXTS[1], {**OPTIONS, **draws}),
+        (TEXTS[2], {**OPTIONS, "until": [full[2][4:6], BOS]}),
+    ]
+    lm = adapter(model)
+    found = ask(lm.generate_until, *requests)
+    assert len(lm._record.written) == 1
+    for row in (0, 2):
+        assert found[row] == full[row][: full[row].index(requests[row][1]["until"][0])]
+    # The same place among others of its kind.
+    assert found[1] == ask(adapter(model).generate_until, *[requests[1]] * 3)[1]
+    assert lm.report()["agreement"] is None
+
+
 def test_costs_of_both_kinds_add_up(model: Model) -> None:
     pairs = requests_of_all_kinds(model)
     scored, written, both = (adapter(model, routed(model)) for _ in range(3))

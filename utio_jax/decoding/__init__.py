@@ -9,7 +9,15 @@ from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
+from utio_jax.decoding.sampling import (
+    Chain,
+    Greedy,
+    MinP,
+    PerRowSampling,
+    Temperature,
+    TopK,
+    TopP,
+)
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.throttle import Throttle
 
@@ -31,6 +39,7 @@ __all__ = [
     "MinP",
     "Mode",
     "ModeBase",
+    "PerRowSampling",
     "Plain",
     "Prefill",
     "Propagate",

@@ -8,8 +8,10 @@
     state = release(state, [5])                                             # or once it has ended
 
 `fixed` is the decoder, its parameters, mode, sampling and stops. Rows neither see nor feel each
-other: each gets the tokens that `generate` gives its prompt alone. Shapes are those of the batch
-and of the fresh rows, so after the first admission of as many rows nothing compiles.
+other: each gets the tokens that `generate` gives its prompt alone. What rows bring of their own, a
+`PerRowSampling` or `PerRowStopRules`, is put into the batch's by `put_rows` of
+`utio_jax.devices.rows`. Shapes are those of the batch and of the fresh rows, so after the first
+admission of as many rows nothing compiles.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import unread
 from utio_jax.decoding.sampling import Sampling
-from utio_jax.decoding.state import RELEASED, DecodeState, StopRules
+from utio_jax.decoding.state import RELEASED, DecodeState, PerRowStopRules, StopRules
 from utio_jax.devices.rows import PerDevice, put_rows
 
 
@@ -37,7 +39,7 @@ def empty_state(
     params: Params,
     mode: Mode,
     sampling: Sampling,
-    stops: StopRules,
+    stops: StopRules | PerRowStopRules,
     *,
     batch: int,
     slots: int,

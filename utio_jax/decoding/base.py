@@ -19,7 +19,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import DRAW, Sampling, draw, token_keys
 from utio_jax.decoding.segments import Layers, decode_step
-from utio_jax.decoding.state import DecodeState, StopRules, emit
+from utio_jax.decoding.state import DecodeState, PerRowStopRules, StopRules, emit
 from utio_jax.devices.rows import put_rows, row_axes
 from utio_jax.policies.base import Policy
 
@@ -41,7 +41,7 @@ class Setting:
     decoder: Decoder
     params: Params
     sampling: Sampling
-    stops: StopRules
+    stops: StopRules | PerRowStopRules
     width: int
     layers: Layers = None
 

@@ -33,9 +33,9 @@ class DecodeOptions(TypedDict, total=False):
     """What `generate` and `stream` are asked for, the number of tokens apart; see `generate`."""
 
     mode: Mode
-    sampling: Sampling
-    eos_ids: Sequence[int] | None
-    stop_sequences: Sequence[Sequence[int]]
+    sampling: Sampling | Sequence[Sampling]
+    eos_ids: Sequence[int] | Sequence[Sequence[int]] | None
+    stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
     seeds: int | Sequence[int]
     lengths: Lengths
     prefill: Prefill | None
@@ -176,10 +176,10 @@ def generate(  # noqa: PLR0913 (options, each named)
     prompts: Prompts,
     *,
     mode: Mode = Plain(),
-    sampling: Sampling = Greedy(),
+    sampling: Sampling | Sequence[Sampling] = Greedy(),
     max_new_tokens: int = 128,
-    eos_ids: Sequence[int] | None = None,
-    stop_sequences: Sequence[Sequence[int]] = (),
+    eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] = (),
     seeds: int | Sequence[int] = 0,
     lengths: Lengths = Lengths(),
     prefill: Prefill | None = None,
@@ -194,10 +194,13 @@ def generate(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       prompts: token ids, any lengths from 1.
       mode: `Plain()`, `Adaptive(policy=..., kv=..., throttle=...)` or `Lossless(...)`.
-      sampling: `Greedy()`, or a method of `utio_jax.decoding.sampling` to draw by.
+      sampling: `Greedy()`, or a method of `utio_jax.decoding.sampling` to draw by; or a list of
+        methods, one per prompt, see `PerRowSampling`.
       max_new_tokens: new tokens per prompt at most.
-      eos_ids: tokens that end a row; None takes the model's own, `()` none.
-      stop_sequences: token sequences that end a row when its new tokens end with one.
+      eos_ids: tokens that end a row; None takes the model's own, `()` none. Or a list of such
+        lists, one per prompt: `[[2], [2, 7]]`.
+      stop_sequences: token sequences that end a row when its new tokens end with one. Or a list of
+        such lists, one per prompt: `[[[5, 6]], []]`.
       seeds: one per prompt, or one number for all, to which the prompt's index is added. A row's
         draws depend on its seed and prompt alone.
       lengths: how lengths are rounded.
@@ -212,7 +215,8 @@ def generate(  # noqa: PLR0913 (options, each named)
     Raises:
       TypeError: no mode, but the name or the class of one.
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
-        context, or a mode or prefill that do not fit the model or each other.
+        context, a mode or prefill that do not fit the model or each other, or lists for more or
+        fewer prompts.
     """
     *_, state = run_chunks(
         decoder,

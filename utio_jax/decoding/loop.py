@@ -21,10 +21,17 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.sampling import Greedy, Sampling, check_sampling
 from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.segments import prefill as read_prompts
-from utio_jax.decoding.state import DecodeState, StopRules, empty_tally, end_rows, stop_rules
+from utio_jax.decoding.state import (
+    DecodeState,
+    PerRowStopRules,
+    StopRules,
+    check_stops,
+    empty_tally,
+    end_rows,
+)
 from utio_jax.devices.rows import PerDevice, Rows, check_mesh, over_rows, place
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
@@ -97,9 +104,9 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     chunk: int,
     max_new_tokens: int,
     mode: Mode = Plain(),
-    sampling: Sampling = Greedy(),
-    eos_ids: Sequence[int] | None = None,
-    stop_sequences: Sequence[Sequence[int]] = (),
+    sampling: Sampling | Sequence[Sampling] = Greedy(),
+    eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] = (),
     seeds: int | Sequence[int] = 0,
     lengths: Lengths = Lengths(),
     prefill: Prefill | None = None,
@@ -130,9 +137,11 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         raise ValueError(
             f"Wanted one seed, or one per prompt ({len(rows)}). Got shape {row_seeds.shape}."
         )
-    stops = stop_rules(
+    sampling = check_sampling(sampling, rows=len(rows))
+    stops = check_stops(
         config.eos_ids if eos_ids is None else eos_ids,
         stop_sequences,
+        rows=len(rows),
         vocab_size=config.vocab_size,
     )
 
@@ -180,7 +189,7 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     params: Params,
     mode: Mode,
     sampling: Sampling,
-    stops: StopRules,
+    stops: StopRules | PerRowStopRules,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
@@ -259,7 +268,7 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     params: Params,
     mode: Mode,
     sampling: Sampling,
-    stops: StopRules,
+    stops: StopRules | PerRowStopRules,
     state: DecodeState,
     until: Int[Array, ""],
     layers: Layers = None,

@@ -8,19 +8,23 @@ floats are leaves of a pytree (a new temperature compiles nothing); `TopK.k` is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.pytrees import pytree, static
 
 # Streams of random numbers of one token: its draw, the acceptance of a draft, its replacement.
 DRAW, ACCEPT, REPLACE = 0, 1, 2
+
+
+def _per_row() -> Any:
+    return dataclasses.field(metadata={"row_axis": 0})
 
 
 def _check(value: Any, name: str, low: float, high: float, remedy: str = "") -> None:
@@ -59,9 +63,7 @@ class Temperature:
         _check(self.value, "a temperature", least, float("inf"), " For temperature 0 use Greedy().")
 
     def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        # The largest is 0 before it is divided, and whatever is rounded how, 0 after it. As large
-        # numbers, compilers divide it in two ways: below 1e-8 a softmax then summed up to 0.
-        return (logits - jnp.max(logits, axis=-1, keepdims=True)) / self.value
+        return _divided(logits, self.value)
 
 
 @jax.tree_util.register_dataclass
@@ -90,11 +92,7 @@ class TopP:
         _check(self.p, "p", 0.0, 1.0)
 
     def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        probabilities = jax.nn.softmax(logits, axis=-1)
-        descending = jnp.sort(probabilities, axis=-1, descending=True)
-        before = jnp.cumsum(descending, axis=-1) - descending
-        least = jnp.min(jnp.where(before < self.p, descending, jnp.inf), axis=-1, keepdims=True)
-        return jnp.where(probabilities >= least, logits, -jnp.inf)
+        return _nucleus(logits, self.p)
 
 
 @jax.tree_util.register_dataclass
@@ -108,8 +106,7 @@ class MinP:
         _check(self.p, "p", 0.0, 1.0)
 
     def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(self.p)
-        return jnp.where(logits >= least, logits, -jnp.inf)
+        return _likely(logits, self.p)
 
 
 @jax.tree_util.register_dataclass
@@ -131,7 +128,153 @@ class Chain:
         return logits
 
 
-Sampling = Greedy | Temperature | TopK | TopP | MinP | Chain
+@pytree
+class PerRowSampling:
+    """A method for each row of a batch, as arrays: other numbers of any row compile nothing.
+
+    Applied in this order. Each row's draws are those of its own method, alone and with its seed.
+    What no row uses costs nothing; top-k and top-p sort the vocabulary of all rows if one uses it.
+
+    Attributes:
+      temperature: as `Temperature`; 0: `Greedy`, whatever else is set; below 0: none, logits stay.
+      top_k: as `TopK`; 0: off.
+      top_p: as `TopP`; 0: off.
+      min_p: as `MinP`; 0: off.
+    """
+
+    temperature: Float[Array | np.ndarray, " batch"] = _per_row()
+    top_k: Int[Array | np.ndarray, " batch"] = _per_row()
+    top_p: Float[Array | np.ndarray, " batch"] = _per_row()
+    min_p: Float[Array | np.ndarray, " batch"] = _per_row()
+
+    @classmethod
+    def of(cls, methods: Sequence[Greedy | Temperature | TopK | TopP | MinP | Chain]) -> Self:
+        """Returns the methods of rows, one each, as one method of the batch.
+
+        Raises:
+          ValueError: none, or a chain in another order than temperature, top-k, top-p, min-p, or
+            with one of them twice.
+        """
+        if not len(methods):
+            raise ValueError("Wanted a sampling method for each row. Got none.")
+        rows = [_settings(method, row) for row, method in enumerate(methods)]
+        return cls(
+            temperature=np.asarray([row.get(Temperature, -1) for row in rows], np.float32),
+            top_k=np.asarray([row.get(TopK, 0) for row in rows], np.int32),
+            top_p=np.asarray([row.get(TopP, 0) for row in rows], np.float32),
+            min_p=np.asarray([row.get(MinP, 0) for row in rows], np.float32),
+        )
+
+    @property
+    def greedy(self) -> Bool[Array, " batch"]:
+        """Rows whose tokens are not drawn."""
+        return jnp.asarray(self.temperature) == 0
+
+    def __call__(self, logits: Float[Array, "batch *lead vocab"]) -> Float[Array, ...]:
+        temperature, top_k, top_p, min_p = map(
+            jnp.asarray, (self.temperature, self.top_k, self.top_p, self.min_p)
+        )
+        logits = _on_rows(temperature > 0, _divided, logits, temperature)
+        logits = _on_rows(top_k > 0, _most_likely, logits, top_k)
+        logits = _on_rows(top_p > 0, _nucleus, logits, top_p)
+        logits = _on_rows(min_p > 0, _likely, logits, min_p)
+        return _on_rows(self.greedy, lambda kept, _: Greedy()(kept), logits, temperature)
+
+
+Sampling = Greedy | Temperature | TopK | TopP | MinP | Chain | PerRowSampling
+
+
+def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> Sampling:
+    """Returns one method: the one that all rows share, or else a `PerRowSampling`.
+
+    Args:
+      sampling: a method, or one for each row.
+      rows: of the batch.
+
+    Raises:
+      ValueError: methods of more or fewer rows, or one that a row cannot have of its own.
+    """
+    if isinstance(sampling, PerRowSampling):
+        given = len(sampling.temperature)
+    elif isinstance(sampling, Sequence):
+        given = len(sampling)
+    else:
+        return sampling
+    if given != rows:
+        raise ValueError(
+            f"Wanted one sampling method, or one per prompt ({rows}). Got {given} of them."
+        )
+    if isinstance(sampling, PerRowSampling):
+        return sampling
+    first, *others = sampling
+    if all(_same(first, other) for other in others):
+        return first
+    return PerRowSampling.of([first, *others])  # type: ignore[list-item]
+
+
+def _same(one: Sampling, other: Sampling) -> bool:
+    (mine, treedef), (theirs, structure) = jax.tree.flatten(one), jax.tree.flatten(other)
+    return treedef == structure and all(map(np.array_equal, mine, theirs))
+
+
+def _settings(method: Any, row: int) -> dict[type, float]:
+    """Returns the number of each kind of method that a row's consists of."""
+    if isinstance(method, Greedy):
+        return {Temperature: 0.0}
+    numbers = {Temperature: "value", TopK: "k", TopP: "p", MinP: "p"}
+    steps, order = method.methods if isinstance(method, Chain) else (method,), [*numbers]
+    places = [order.index(type(each)) if type(each) in order else -1 for each in steps]
+    if places != sorted(set(places)) or -1 in places:
+        raise ValueError(
+            "Wanted, for rows that each have a method of their own, Greedy() or a Chain of "
+            "Temperature, TopK, TopP and MinP, in this order and none of them twice. Got "
+            f"{method!r} for row {row}. Order it so, or give all rows of a batch this one method."
+        )
+    return {type(each): float(getattr(each, numbers[type(each)])) for each in steps}
+
+
+def _on_rows(
+    used: Bool[Array, " batch"],
+    method: Callable[[jax.Array, jax.Array], jax.Array],
+    logits: jax.Array,
+    setting: jax.Array,
+) -> jax.Array:
+    """Returns logits on which a method is applied in some rows; nothing runs if there are none."""
+
+    def column(leaf: jax.Array) -> jax.Array:
+        return jnp.reshape(leaf, (-1, *[1] * (logits.ndim - 1)))
+
+    def apply(logits: jax.Array) -> jax.Array:
+        number = jnp.where(used, setting, jnp.ones_like(setting))  # Others divide by no 0.
+        return jnp.where(column(used), method(logits, column(number)), logits)
+
+    return jax.lax.cond(jnp.any(used), apply, lambda logits: logits, logits)
+
+
+def _divided(logits: jax.Array, temperature: Any) -> jax.Array:
+    # The largest is 0 before it is divided, and whatever is rounded how, 0 after it. As large
+    # numbers, compilers divide it in two ways: below 1e-8 a softmax then summed up to 0. And they
+    # divide by one scalar as they multiply by its reciprocal: said so, rows round alike.
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) * (1.0 / temperature)
+
+
+def _most_likely(logits: jax.Array, k: jax.Array) -> jax.Array:
+    descending = jnp.sort(logits, axis=-1, descending=True)
+    last = jnp.broadcast_to(jnp.clip(k, 1, logits.shape[-1]) - 1, (*logits.shape[:-1], 1))
+    return jnp.where(logits >= jnp.take_along_axis(descending, last, axis=-1), logits, -jnp.inf)
+
+
+def _nucleus(logits: jax.Array, p: Any) -> jax.Array:
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    descending = jnp.sort(probabilities, axis=-1, descending=True)
+    before = jnp.cumsum(descending, axis=-1) - descending
+    least = jnp.min(jnp.where(before < p, descending, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(probabilities >= least, logits, -jnp.inf)
+
+
+def _likely(logits: jax.Array, p: Any) -> jax.Array:
+    least = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(p)
+    return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 def token_keys(
@@ -161,6 +304,14 @@ def draw(
     """Returns one token per distribution, drawn with the keys `[batch, token]`."""
     if isinstance(sampling, Greedy):
         return most_probable(logits)
+    if isinstance(sampling, PerRowSampling):
+        greedy, best = sampling.greedy, most_probable(logits)
+
+        def drawn() -> jax.Array:
+            new = jax.vmap(jax.vmap(jax.random.categorical))(keys, sampling(logits))
+            return jnp.where(greedy[:, None], best, new.astype(jnp.int32))
+
+        return jax.lax.cond(jnp.all(greedy), lambda: best, drawn)
     return jax.vmap(jax.vmap(jax.random.categorical))(keys, sampling(logits)).astype(jnp.int32)
 
 

@@ -35,6 +35,20 @@ class StopRules:
     sequences: Int[Array, "sequence longest"]
 
 
+@pytree
+class PerRowStopRules:
+    """What ends each row besides its length: `StopRules` of its own.
+
+    Attributes:
+      eos_ids: each of a row's ends it at once; padded with -1.
+      sequences: token sequences that end it, padded on the left with -1; where a row has fewer of
+        them than others, sequences of -2, which nothing ends with.
+    """
+
+    eos_ids: Int[Array, "batch eos"] = dataclasses.field(metadata={"row_axis": 0})
+    sequences: Int[Array, "batch sequence longest"] = dataclasses.field(metadata={"row_axis": 0})
+
+
 def stop_rules(
     eos_ids: Sequence[int], sequences: Sequence[Sequence[int]] = (), *, vocab_size: int = 2**31
 ) -> StopRules:
@@ -57,6 +71,61 @@ def stop_rules(
     ends = np.full((max(4, -(-len(eos_ids) // 4) * 4),), -1, np.int32)
     ends[: len(eos_ids)] = eos_ids
     return StopRules(eos_ids=jax.device_put(ends), sequences=jax.device_put(padded))
+
+
+def per_row_stop_rules(rules: Sequence[StopRules]) -> PerRowStopRules:
+    """Returns the rules of rows, one each, as arrays.
+
+    Raises:
+      ValueError: none.
+    """
+    if not len(rules):
+        raise ValueError("Wanted stop rules for each row. Got none.")
+    ends = [np.asarray(each.eos_ids) for each in rules]
+    sequences = [np.asarray(each.sequences) for each in rules]
+    count, longest = np.max([each.shape for each in sequences], axis=0)
+    eos_ids = np.full((len(rules), max(each.size for each in ends)), -1, np.int32)
+    padded = np.full((len(rules), count, longest), -2, np.int32)
+    for row, (end, mine) in enumerate(zip(ends, sequences, strict=True)):
+        eos_ids[row, : end.size] = end
+        padded[row, : len(mine)] = -1
+        padded[row, : len(mine), longest - mine.shape[1] :] = mine
+    return PerRowStopRules(eos_ids=jax.device_put(eos_ids), sequences=jax.device_put(padded))
+
+
+def check_stops(
+    eos_ids: Sequence[int] | Sequence[Sequence[int]],
+    sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]],
+    *,
+    rows: int,
+    vocab_size: int,
+) -> StopRules | PerRowStopRules:
+    """Returns the rules of all rows, or of each, where either is a list of what ends each row.
+
+    Lists that say the same of all rows are rules of all rows.
+
+    Raises:
+      ValueError: lists of more or fewer rows, or see `stop_rules`.
+    """
+    each_ends = any(map(_is_list, eos_ids))
+    each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
+    if not each_ends and not each_stops:
+        return stop_rules(eos_ids, sequences, vocab_size=vocab_size)  # type: ignore[arg-type]
+    ends: Any = eos_ids if each_ends else [eos_ids] * rows
+    stops: Any = sequences if each_stops else [sequences] * rows
+    for what, given in (("eos_ids", ends), ("stop_sequences", stops)):
+        if len(given) != rows or not all(map(_is_list, given)):
+            raise ValueError(
+                f"Wanted {what} for all prompts, or a list of them for each of the {rows}. Got "
+                f"{given!r:.80}."
+            )
+    pairs = [([*mine], [[*each] for each in row]) for mine, row in zip(ends, stops, strict=True)]
+    rules = [stop_rules(*pair, vocab_size=vocab_size) for pair in pairs]
+    return rules[0] if all(pair == pairs[0] for pair in pairs) else per_row_stop_rules(rules)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, set, frozenset, range)) or np.ndim(value) > 0
 
 
 @pytree
@@ -197,7 +266,7 @@ class DecodeState:
 
 def emit(
     state: DecodeState,
-    stops: StopRules,
+    stops: StopRules | PerRowStopRules,
     token_ids: Int[Array, "batch new"],
     counts: Int[Array, " batch"],
     *,
@@ -226,8 +295,11 @@ def emit(
     slots = jnp.where(fresh, positions, state.token_ids.shape[1])
     known = state.token_ids.at[row, slots].set(token_ids, mode="drop")
 
-    is_eos = jnp.any(token_ids[:, :, None] == stops.eos_ids[None, None, :], axis=-1)
-    is_stop = _ends_sequence(known, positions, state.prompt_lengths, stops.sequences)
+    eos_ids, sequences = stops.eos_ids, stops.sequences
+    if isinstance(stops, StopRules):
+        eos_ids, sequences = eos_ids[None], sequences[None]
+    is_eos = jnp.any(token_ids[:, :, None] == eos_ids[:, None, :], axis=-1)
+    is_stop = _ends_sequence(known, positions, state.prompt_lengths, sequences)
     is_last = positions + 1 >= state.limits[:, None]
     ends = (is_eos | is_stop | is_last) & fresh
     ended = jnp.any(ends, axis=1)
@@ -282,10 +354,10 @@ def _ends_sequence(
     known: Int[Array, "batch slot"],
     positions: Int[Array, "batch new"],
     prompt_lengths: Int[Array, " batch"],
-    sequences: Int[Array, "sequence longest"],
+    sequences: Int[Array, "#batch sequence longest"],
 ) -> Bool[Array, "batch new"]:
     """Returns whether a stop sequence, wholly of new tokens, ends at each position."""
-    count, longest = sequences.shape
+    _, count, longest = sequences.shape
     if not count:
         return jnp.zeros(positions.shape, jnp.bool_)
     back = jnp.arange(longest, dtype=jnp.int32)[None, None, :] - (longest - 1)
@@ -294,8 +366,8 @@ def _ends_sequence(
     window = jnp.where(
         places >= prompt_lengths[:, None, None],
         known.at[row, jnp.maximum(places, 0)].get(mode="clip"),
-        -2,
+        -3,
     )
-    wanted = sequences[None, None, :, :]
+    wanted = sequences[:, None, :, :]
     same = (window[:, :, None, :] == wanted) | (wanted == -1)
     return jnp.any(jnp.all(same, axis=-1), axis=-1)

@@ -26,6 +26,9 @@ from utio_jax.decoding.loop import Prompts
 
 Ids = Sequence[int] | np.ndarray
 
+StopStrings = Sequence[str] | Sequence[Sequence[str]]
+"""What ends texts, or a list of what ends each."""
+
 # What byte-level tokenizers decode an unfinished character to.
 _UNFINISHED = "\ufffd"
 
@@ -124,7 +127,7 @@ def generate_text(
     model: TextModel,
     prompts: Sequence[str],
     *,
-    stop_strings: Sequence[str] = (),
+    stop_strings: StopStrings = (),
     **options: Unpack[GenerateOptions],
 ) -> GeneratedText:
     """Returns new text for each prompt.
@@ -132,7 +135,8 @@ def generate_text(
     Args:
       model: a `utio_jax.models.Model`, or anything else with a decoder and a tokenizer.
       prompts: none of them empty.
-      stop_strings: a text ends before the first occurrence of any of these in new text.
+      stop_strings: a text ends before the first occurrence of any of these in new text. Or a list
+        of such lists, one per prompt.
       **options: other keyword arguments of `generate`.
 
     Raises:
@@ -149,7 +153,7 @@ def stream_text(
     model: TextModel,
     prompts: Sequence[str],
     *,
-    stop_strings: Sequence[str] = (),
+    stop_strings: StopStrings = (),
     **options: Unpack[GenerateOptions],
 ) -> Iterator[TextChunk]:
     """Yields the texts of `generate_text` piece by piece.
@@ -160,15 +164,19 @@ def stream_text(
     Args:
       model: see `generate_text`.
       prompts: none of them empty.
-      stop_strings: a text ends before the first occurrence of any of these in new text.
+      stop_strings: a text ends before the first occurrence of any of these in new text. Or a list
+        of such lists, one per prompt.
       **options: other keyword arguments of `stream`.
 
     Raises:
       ValueError: see `generate_text`.
     """
-    stops = _checked(stop_strings)
     ids = model.encode(_listed(prompts))
-    rows = [_StreamedRow(TextReader(model.tokenizer, prompt), stops) for prompt in ids]
+    stops = _by_row(stop_strings, len(ids))
+    rows = [
+        _StreamedRow(TextReader(model.tokenizer, prompt), mine)
+        for prompt, mine in zip(ids, stops, strict=True)
+    ]
     for chunk in stream(model.decoder, model.params, ids, **options):
         before = [row.ended for row in rows]
         texts = tuple(
@@ -244,6 +252,18 @@ def _listed(prompts: Sequence[str]) -> list[str]:
     return list(prompts)
 
 
+def _by_row(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]]:
+    """Returns each row's stop strings."""
+    if isinstance(stop_strings, str) or all(isinstance(each, str) for each in stop_strings):
+        return [_checked(stop_strings)] * rows  # type: ignore[arg-type]
+    if len(stop_strings) != rows:
+        raise ValueError(
+            f"Wanted stop strings for all prompts, or a list of them for each of the {rows}. Got "
+            f"{len(stop_strings)} lists."
+        )
+    return [_checked(each) for each in stop_strings]
+
+
 def _checked(stop_strings: Sequence[str]) -> tuple[str, ...]:
     stops = tuple(stop_strings)
     if isinstance(stop_strings, str) or not all(stops):
@@ -259,7 +279,7 @@ def generate_until(
     params: Params,
     prompts: Prompts,
     *,
-    stop_strings: Sequence[str] = (),
+    stop_strings: StopStrings = (),
     **options: Unpack[GenerateOptions],
 ) -> Generated:
     """Returns what `generate` does, each row cut after the token that completes a stop string.
@@ -270,24 +290,26 @@ def generate_until(
     Raises:
       ValueError: an empty stop string, or see `generate`.
     """
-    stops = _checked(stop_strings)
-    if not stops:
+    stops = _by_row(stop_strings, len(prompts))
+    if not any(stops):
         return generate(decoder, params, prompts, **options)
 
     readers = [TextReader(tokenizer, prompt) for prompt in prompts]
-    tails, seen, longest = [""] * len(readers), [0] * len(readers), max(map(len, stops))
+    tails, seen = [""] * len(readers), [0] * len(readers)
+    longest = [max(map(len, mine), default=1) for mine in stops]
 
     def stop_when(row: int, new: np.ndarray) -> bool:
         text = tails[row] + "".join(readers[row].add(int(i)) for i in new[seen[row] :])
-        seen[row], tails[row] = len(new), text[-longest:]
-        return any(stop in text for stop in stops)
+        seen[row], tails[row] = len(new), text[-longest[row] :]
+        return any(stop in text for stop in stops[row])
 
     found = generate(decoder, params, prompts, stop_when=stop_when, **options)
     counts, reasons = [], []
-    for prompt, new, reason in zip(prompts, found.token_ids, found.finish_reasons, strict=True):
+    rows = zip(prompts, found.token_ids, found.finish_reasons, stops, strict=True)
+    for prompt, new, reason, mine in rows:
         pieces = pieces_of(tokenizer, prompt, new)
         text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
-        completed = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        completed = [text.find(stop) + len(stop) for stop in mine if stop in text]
         counts.append(int(np.searchsorted(ends, min(completed))) + 1 if completed else new.size)
         reasons.append("stop" if completed else reason)
     return found.first(counts, finish_reasons=reasons)
@@ -298,14 +320,14 @@ def read_text(
     prompts: Prompts,
     generated: Generated,
     *,
-    stop_strings: Sequence[str] = (),
+    stop_strings: StopStrings = (),
 ) -> GeneratedText:
     """Returns the new tokens as text, cut before the first occurrence of a stop string."""
-    texts, pieces = [], []
-    for prompt, new in zip(prompts, generated.token_ids, strict=True):
+    texts, pieces, stops = [], [], _by_row(stop_strings, len(prompts))
+    for prompt, new, strings in zip(prompts, generated.token_ids, stops, strict=True):
         mine = pieces_of(tokenizer, prompt, new)
         text = "".join(mine)
-        ends = [text.find(stop) for stop in stop_strings if stop in text]
+        ends = [text.find(stop) for stop in strings if stop in text]
         text = text[: min(ends, default=len(text))]
         starts = np.cumsum([0, *map(len, mine)])
         texts.append(text)

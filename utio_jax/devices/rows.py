@@ -186,9 +186,10 @@ def put_rows(tree: Any, fresh: Any, rows: Int[Array | np.ndarray, " row"]) -> An
     if treedef != other:
         raise ValueError(f"Wanted rows of one structure, {treedef}. Got {other}.")
 
-    def put(old: jax.Array, new: jax.Array, axis: int | None) -> jax.Array:
+    def put(old: Any, new: Any, axis: int | None) -> Any:
         if axis is None:
             return old
+        old = jnp.asarray(old)
         wanted = (*old.shape[:axis], rows.shape[0], *old.shape[axis + 1 :])
         if new.shape != wanted or new.dtype != old.dtype:
             raise ValueError(

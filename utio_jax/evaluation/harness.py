@@ -29,7 +29,16 @@ from utio_jax.accounting.ledger import Ledger
 from utio_jax.core.documents import Batch, batches_of, row_widths
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.sampling import Chain, Greedy, MinP, Sampling, Temperature, TopK, TopP
+from utio_jax.decoding.sampling import (
+    Chain,
+    Greedy,
+    MinP,
+    Sampling,
+    Temperature,
+    TopK,
+    TopP,
+    check_sampling,
+)
 from utio_jax.decoding.text import generate_until, read_text
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.harness_ledger import RequestLedger
@@ -49,11 +58,6 @@ class _Request:
     stops: tuple[str, ...]
     max_new_tokens: int
     sampling: Sampling
-
-    @property
-    def group(self) -> Any:
-        """Equal for requests that may share a batch."""
-        return self.stops, self.max_new_tokens, str(self.sampling)
 
 
 class UtioLM(TemplateLM):
@@ -224,9 +228,11 @@ class UtioLM(TemplateLM):
         asked = [self._request(*request.args) for request in requests]
         texts = [""] * len(asked)
         # Longest first, as prompts of about one length share a batch and its shape.
-        order = sorted(range(len(asked)), key=lambda i: (asked[i].group, -asked[i].prompt.size))
+        order = sorted(
+            range(len(asked)), key=lambda i: (asked[i].max_new_tokens, -asked[i].prompt.size)
+        )
         with tqdm(total=len(asked), desc="generate_until", disable=disable_tqdm) as bar:
-            for _, group in itertools.groupby(order, key=lambda index: asked[index].group):
+            for _, group in itertools.groupby(order, key=lambda i: asked[i].max_new_tokens):
                 members = list(group)
                 for start in range(0, len(members), self.rows):
                     chosen = members[start : start + self.rows]
@@ -267,12 +273,15 @@ class UtioLM(TemplateLM):
         )
 
     def _write(self, asked: list[_Request], chosen: list[int]) -> tuple[str, ...]:
-        """Returns new text for one batch of requests of one group."""
+        """Returns new text for one batch of requests, all of one `max_new_tokens`."""
         decoder, params = self.model.decoder, self.model.params
-        first, prompts = asked[chosen[0]], [asked[index].prompt for index in chosen]
+        requests = [asked[index] for index in chosen]
+        prompts, stops = [each.prompt for each in requests], [each.stops for each in requests]
+        sampling = check_sampling([each.sampling for each in requests], rows=len(requests))
         # Text is decoded without special pieces: one that is a stop string has to be an id.
-        special = self.tokenizer.get_added_tokens_decoder().items()
-        ends = [index for index, piece in special if piece.special and piece.content in first.stops]
+        pieces = self.tokenizer.get_added_tokens_decoder().items()
+        special = {piece.content: index for index, piece in pieces if piece.special}
+        ends = [{special[stop] for stop in mine if stop in special} for mine in stops]
         longest = max(prompt.size for prompt in prompts)
         widths = row_widths(self.max_length)
         generated = generate_until(
@@ -280,16 +289,16 @@ class UtioLM(TemplateLM):
             decoder,
             params,
             prompts,
-            stop_strings=first.stops,
+            stop_strings=stops,
             mode=self.mode,
-            sampling=first.sampling,
-            max_new_tokens=first.max_new_tokens,
-            eos_ids=sorted({*decoder.config.eos_ids, *ends}),
+            sampling=sampling,
+            max_new_tokens=requests[0].max_new_tokens,
+            eos_ids=[sorted({*decoder.config.eos_ids, *mine}) for mine in ends],
             seeds=chosen,
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
         )
-        self._record.add_written(prompts, generated, first.sampling)
-        return read_text(self.tokenizer, prompts, generated, stop_strings=first.stops).texts
+        self._record.add_written(prompts, generated, sampling)
+        return read_text(self.tokenizer, prompts, generated, stop_strings=stops).texts
 
     def ledger(self) -> Ledger:
         """Returns the record of all that was executed so far, see `RequestLedger.ledger`."""

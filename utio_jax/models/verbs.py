@@ -32,7 +32,13 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
-from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
+from utio_jax.decoding.text import (
+    GeneratedText,
+    StopStrings,
+    TextChunk,
+    generate_text,
+    stream_text,
+)
 from utio_jax.evaluation.evaluate import TextScore, score_documents
 from utio_jax.models.shipped import is_shipped
 from utio_jax.models.texts import read_files
@@ -144,8 +150,8 @@ class Verbs:
         mode: str | Mode = "plain",
         budget: float | None = None,
         max_new_tokens: int = 128,
-        stop: Sequence[str] = (),
-        sampling: Sampling = Greedy(),
+        stop: StopStrings = (),
+        sampling: Sampling | Sequence[Sampling] = Greedy(),
         seed: int = 0,
         prompt_budget: float | None = None,
         **options: Any,
@@ -158,8 +164,8 @@ class Verbs:
             tokens, drafted at its exits), or a `Mode`.
           budget: of the calibrated policy of `"adaptive"`.
           max_new_tokens: per prompt, at most.
-          stop: a text ends before the first of these strings.
-          sampling: how tokens are drawn.
+          stop: a text ends before the first of these strings; or a list of them for each prompt.
+          sampling: how tokens are drawn; or a method for each prompt.
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
             stop early, see `utio_jax.decoding.prompts.prompt_prefill`. None or 1: all in full.
@@ -186,8 +192,8 @@ class Verbs:
         mode: str | Mode = "plain",
         budget: float | None = None,
         max_new_tokens: int = 128,
-        stop: Sequence[str] = (),
-        sampling: Sampling = Greedy(),
+        stop: StopStrings = (),
+        sampling: Sampling | Sequence[Sampling] = Greedy(),
         seed: int = 0,
         prompt_budget: float | None = None,
         **options: Any,
