@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full depth beside transformers: the same weights, CPU and threads, turn by turn in one process.
 
-    python benchmarks/transformers_full_depth.py [--model FOLDER] [--rounds 7]
+    python benchmarks/transformers_full_depth.py [--model FOLDER or FILE.gguf] [--rounds 7]
 
-Without a folder it makes a random Llama of `--dim` and `--layers` with transformers. Needs torch
+Without a model it makes a random Llama of `--dim` and `--layers` with transformers. Needs torch
 and transformers; `make benchmark-transformers` sets them up. Every speed-up that this project
 reports is over its own full-depth program; this is how fast that one is.
 """
@@ -131,8 +131,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         folder = options.model or random_llama(made, options.dim, options.layers, options.vocab)
-        model = models.load(Path(folder))
-        peer = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model, source = models.load(Path(folder)), Path(folder)
+        at: dict[str, Any] = {"pretrained_model_name_or_path": folder}
+        if source.suffix == ".gguf":  # It dequantises, as we do: the same float32 weights.
+            at = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+        peer = transformers.AutoModelForCausalLM.from_pretrained(**at, dtype=torch.float32)
     peer.eval()
     config, rng = model.decoder.config, np.random.default_rng(0)
     width = min(options.width, config.context_length)
