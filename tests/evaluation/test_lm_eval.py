@@ -32,12 +32,14 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import new_text
 from utio_jax.evaluation.harness import UtioLM
 from utio_jax.models import Transformer
 from utio_jax.models.checkpoint import Model
 from utio_jax.models.tokenizer import BOS
 from utio_jax.policies.depth import uniform
+from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
 
@@ -220,6 +222,53 @@ def test_adaptive_scores_are_those_of_the_oracle_at_the_decided_depths(model: Mo
     said = report["requests"]["loglikelihood"]
     assert said["executed"] == "adaptive"
     assert "The routed model's, not the full model's" in said["meaning"]
+
+
+def test_contexts_are_read_shallowly_and_what_follows_in_full(model: Model) -> None:
+    """Depths as a prompt choice of half of the tokens gives them: the first four, the latest."""
+    choice = PromptChoice(stop=2, deep=0.5, kv="propagate")
+    prefill = Prefill(policy=choice.policy(model.decoder), kv=choice.kv)
+    pairs = requests_of_all_kinds(model)
+    lm = adapter(model, prefill=prefill)
+    for (score, greedy), (context, continuation) in zip(ask_tokens(lm, *pairs), pairs, strict=True):
+        ids, whole = np.zeros((1, CONTEXT), np.int32), [*context, *continuation]
+        ids[0, : len(whole)] = whole
+        depths = np.full((1, CONTEXT), 4, np.int32)
+        many = max(16, -(-len(context) // 2))
+        depths[0, 4 : max(4, len(context) - many + 4)] = 2
+        length = np.asarray([len(whole)], np.int32)
+        x = run_oracle(
+            model.decoder, model.params, ids, length, jnp.asarray(depths), kv="propagate"
+        )
+        found = log_softmax(model.decoder.unembed(model.params, x)[0])
+        found = found[len(context) - 1 : len(whole) - 1]
+        wanted = sum(row[token] for row, token in zip(found, continuation, strict=True))
+        assert score == pytest.approx(wanted, abs=1e-3)
+        assert greedy == (found.argmax(-1) == continuation).all()
+    report = lm.report()
+    assert report["policy"] == "prompt_sinks_recent"
+    assert report["flops_ratio"] < 1
+    assert report["nll"] != report["nll_full"]
+    said = report["requests"]["loglikelihood"]
+    assert said["executed"] == "prompt"
+    assert "Not the full model's" in said["meaning"]
+    # Texts without a context run in full; new tokens come after prompts that were read alike.
+    full, texts = adapter(model), ["def mean(values):\n    return sum(values)\n"]
+    rolled = ask(lm.loglikelihood_rolling, *((text,) for text in texts))
+    assert rolled == ask(full.loglikelihood_rolling, *((text,) for text in texts))
+    asked = ("x = 1\n" * 12, {"until": ["#"], "max_gen_toks": 6})
+    (text,) = ask(lm.generate_until, asked)
+    (prompt,) = model.encode([asked[0]])
+    alone = generate(model.decoder, model.params, [prompt], max_new_tokens=6, prefill=prefill)
+    assert new_text(model.tokenizer, prompt, alone.token_ids[0]).startswith(text)
+
+
+def test_a_prefill_is_for_plain_decoding_and_by_importance(model: Model) -> None:
+    prefill = Prefill(policy=PromptChoice(stop=2, deep=0.5, kv="propagate").policy(model.decoder))
+    with pytest.raises(ValueError, match=r"Wanted Plain\(\) with a prefill.*Got mode 'adaptive'"):
+        adapter(model, routed(model), prefill=prefill)
+    with pytest.raises(ValueError, match="Wanted a prefill by importance"):
+        adapter(model, prefill=Prefill(policy=uniform(2)))
 
 
 def test_all_deep_equals_full(model: Model) -> None:
@@ -521,6 +570,12 @@ def test_the_shipped_model_knows_its_language(
     assert (found["policy"], found["budget"]) == ("learned", 0.6)
     assert 4 < found["depth_decided_mean"] < 16
     assert found["nll_full"] != found["nll"]
+    found = run_command(
+        capsys,
+        *("--tasks", str(tasks / "choose.yaml"), "--prompt-budget", "0.5"),
+        *("--batch", "4", "--limit", "3"),
+    )
+    assert found["results"]["choose"]["executed"] == "prompt"
 
 
 @pytest.mark.parametrize(
@@ -542,6 +597,8 @@ def test_the_shipped_model_knows_its_language(
             ["--tasks", "choose", "--mode", "adaptive", "--calibration", "SHIPPED"],
             "policies.json belongs to",
         ),
+        (["--tasks", "choose", "--mode", "lossless", "--prompt-budget", "0.5"], "Wanted Plain()"),
+        (["--tasks", "choose", "--prompt-budget", "2"], "Wanted a prompt budget above 0"),
         (["--tasks", "choose", "--model", "BARE"], "Wanted a tokenizer at"),
         (["--tasks", "write", "--context", "12"], "max_gen_toks below the model's context of 12"),
         (["--tasks", "choose", "--context", "3"], "fit the model's context of 3"),

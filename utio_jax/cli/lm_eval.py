@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from utio_jax.cli.options import OfWindows, policy_named, repeat_verdict
+from utio_jax.cli.options import OfWindows, calibration_of, policy_named, repeat_verdict
 from utio_jax.core.files import check_writable, save_json
 
 # For standard errors without a formula. In one process: forks of a process that runs JAX can hang.
@@ -36,6 +36,9 @@ class LmEval(OfWindows):
       depth: layers, for uniform.
       kv: what others see of a token beyond its depth, in adaptive: propagate or drop. By default
         propagate.
+      prompt_budget: FLOPs of reading a context, over reading it in full: most of its tokens stop
+        early, what continues it runs in full. In mode full.
+      prompt_maps: a file that `utio-jax fit-prompt` wrote: what a stock model needs for that.
       limit: items per task; all by default.
       batch: rows per pass.
       allow_hub: data sets may come from the hub; without it nothing but local files is read.
@@ -50,6 +53,8 @@ class LmEval(OfWindows):
     calibration: Path | None = None
     depth: int | None = None
     kv: str | None = None
+    prompt_budget: float | None = None
+    prompt_maps: Path | None = None
     limit: int | None = None
     batch: int = 16
     allow_hub: bool = False
@@ -60,6 +65,7 @@ class LmEval(OfWindows):
         from lm_eval.evaluator import simple_evaluate
 
         from utio_jax.evaluation.harness import UtioLM
+        from utio_jax.models.verbs import read_prompts_within
 
         started = time.perf_counter()
         if not self.tasks:
@@ -71,8 +77,15 @@ class LmEval(OfWindows):
         if self.out is not None:
             check_writable(self.out, "--out")
         model = self.load()
+        if self.prompt_maps is not None:
+            model = model.with_kv_maps(self.prompt_maps)
         mode, budget = self._mode(model)
-        lm = UtioLM(model, mode=mode, rows=self.batch, budget=budget)
+        prefill = None
+        if self.prompt_budget is not None:
+            prefill = read_prompts_within(
+                model, self.prompt_budget, lambda: calibration_of(model, self.calibration)
+            )
+        lm = UtioLM(model, mode=mode, rows=self.batch, budget=budget, prefill=prefill)
         # The harness prints; the last line of stdout is ours.
         with redirect_stdout(sys.stderr), _settings(offline=not self.allow_hub):
             manager, tasks = self._find_tasks()

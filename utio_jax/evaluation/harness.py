@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
@@ -29,6 +30,7 @@ from utio_jax.accounting.ledger import Ledger
 from utio_jax.core.documents import Batch, batches_of, row_widths
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import (
     Chain,
     Greedy,
@@ -42,8 +44,10 @@ from utio_jax.decoding.sampling import (
 from utio_jax.decoding.text import generate_until, read_text
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.harness_ledger import RequestLedger
+from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import check_kv
 from utio_jax.staircase.score import Comparison, full_depth
 
@@ -74,6 +78,7 @@ class UtioLM(TemplateLM):
         mode: Mode = Plain(),
         rows: int = 16,
         budget: float | None = None,
+        prefill: Prefill | None = None,
         executor: Executor = MicroBatches(),
     ) -> None:
         """Makes it.
@@ -84,20 +89,38 @@ class UtioLM(TemplateLM):
             `Lossless(...)`, which scores at full depth.
           rows: of a batch.
           budget: that the policy was calibrated for.
+          prefill: how contexts are read, from `utio_jax.decoding.prompts.prompt_prefill`; what
+            continues them runs in full. None: in full, too.
           executor: how scoring runs live slots.
 
         Raises:
           ValueError: rows < 1, the mode does not fit the model (policies that are not causal never
-            do), or the model has no tokenizer, or one that cannot be used.
+            do), the model has no tokenizer, or one that cannot be used, or contexts are to be read
+            otherwise than by `PromptImportance`, or in another mode than `Plain`.
         """
         super().__init__()
         if rows < 1:
             raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
         mode.check(model.decoder)
+        if prefill is not None:
+            if mode.depth_policy is not None or mode.block > 1:
+                raise ValueError(
+                    "Wanted Plain() with a prefill: continuations of contexts that were read "
+                    f"shallowly run in full. Got mode {mode.name!r}. Leave out one of the two."
+                )
+            if not isinstance(prefill.policy, PromptImportance):
+                raise ValueError(
+                    "Wanted a prefill by importance, from prompt_prefill(decoder, params, budget). "
+                    f"Got {prefill!r:.120}."
+                )
+            prefill.check(model.decoder, kv=mode.prompt_kv)
+        self.prefill = prefill
         self.model, self.mode, self.rows, self.executor = model, mode, rows, executor
         self.tokenizer = model.tokenizer
         self.opening = _opening(model)
-        self._record = RequestLedger(model.decoder, model.params, mode, budget=budget)
+        self._record = RequestLedger(
+            model.decoder, model.params, mode, budget=budget, prefill=prefill
+        )
 
     @property
     def max_length(self) -> int:
@@ -189,6 +212,18 @@ class UtioLM(TemplateLM):
         if self.mode.depth_policy is not None:
             policy = self.mode.depth_policy
             kv = check_kv(self.mode.prompt_kv, ("propagate", "drop"))
+        shallow = self.prefill is not None and what == "loglikelihood"
+        if shallow:
+            assert self.prefill is not None
+            kv = self.prefill.kv or kv
+
+        def policy_of(batch: Batch) -> Policy:
+            """Returns the policy that knows where each row's context ends."""
+            assert self.prefill is not None
+            new = [items[item][1] if item >= 0 else 0 for item in batch.window]
+            ends = jnp.asarray(batch.lengths - np.asarray(new), jnp.int32)
+            return dataclasses.replace(self.prefill.policy, prompt_tokens=ends)  # type: ignore[type-var]
+
         found: list[tuple[float, bool]] = [(0.0, True)] * len(items)
 
         def observe(_: str, batch: Batch, comparison: Comparison, __: np.ndarray) -> None:
@@ -209,12 +244,13 @@ class UtioLM(TemplateLM):
         )
         with tqdm(total=len(batches), desc=what, disable=disable_tqdm) as bar:
             step: Any = bar.update
-            if batches:
+            parts = [([each], policy_of(each)) for each in batches] if shallow else []
+            for part, chosen in parts or [(batches, policy)] * bool(batches):
                 quality = evaluate(
                     decoder,
                     params,
-                    batches,
-                    {"": policy},
+                    part,
+                    {"": chosen},
                     kv=kv,  # type: ignore[arg-type]
                     executor=self.executor,
                     observe=observe,
@@ -295,6 +331,7 @@ class UtioLM(TemplateLM):
             max_new_tokens=requests[0].max_new_tokens,
             eos_ids=[sorted({*decoder.config.eos_ids, *mine}) for mine in ends],
             seeds=chosen,
+            prefill=self.prefill,
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
         )
         self._record.add_written(prompts, generated, sampling)

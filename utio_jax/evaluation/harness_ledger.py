@@ -14,12 +14,14 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.evaluation.evaluate import Quality
 
 WRITTEN = "generate_until"
 """The kind of request that writes; all others score."""
 
+_ROLLING = "loglikelihood_rolling"
 _FULL = "The full model's."
 _SCORED_IN_FULL = (
     "The full model's: this mode speeds up new tokens, and here are none, so these requests ran at "
@@ -34,6 +36,10 @@ _WRITTEN_ROUTED = (
     "depth decided for each."
 )
 _WRITTEN_VERIFIED = "The full model's, up to ties within 1e-4 nats; drafted, and verified."
+_READ_SHALLOWLY = (
+    "Not the full model's: most tokens of a context stopped early; what follows it ran in full and "
+    "saw what these showed."
+)
 _WRITTEN_OTHERWISE = "Not the full model's: the mode promises nothing."
 # Scored and written text differ in what these mean.
 _QUALITY = ("nll_full", "nll", "nll_increase_pct", "kl_full", "agreement", "speedup_ideal")
@@ -43,7 +49,13 @@ class RequestLedger:
     """Adds up what one model ran in one mode."""
 
     def __init__(
-        self, decoder: Decoder, params: Params, mode: Mode, *, budget: float | None
+        self,
+        decoder: Decoder,
+        params: Params,
+        mode: Mode,
+        *,
+        budget: float | None,
+        prefill: Prefill | None = None,
     ) -> None:
         """Starts with nothing.
 
@@ -52,7 +64,9 @@ class RequestLedger:
           params: its parameters.
           mode: that writes; its policy, if it is adaptive, scores.
           budget: that the policy was calibrated for.
+          prefill: how contexts are read; None: in full.
         """
+        self.prefill = prefill
         self.decoder, self.params, self.mode, self.budget = decoder, params, mode, budget
         self.scored, self.spent = Quality(), Spent()
         self.written: list[tuple[Prompts, Generated]] = []
@@ -87,7 +101,10 @@ class RequestLedger:
         """
         if not self.scored.tokens and not self.written:
             raise ValueError("Wanted requests that were run. Got none so far.")
-        name = "full" if self.mode.depth_policy is None else self.mode.depth_policy.name
+        policy = self.mode.depth_policy
+        if policy is None and self.prefill is not None:
+            policy = self.prefill.policy
+        name = "full" if policy is None else policy.name
         layers = self.decoder.config.num_layers
         if not self.written:
             return self.scored.ledger(name, budget=self.budget, num_layers=layers)
@@ -128,11 +145,12 @@ class RequestLedger:
         for kind, count in self.counts.items():
             writes = kind == WRITTEN
             mode = self.mode.name if writes or self.mode.depth_policy is not None else "plain"
+            shallow = self.prefill is not None and kind != _ROLLING
             kinds[kind] = {
                 "requests": count,
                 "truncated": self.truncated[kind],
-                "executed": "full" if mode == "plain" else mode,
-                "meaning": _meaning(self.mode, writes=writes),
+                "executed": "prompt" if shallow else "full" if mode == "plain" else mode,
+                "meaning": _READ_SHALLOWLY if shallow else _meaning(self.mode, writes=writes),
             }
         return {"requests": kinds, **self.ledger().to_dict()}
 

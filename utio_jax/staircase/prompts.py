@@ -53,7 +53,8 @@ class PromptImportance:
       deep: share of the prompt's tokens that goes deeper at each boundary; 1: all, and there is no
         difference from full depth.
       at_least: tokens that go deeper however small the share is: shorter prompts run in full.
-      prompt_tokens: of each row, at most; what lies behind is no prompt. By default all is.
+      prompt_tokens: of all rows, or of each, at most; what lies behind is no prompt. By default all
+        is.
       depths: where tokens may stop, ending at the last layer. Static.
       sinks: see above. Static.
     """
@@ -61,7 +62,7 @@ class PromptImportance:
     signal: Signal
     deep: Float[Array, " boundary"]
     at_least: Int[Array, ""] | int = 16
-    prompt_tokens: Int[Array, ""] | int = _EVERYTHING
+    prompt_tokens: Int[Array, "*row"] | int = _EVERYTHING
     depths: tuple[int, ...] = static()
     sinks: int = static(default=4)
 
