@@ -36,9 +36,9 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test check check-rest test-slow test-generation notebooks parity llm test-llm bench \
-        bench-accelerator benchmark-transformers benchmark-flax benchmark-peers lint types docs \
-        figures wheel clean FORCE
+.PHONY: help demo install test check check-rest test-slow test-generation mutants notebooks \
+        parity llm test-llm bench bench-accelerator benchmark-transformers benchmark-flax \
+        benchmark-peers lint types docs figures wheel clean FORCE
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,17p'
@@ -59,6 +59,11 @@ check-rest: lint types docs
 
 test-slow: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)
+
+# Breaks a copy of the library in one place after the other: a test of `make test` has to fail for
+# each. Of one room: make mutants ARGS="--only decoding"
+mutants: $(VENV)/.installed-all
+	$(QUICK) $(BIN)/python tests/mutants.py $(ARGS)
 
 # 200 prompts x 128 tokens against full depth at batches 1, 4 and 16; memory over 1,000 batches.
 test-generation: $(VENV)/.installed-all

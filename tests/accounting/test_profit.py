@@ -182,3 +182,4 @@ def test_passes_that_do_not_pay_run_at_full_depth_and_say_so(tiny: Any) -> None:
     )
     assert [*found.fallbacks.values()] == [1]
     assert found.quality.histogram == {4: 64}
+    assert [each.log_likelihood.size for each in found.documents] == [31, 31]

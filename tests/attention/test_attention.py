@@ -8,12 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.attention.products import attend, attend_counted, with_count
+from utio_jax.attention.products import (
+    NOWHERE,
+    attend,
+    attend_counted,
+    visible_keys,
+    with_count,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
 
-def slow_attend(queries, keys, values, visible) -> np.ndarray:
+def slow_attend(queries, keys, values, visible, softcap: float | None = None) -> np.ndarray:
     """Returns attention of one sequence, `[query, head, head_dim]`."""
     queries, keys, values = (np.asarray(leaf, np.float64) for leaf in (queries, keys, values))
     group = queries.shape[1] // keys.shape[1]
@@ -23,6 +29,7 @@ def slow_attend(queries, keys, values, visible) -> np.ndarray:
         if seen.size == 0:
             continue
         scores = np.array([queries[query, head] @ keys[key, head // group] for key in seen])
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
         mixed = sum(w * values[key, head // group] for w, key in zip(weights, seen, strict=True))
         out[query, head] = mixed / weights.sum()
@@ -47,6 +54,28 @@ def example(heads: int, kv_heads: int, *, queries: int = 5, keys: int = 7, scale
 def test_equals_softmax_also_where_heads_share_keys(heads, kv_heads, queries):
     inputs = example(heads, kv_heads, queries=queries)
     np.testing.assert_allclose(attend(*inputs), slow_attend(*inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("queries", [5, 70])
+def test_capped_scores_are_the_cap_times_a_tanh(queries):
+    inputs = example(4, 2, queries=queries)
+    found, capped = attend(*inputs, softcap=3.0), slow_attend(*inputs, softcap=3.0)
+    np.testing.assert_allclose(found, capped, rtol=1e-5, atol=1e-6)
+    assert np.abs(found - slow_attend(*inputs)).max() > 0.1, "a cap that matters"
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_query_sees_a_window_that_ends_with_itself_or_lies_around_it(causal, window):
+    queries, keys = np.array([0, 2, 5, 6]), np.array([0, 1, 2, 3, 4, 5, 6, 7, NOWHERE])
+    wanted = np.zeros((4, 9), bool)
+    for i, j in np.ndindex(4, 9):
+        back = queries[i] - keys[j]
+        near = window is None or (back if causal else abs(back)) < window
+        wanted[i, j] = keys[j] != NOWHERE and near and (not causal or back >= 0)
+    at = jnp.asarray(queries, jnp.int32), jnp.asarray(keys, jnp.int32)
+    limit = None if window is None else jnp.int32(window)
+    np.testing.assert_array_equal(visible_keys(*at, limit, causal=causal), wanted)
 
 
 def test_large_scores_do_not_overflow():

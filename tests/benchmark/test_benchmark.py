@@ -36,8 +36,6 @@ from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.models.presets import SHAPES
 
-pytestmark = pytest.mark.check
-
 ENVIRONMENT = {"matmul_flops_per_second": 100.0, "copy_bytes_per_second": 10.0, "device": "cpu:x"}
 BENCH = Bench(rounds=2, environment=ENVIRONMENT)
 PLANNED = Row(key="score/m/full/b1", part="score", model="m", method="full", baseline="full dense")
@@ -196,6 +194,7 @@ def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
     recorder_at(tmp_path, resume=True).close(complete=True, seconds=2.0)
 
 
+@pytest.mark.check
 def test_a_group_leaves_no_compiled_programs_behind(tmp_path: Path) -> None:
     program: Any = jax.jit(lambda x: x + 1.0)
 
@@ -239,6 +238,7 @@ def test_what_cannot_run_says_why_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert [*recorder.rows] == ["a", "b"]
 
 
+@pytest.mark.check
 def test_the_environment_says_what_the_machine_can_do() -> None:
     found = describe(dtype="float32", small=True)
     assert found["device"] == f"{jax.devices()[0].platform}:{jax.devices()[0].device_kind}"
@@ -250,6 +250,7 @@ def test_the_environment_says_what_the_machine_can_do() -> None:
 # --- What is measured.
 
 
+@pytest.mark.check
 def test_policies_stand_next_to_controls_at_their_flops(subject: Subject) -> None:
     methods = {method.label: method for method in methods_of(subject, ["learned@0.6"], width=64)}
     assert [*methods] == ["learned@0.6", "random@0.6", "uniform:2"]
@@ -274,6 +275,7 @@ def test_policies_stand_next_to_controls_at_their_flops(subject: Subject) -> Non
             label_of(name)
 
 
+@pytest.mark.check
 def test_a_method_that_fell_back_or_is_missing_has_no_speedup(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +319,7 @@ def test_a_method_that_fell_back_or_is_missing_has_no_speedup(
     assert (missing.ran, missing.fallbacks) == (False, {})
 
 
+@pytest.mark.check
 def test_memory_is_what_the_compiled_program_holds() -> None:
     x = jax.ShapeDtypeStruct((128, 128), np.float32)
     found = memory_of(jax.jit(lambda x: jax.numpy.sort(x @ x) @ x).lower(x).compile())
@@ -331,6 +334,7 @@ def test_the_depths_of_a_histogram_are_exactly_its_shares() -> None:
     assert [*np.unique(depths, return_counts=True)[1]] == [6, 18]
 
 
+@pytest.mark.check
 def test_profit_is_fitted_on_one_half_and_scored_on_the_other(subject: Subject) -> None:
     planned = profit_group(BENCH, subject, (1, 2, 4), (32, 64, 128, 256)).rows
     points = [row for row in planned if row.method != "full"]
@@ -368,6 +372,7 @@ def test_profit_is_fitted_on_one_half_and_scored_on_the_other(subject: Subject) 
     assert predict(subject, []) is None
 
 
+@pytest.mark.check
 def test_decoding_is_fitted_to_chance_and_scored_on_policies(subject: Subject) -> None:
     grid = profit_group(BENCH, subject, (1, 2), (32, 64)).rows
     grid = [
@@ -434,6 +439,7 @@ def decoding_row(batch: int, method: str, factor: float = 1.0) -> Row:
     return timed(row, took, BENCH, against=timing(10 * plain, 10 * plain))
 
 
+@pytest.mark.check
 def test_choices_of_execution_compute_the_same(subject: Subject) -> None:
     for programs in (layer_programs(subject, 16), stop_programs(subject, 2, 8)):
         first, *others = [np.asarray(program()) for program in programs.values()]
@@ -441,6 +447,7 @@ def test_choices_of_execution_compute_the_same(subject: Subject) -> None:
             np.testing.assert_allclose(other, first, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.check
 def test_shapes_have_real_widths_and_as_many_layers_as_fit() -> None:
     seven = SHAPES["llama-7b"]
     fit: Callable[..., int] = lambda config, memory, **more: fit_layers(  # noqa: E731
@@ -460,6 +467,7 @@ def test_shapes_have_real_widths_and_as_many_layers_as_fit() -> None:
         fit(seven, 1e9)
 
 
+@pytest.mark.check
 def test_random_parameters_leave_no_layer_idle() -> None:
     small = subject_named("tiny", dtype="bfloat16")
     decoder: Any = small.decoder
@@ -477,6 +485,7 @@ def test_random_parameters_leave_no_layer_idle() -> None:
     assert small.stretched(130).batch(2, 130).token_ids.shape == (2, 130)
 
 
+@pytest.mark.check
 def test_a_first_call_is_timed_in_a_process_of_its_own(
     subject: Subject, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -495,6 +504,7 @@ def test_a_first_call_is_timed_in_a_process_of_its_own(
     assert "OSError: broken" in row.note
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", sorted(SUITES))
 def test_every_suite_is_planned_without_two_rows_of_one_key(name: str, subject: Subject) -> None:
     for suite in (SUITES[name], tiny_suite(SUITES[name])):
@@ -506,6 +516,7 @@ def test_every_suite_is_planned_without_two_rows_of_one_key(name: str, subject: 
 # --- The command.
 
 
+@pytest.mark.check
 def test_the_command_measures_and_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,6 +546,7 @@ def test_the_command_measures_and_resumes(
     assert read_results(Path(found["out"]))["rows"] == stored["rows"]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
@@ -554,6 +566,7 @@ def test_bad_options_are_named(
     assert match in captured.err
 
 
+@pytest.mark.check
 @pytest.mark.slow
 @pytest.mark.parametrize("suite", sorted(SUITES))
 def test_every_suite_runs_dry(suite: str, tmp_path: Path) -> None:

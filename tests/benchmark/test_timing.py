@@ -16,8 +16,6 @@ from utio_jax import Ledger, random_depths
 from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure, uniform_hull
 from utio_jax.benchmark.timing import count_compiles, routing_only, time_programs
 
-pytestmark = pytest.mark.check
-
 
 def test_programs_take_turns_and_the_order_rotates() -> None:
     calls: list[str] = []
@@ -62,6 +60,7 @@ def test_routing_only_touches_each_live_token_once_a_layer() -> None:
     np.testing.assert_array_equal(x, np.repeat(depths[..., None], 2, axis=-1).astype(np.float32))
 
 
+@pytest.mark.check
 def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None:
     policy = gated(tiny)
     dealt = random_depths(jnp.asarray([0.4, 0.3, 0.3]), key=jax.random.key(0), depths=(1, 2, 4))

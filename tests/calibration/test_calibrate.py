@@ -24,13 +24,11 @@ from utio_jax import Entropy, KeepFirst, Learned, Position, PositionDecay, State
 from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
 from utio_jax.calibration.hindsight import hindsight_policies
 from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
-from utio_jax.calibration.thresholds import fit_thresholds, leave_at
+from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
 from utio_jax.core.documents import Batch
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.signals import DepthTable
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
-
-pytestmark = pytest.mark.check
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,9 @@ pytestmark = pytest.mark.check
     # Cheap gates; dear ones, which the budget must hold; and ones that are hardly worth their cost.
     [((0.01, 0.01), 40), ((0.05, 0.05), 40), ((0.01, 0.15), 60), ((0.01, 0.2), 60)],
 )
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.check) for seed in range(2, 8))]
+)
 def test_thresholds_are_as_good_as_exhaustive_search(
     gate: tuple[float, float], tokens: int, seed: int
 ) -> None:
@@ -83,6 +83,26 @@ def test_thresholds_are_as_good_as_exhaustive_search(
         assert sum(fit.fractions) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_at_a_price_no_threshold_alone_could_be_better(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kl = np.stack([rng.exponential(size, 50) for size in (1.0, 0.6, 0.3)] + [np.zeros(50)])
+    scores = np.sqrt(kl[:3]) + rng.normal(0, 0.3, (3, 50))
+    depth_price, gate_price = np.asarray([0.1, 0.3, 0.5, 1.0]), rng.uniform(0.0, 0.25, 3)
+
+    def total(cuts: np.ndarray) -> float:
+        left = leave_at(scores, cuts)
+        gates = [gate_price[b] * (left >= b).sum() for b in range(3) if np.isfinite(cuts[b])]
+        return float((kl[left, np.arange(50)] + depth_price[left]).sum() + sum(gates))
+
+    found = _sweep(scores, kl, np.argsort(scores, axis=1), depth_price, gate_price)
+    for boundary in range(3):
+        for cut in (-np.inf, *scores[boundary]):
+            other = found.copy()
+            other[boundary] = cut
+            assert total(found) <= total(other) + 1e-9
+
+
 def test_unreachable_budgets_are_refused() -> None:
     with pytest.raises(
         ValueError, match="at least 0.310, the cost of leaving at depth 1. Got budget=0.2"
@@ -97,6 +117,7 @@ def test_unreachable_budgets_are_refused() -> None:
         )
 
 
+@pytest.mark.check
 def test_gates_learn_what_the_state_says_about_kl() -> None:
     rng = np.random.default_rng(1)
     states = rng.normal(size=(2, 4000, 16)).astype(np.float32)
@@ -172,6 +193,7 @@ def numbers_of(leaf: jax.Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
 
 
+@pytest.mark.check
 def test_a_calibration_is_deterministic(tiny: Any, text: list[Batch], fitted: Calibration) -> None:
     again = calibrated(tiny, text, policies=("learned",))
     assert fitted.entries["learned"] == again.entries["learned"]
@@ -181,6 +203,7 @@ def test_a_calibration_is_deterministic(tiny: Any, text: list[Batch], fitted: Ca
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.check
 def test_a_calibration_survives_its_files_and_refuses_other_models(
     tiny: Any, text: list[Batch], fitted: Calibration, tmp_path: Path
 ) -> None:
@@ -220,6 +243,7 @@ def test_a_calibration_survives_its_files_and_refuses_other_models(
         load_calibration(tmp_path, model_sha256="a" * 64)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("names", "reached"),
     [
@@ -276,6 +300,7 @@ def test_wrapped_signals_survive_their_files(tiny: Any, tmp_path: Path) -> None:
         load_calibration(tmp_path, model_sha256="b")
 
 
+@pytest.mark.check
 def test_states_beyond_float16_are_kept_as_they_are(tiny: Any, text: list[Batch]) -> None:
     """The second batch's states are too large for it; the first one's stay in float16."""
     scale = np.float32(1e6)
@@ -384,6 +409,7 @@ def test_entries_that_no_policy_can_have_are_refused(
         load_calibration(tmp_path, model_sha256="b")
 
 
+@pytest.mark.check
 def test_a_study_holds_the_divergences_and_the_harm_of_the_exits(
     tiny: Any, text: list[Batch]
 ) -> None:
@@ -411,6 +437,7 @@ def test_a_study_holds_the_divergences_and_the_harm_of_the_exits(
     np.testing.assert_allclose(merge("harm"), np.asarray(harm) - harm[-1], atol=1e-3)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("by", ["kl", "loss"])
 def test_oracles_know_the_harm_of_every_exit(tiny: Any, by: Any, text: list[Batch]) -> None:
     studies = study_exits(tiny.decoder, tiny.params, text)
@@ -434,6 +461,7 @@ def test_oracles_know_the_harm_of_every_exit(tiny: Any, by: Any, text: list[Batc
     assert np.mean(shares) == pytest.approx(0.8, abs=0.08)
 
 
+@pytest.mark.check
 def test_impossible_oracles_are_refused(
     tiny: Any, unchecked_shapes: None, text: list[Batch]
 ) -> None:
@@ -449,11 +477,13 @@ def test_impossible_oracles_are_refused(
         ask(by="kl", budget=0.01)
 
 
+@pytest.mark.check
 def test_unknown_policies_are_refused(tiny: Any, text: list[Batch]) -> None:
     with pytest.raises(ValueError, match="policies of learned, utio_surrogate.*Got 'magic'"):
         calibrated(tiny, text, policies=("magic",))
 
 
+@pytest.mark.check
 def test_models_without_exits_cannot_be_calibrated(tiny: Any, text: list[Batch]) -> None:
     config = dataclasses.replace(tiny.decoder.config, exits=(4,))
     with pytest.raises(ValueError, match="an exit before its last layer 4. Got exits=\\(4,\\)"):

@@ -17,8 +17,6 @@ from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.store import Calibration, Thresholds
 
-pytestmark = pytest.mark.check
-
 
 def sums(nll: Any, flops: Any) -> DocumentSums:
     return DocumentSums(nll=np.asarray(nll, float), flops=np.asarray(flops, float))
@@ -217,6 +215,7 @@ def compared(tiny: Any, text: list[Batch], fitted: Calibration) -> Any:
     )
 
 
+@pytest.mark.check
 def test_rows_are_those_of_evaluate_with_margins_of_the_table(
     tiny: Any, text: list[Batch], compared: Any
 ) -> None:
@@ -254,6 +253,7 @@ def test_rows_are_those_of_evaluate_with_margins_of_the_table(
     assert learned < oracle, "hindsight is better"
 
 
+@pytest.mark.check
 def test_rows_are_ready_for_json(compared: Any) -> None:
     _, rows = compared
     for row in rows:
@@ -262,6 +262,7 @@ def test_rows_are_ready_for_json(compared: Any) -> None:
         assert found["hull_margin_pct"] is None or len(found["hull_margin_pct"]) == 3
 
 
+@pytest.mark.check
 def test_budgets_that_nobody_has_are_refused(tiny: Any, text: list[Batch]) -> None:
     entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
     fitted = Calibration(

@@ -177,6 +177,16 @@ def test_one_unit_less_than_needed_could_prove_nothing(max_risk: float, confiden
         assert control(np.zeros((1, needed)), max_risk=max_risk, confidence=confidence).chosen == 0
 
 
+@pytest.mark.parametrize("looks", [2, 5])
+def test_several_policies_need_the_units_of_a_higher_confidence(looks: int) -> None:
+    needed = units_needed(0.05, 0.9, looks)
+    assert needed == units_needed(0.05, 1 - 0.1 / looks) > units_needed(0.05, 0.9)
+    best = np.zeros((1, needed))
+    assert control(best, max_risk=0.05, confidence=0.9, looks=looks).chosen == 0
+    with pytest.raises(ValueError, match=f"at least {needed} documents .*for each of {looks} pol"):
+        control(best[:, 1:], max_risk=0.05, confidence=0.9, looks=looks)
+
+
 def shingles_of(document: np.ndarray) -> set[tuple[int, ...]]:
     ids = document.tolist()
     return {tuple(ids[i : i + 8]) for i in range(max(1, len(ids) - 7))}

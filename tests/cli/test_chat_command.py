@@ -59,9 +59,17 @@ def test_a_conversation_goes_on_until_it_is_left(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = asked(monkeypatch)
+    seeds, answer = list[int](), chat.stream_answer
+
+    def noting_seeds(*messages: Any, **options: Any) -> Iterator[tuple[str, int]]:
+        seeds.append(options["seeds"])
+        return answer(*messages, **options)
+
+    monkeypatch.setattr(chat, "stream_answer", noting_seeds)
     say(monkeypatch, "hello", "", "and?", "/new", "again", "/exit", "never asked")
     arguments = ["chat", "--model", folder, "--max-new-tokens", "5", "--system", "be brief"]
-    assert main(arguments) == 0
+    assert main([*arguments, "--seed", "7"]) == 0
+    assert seeds == [7, 8, 9], "no turn draws as another"
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert (found["command"], found["mode"]) == ("chat", "plain")

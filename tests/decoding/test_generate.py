@@ -28,7 +28,7 @@ from helpers.policies import SurePasses
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import stream
-from utio_jax.decoding.loop import Lengths, advance, begin
+from utio_jax.decoding.loop import Lengths, advance, begin, run_chunks
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
 from utio_jax.decoding.state import stop_rules
@@ -146,6 +146,13 @@ def test_drawn_tokens_follow_the_model(model):
 
 def chi_square(seen: np.ndarray, expected: np.ndarray) -> float:
     return float(np.sum((seen - expected) ** 2 / expected))
+
+
+@pytest.mark.parametrize(("seeds", "wanted"), [(5, [5, 6, 7]), ([9, 2, 9], [9, 2, 9])])
+def test_each_row_has_a_seed_of_its_own(model, seeds, wanted):
+    options = {"chunk": 40, "max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
+    (state,) = run_chunks(model.decoder, model.params, PROMPTS, seeds=seeds, **options)
+    np.testing.assert_array_equal(state.seeds, wanted)
 
 
 @pytest.mark.parametrize("end", ["eos", pytest.param("stop", marks=pytest.mark.slow)])

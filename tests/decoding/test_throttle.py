@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from functools import lru_cache, partial
 from typing import Any
 
@@ -359,6 +360,23 @@ def test_places() -> None:
 
 
 # --- What it costs, and how it composes.
+
+
+def test_each_segment_has_a_threshold_of_its_own() -> None:
+    """Scores are minus the position: -2, -5 and -8 at both boundaries."""
+    throttle = Throttle(
+        signal=Position(), thresholds=jnp.asarray([-1.0, -4.0, -7.0]), history=History(recent=4)
+    )
+    positions = jnp.asarray([2, 5, 8], jnp.int32)
+    state: Any = types.SimpleNamespace(positions=positions, last_ids=0 * positions)
+    first = throttle.begin(state, jnp.asarray([-0.5, jnp.nan, -3.0]))
+    nothing: Any = None
+    second = throttle.look(0, nothing, first)
+    third = throttle.look(1, nothing, second)
+    for watch, low in ((first, [0, 0, 1]), (second, [0, 1, 1]), (third, [0, 0, 1])):
+        np.testing.assert_array_equal(watch.low[:, 0], np.asarray(low, bool))
+    for watch in (second, third):  # For the next token's first layers.
+        np.testing.assert_array_equal(watch.scores, [-2.0, -5.0, -8.0])
 
 
 def test_rows_read_what_they_need(model: Any) -> None:

@@ -23,8 +23,6 @@ from utio_jax.cli.options import OfDevices
 from utio_jax.devices.processes import Shards, digest, local_mesh, share
 from utio_jax.models import save
 
-pytestmark = pytest.mark.check
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -80,6 +78,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["flops_ratio"] == pytest.approx(wanted["flops_ratio"], rel=0.05)
 
 
+@pytest.mark.check
 def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
     folder: Path, alone: dict[str, Any]
 ) -> None:
@@ -98,6 +97,7 @@ def test_two_processes_evaluate_as_one_does_and_go_on_from_shards(
     assert [f.stat().st_mtime_ns for f in files if f != files[1]] == before
 
 
+@pytest.mark.check
 @pytest.mark.slow
 def test_calibrate_and_compare_deal_out_what_one_does(folder: Path) -> None:
     text = ("--model", str(folder / "model"), "--token-ids", str(folder / "ids.json"))
@@ -121,6 +121,7 @@ def test_calibrate_and_compare_deal_out_what_one_does(folder: Path) -> None:
             assert one[name] == pytest.approx(two[name], abs=1e-5)
 
 
+@pytest.mark.check
 def test_processes_with_different_files_are_refused(folder: Path) -> None:
     """The model's are the same; one document of one process has another last token."""
     documents = json.loads((folder / "ids.json").read_text())
@@ -144,6 +145,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.check
 def test_the_launcher_names_a_process_that_dies_and_nothing_is_complete(folder: Path) -> None:
     shards = folder / "cut_short"
     started = start("launch", "--processes", "2", *command(folder, "--shards", str(shards)))

@@ -236,6 +236,8 @@ def test_a_full_pass_that_is_kept_runs_once(tiny: Any) -> None:
     assert read_counts()["queries"] == 0
     assert dataclasses.asdict(first) == dataclasses.asdict(again)
     assert sorted(kept) == list(range(len(read)))
+    alone = evaluate(decoder, tiny.params, read, full, executor=EXECUTOR)[""]
+    assert dataclasses.asdict(alone) == dataclasses.asdict(first), "each batch has its own"
 
 
 @pytree

@@ -430,7 +430,12 @@ def test_random_deals_out_its_fractions_by_token_and_position_alone(tiny: Any) -
     np.testing.assert_array_equal(draws[:1], policy.start(ids[:1], positions[:1]))
     signal = dataclasses.replace(policy.signal, key=jax.random.key(6))
     other = dataclasses.replace(policy, signal=signal)
-    assert (np.asarray(other.start(ids, positions)) != draws).mean() > 0.9
+    for elsewhere in (
+        other.start(ids, positions),
+        policy.start(ids, positions + 1),
+        policy.start((ids + 1) % 64, positions),
+    ):
+        assert (np.asarray(elsewhere) != draws).mean() > 0.9
     few = jnp.asarray(tokens(tiny))
     drawn = np.asarray(policy.start(few, positions[: SHAPE.batch, : SHAPE.token]))
     wanted = np.select([drawn < 0.5, drawn < 0.75], [1, 2], 4)

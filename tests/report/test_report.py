@@ -30,8 +30,6 @@ from utio_jax.report.results import Results, load_results
 from utio_jax.report.speed_plots import draw_growth, draw_profit, draw_speedups
 from utio_jax.report.work_plots import draw_losses, draw_roofline, draw_utilisation
 
-pytestmark = pytest.mark.check
-
 HOSTILE = "<script>alert('x')</script> | `a` $x^$ [b](javascript:c) <img src=http://d>\n# e"
 
 
@@ -88,6 +86,7 @@ def only(stored: dict[str, Any], *parts: str) -> dict[str, Any]:
     return {**copy.deepcopy({k: v for k, v in stored.items() if k != "rows"}), "rows": rows}
 
 
+@pytest.mark.check
 def test_every_part_and_every_row_is_in_every_file(report: Path, results: Results) -> None:
     page = Page((report / "report.html").read_text())
     text = (report / "report.md").read_text()
@@ -107,6 +106,7 @@ def test_every_part_and_every_row_is_in_every_file(report: Path, results: Result
     assert len(lines) - tables == len(results.rows) + len(growth_series(results.rows))
 
 
+@pytest.mark.check
 def test_the_page_needs_nothing_else(report: Path) -> None:
     text = (report / "report.html").read_text()
     page = Page(text)
@@ -124,6 +124,7 @@ def test_the_page_needs_nothing_else(report: Path) -> None:
     assert sorted(named) == [picture.name for picture in pictures]
 
 
+@pytest.mark.check
 def test_the_csv_gives_back_every_row(report: Path, stored: dict[str, Any]) -> None:
     texts = {"key", "part", "model", "method", "note"}
 
@@ -147,6 +148,7 @@ def test_the_csv_gives_back_every_row(report: Path, stored: dict[str, Any]) -> N
             assert row == wanted
 
 
+@pytest.mark.check
 def test_what_fell_back_or_did_not_run_is_shown_without_a_speedup(report: Path) -> None:
     text = (report / "report.md").read_text()
     (fell,) = [line for line in text.splitlines() if "fell back: full depth, 7 times" in line]
@@ -158,6 +160,7 @@ def test_what_fell_back_or_did_not_run_is_shown_without_a_speedup(report: Path) 
     assert "2 compilations after the warm-up" in text
 
 
+@pytest.mark.check
 def test_any_text_is_shown_as_it_is(stored: dict[str, Any], tmp_path: Path) -> None:
     bad = only(stored, "score", "growth", "peer")
     bad["rows"] = [row for row in bad["rows"] if row["setting"].get("axis") in (None, "batch")]
@@ -187,6 +190,7 @@ def test_any_text_is_shown_as_it_is(stored: dict[str, Any], tmp_path: Path) -> N
     assert r"\$" in figure.axes[0].get_title()
 
 
+@pytest.mark.check
 def test_the_command_says_what_it_wrote_and_what_got_worse(
     stored: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +289,7 @@ def test_a_method_that_no_longer_runs_is_a_regression_and_one_that_does_an_impro
     )
 
 
+@pytest.mark.check
 def test_missing_rows_and_other_conditions_are_named_first(
     stored: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -313,6 +318,7 @@ def broken(stored: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return other
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [
@@ -366,6 +372,7 @@ def test_files_that_cannot_be_read_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.check
 def test_files_that_are_not_there_or_too_many_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

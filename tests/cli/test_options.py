@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options become what they say, and none is taken without a use: no model is run."""
+
+from __future__ import annotations
+
+import math
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from utio_jax import Adaptive, Ledger, Lossless, Plain, uniform
+from utio_jax.accounting.quality import Quality
+from utio_jax.cli.evaluate import Evaluate
+from utio_jax.cli.modes import OfDecoding
+from utio_jax.cli.options import check_policy_options, read_token_ids
+from utio_jax.cli.scoring import Scored
+from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
+from utio_jax.evaluation.evaluate import DocumentScore, TextScore
+
+MODEL = types.SimpleNamespace(policy=lambda name, depth: uniform(depth), prompt_choices=())
+"""What options need of a model to name a depth."""
+
+
+def test_a_mode_is_the_one_that_was_asked_for() -> None:
+    assert isinstance(OfDecoding().decoding_mode(MODEL)[0], Plain)
+    asked = OfDecoding(enable_utio=True, policy="uniform", depth=2, kv="drop")
+    mode, prefill, budget = asked.decoding_mode(MODEL)
+    assert isinstance(mode, Adaptive)
+    assert (mode.policy.depths, mode.kv, prefill, budget) == ((2,), "drop", None, None)
+    drafts, _, _ = OfDecoding(lossless=True).decoding_mode(MODEL)
+    copies, _, _ = OfDecoding(lossless=True, drafter="ngram").decoding_mode(MODEL)
+    assert isinstance(drafts, Lossless)
+    assert isinstance(copies, Lossless)
+    assert (drafts.drafter, drafts.controller is None) == ("exit", False)
+    assert (copies.drafter, copies.controller is None) == ("ngram", True)
+    for wrong in (OfDecoding(kv="drop"), OfDecoding(drafter="ngram"), OfDecoding(depth=2)):
+        with pytest.raises(ValueError, match="Wanted --"):
+            wrong.decoding_mode(MODEL)
+
+
+def test_tokens_are_drawn_as_asked() -> None:
+    assert OfDecoding().sampling() == Greedy()
+    assert OfDecoding(temperature=0.5).sampling() == Temperature(0.5)
+    wanted = Chain((Temperature(0.5), TopP(0.9)))
+    assert OfDecoding(temperature=0.5, top_p=0.9).sampling() == wanted
+    with pytest.raises(ValueError, match="nothing is drawn at 0"):
+        OfDecoding(top_p=0.9).sampling()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "match"),
+    [
+        ("full", {"budget": 0.5}, "a fitted policy, such as --policy learned, with --budget"),
+        ("full", {"min_tokens": 9}, "with --min-tokens. Got --policy full"),
+        ("uniform", {"calibration": Path("c"), "depth": 2}, "with --calibration"),
+        ("uniform", {}, "Wanted --depth with --policy uniform"),
+        ("learned", {"depth": 3}, "Wanted --policy uniform with --depth. Got --policy learned"),
+    ],
+)
+def test_an_option_without_a_use_is_named(name: str, options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        check_policy_options(name, **options)
+    check_policy_options("uniform", depth=2)
+    check_policy_options("learned", budget=0.5, calibration=Path("c"), kv="drop")
+
+
+def test_token_ids_are_lists_of_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "ids.json"
+    file.write_text("[[1, 2], [3]]")
+    assert [ids.tolist() for ids in read_token_ids(file)] == [[1, 2], [3]]
+    for wrong in ("[]", "[[]]", "[1]", "[[1.0]]", "[[true]]", '{"a": [1]}'):
+        file.write_text(wrong)
+        with pytest.raises(ValueError, match="one list per document, none of them empty"):
+            read_token_ids(file)
+
+
+def test_bits_per_byte_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents of three and one predicted tokens, in ten bytes."""
+    likelihoods = [np.log([0.5, 0.25, 0.5]), np.log([0.125])]
+    documents = tuple(
+        DocumentScore(log_likelihood=each, depths=np.full(each.size, 4)) for each in likelihoods
+    )
+    scored = Scored(
+        names=["a", "b"],
+        documents=[np.arange(4), np.arange(2)],
+        bytes=10,
+        row=Ledger(policy="full", nll_full=1.0),
+    )
+    found = TextScore(documents=documents, quality=Quality(), fallbacks={})
+    monkeypatch.setattr(Evaluate, "score", lambda self, files: (found, scored))
+    record = Evaluate().run()
+    assert record["bits_per_byte"] == pytest.approx((1 + 2 + 1 + 3) / 10)
+    assert record["loss"] == pytest.approx(7 * math.log(2) / 4, abs=1e-6)
+    assert record["perplexity"] == pytest.approx(2 ** (7 / 4), abs=1e-4)
+    assert record["documents"] == 2

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What comes out of a step, and where rows end, against a loop over rows and tokens."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.attention.cache import init_cache
+from utio_jax.core.decoder import DecoderConfig
+from utio_jax.decoding.state import REASONS, DecodeState, emit, empty_tally, stop_rules
+
+SIZES = DecoderConfig(
+    vocab_size=3,
+    num_layers=4,
+    embed_dim=2,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=2,
+    context_length=16,
+)
+BATCH, SLOTS, NEW = 64, 16, 4
+STOPS = [[1, 1], [0, 1, 0], [1, 0, 0, 1]]
+
+
+def slow_emit(known: list[int], prompt: int, limit: int, new: list[int], eos: int) -> str:
+    """Adds new tokens to a row, one by one, and says why it ended."""
+    for token in new:
+        known.append(token)
+        written = known[prompt:]
+        if token == eos:
+            return "eos"
+        if any(written[-len(stop) :] == stop for stop in STOPS):
+            return "stop"
+        if len(known) >= limit:
+            return "length"
+    return "running"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(1, 8, BATCH)
+    lengths = prompts + rng.integers(0, 3, BATCH)
+    limits = lengths + rng.integers(1, 6, BATCH)
+    known = rng.choice(3, (BATCH, SLOTS), p=[0.45, 0.45, 0.1]).astype(np.int32)
+    reason = rng.choice([0, 0, 0, 1, 3], BATCH).astype(np.int32)
+    new = rng.choice(3, (BATCH, NEW), p=[0.45, 0.45, 0.1]).astype(np.int32)
+    counts, depths = rng.integers(1, NEW + 1, BATCH), rng.integers(1, 5, (BATCH, NEW))
+    logits = rng.normal(size=(BATCH, NEW, 3)).astype(np.float32)
+    state = DecodeState(
+        token_ids=jnp.asarray(known),
+        lengths=jnp.asarray(lengths, jnp.int32),
+        prompt_lengths=jnp.asarray(prompts, jnp.int32),
+        limits=jnp.asarray(limits, jnp.int32),
+        reason=jnp.asarray(reason),
+        seeds=jnp.arange(BATCH, dtype=jnp.uint32),
+        cache=init_cache(SIZES, batch=BATCH, slots=SLOTS),
+        tally=empty_tally(BATCH, SLOTS),
+        memory=None,
+    )
+    found = emit(
+        state,
+        stop_rules([2], STOPS),
+        jnp.asarray(new),
+        jnp.asarray(counts, jnp.int32),
+        logits=jnp.asarray(logits),
+        decided=jnp.asarray(depths, jnp.int32),
+        executed=jnp.full((BATCH, NEW), 4, jnp.int32),
+    )
+    log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    ends = set[str]()
+    for row in range(BATCH):
+        wanted, why = known[row, : lengths[row]].tolist(), REASONS[reason[row]]
+        if why == "running":
+            why = slow_emit(wanted, prompts[row], limits[row], new[row, : counts[row]].tolist(), 2)
+            ends.add(why)
+        assert found.lengths[row] == len(wanted)
+        assert REASONS[int(found.reason[row])] == why
+        assert found.token_ids[row, : len(wanted)].tolist() == wanted
+        added = len(wanted) - lengths[row]
+        here = slice(lengths[row], len(wanted))
+        for name, values in (("decided", depths), ("executed", np.full_like(depths, 4))):
+            tally = np.asarray(getattr(found.tally, name)[row])
+            np.testing.assert_array_equal(tally[here], values[row, :added])
+            assert np.count_nonzero(tally) == added, "nothing is noted of what was cut"
+        chosen = log_p[row, np.arange(added), new[row, :added]]
+        np.testing.assert_allclose(found.tally.log_probability[row, here], chosen, atol=1e-5)
+    assert ends == {"running", "eos", "stop", "length"}, "each of them occurs"
