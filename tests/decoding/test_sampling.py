@@ -132,6 +132,7 @@ def test_one_method_for_all_rows_stays_one():
     assert check_sampling([drawn, again], rows=2) is drawn
     for other in (TopK(3), Chain((Temperature(0.8), TopK(3))), Chain((Temperature(0.9), TopK(4)))):
         assert isinstance(check_sampling([drawn, other], rows=2), PerRowSampling)
+    assert isinstance(check_sampling([TopP(0.5), MinP(0.5)], rows=2), PerRowSampling)
     assert check_sampling(Greedy(), rows=7) == Greedy()
 
 
