@@ -24,4 +24,34 @@ def static(**options: Any) -> Any:
 )
 def pytree(cls: type[T]) -> type[T]:
     """Makes a class a frozen dataclass with fields by keyword, and a pytree of those not static."""
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+    return register(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
+
+
+def register(cls: type[T]) -> type[T]:
+    """Makes a dataclass a pytree whose structure names its class.
+
+    `jax.tree_util.register_dataclass` (up to jax 0.12) gives two classes with as many leaves
+    structures that compare as equal and differ by their hash alone. jit looks programs up by both,
+    in a table that compares seven bits of the hash: now and then it runs the other class's program.
+    """
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    leaves = tuple(field.name for field in fields if not field.metadata.get("static"))
+    fixed = tuple(field.name for field in fields if field.metadata.get("static"))
+    keys = tuple(jax.tree_util.GetAttrKey(name) for name in leaves)
+
+    def static_of(tree: T) -> tuple[Any, ...]:
+        return tuple(getattr(tree, name) for name in fixed)
+
+    def flatten(tree: T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(tree, name) for name in leaves), static_of(tree)
+
+    def flatten_with_keys(tree: T) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
+        pairs = zip(keys, (getattr(tree, name) for name in leaves), strict=True)
+        return tuple(pairs), static_of(tree)
+
+    def unflatten(known: tuple[Any, ...], children: Any) -> T:
+        named = dict(zip(fixed, known, strict=True)) | dict(zip(leaves, children, strict=True))
+        return cls(**named)
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls

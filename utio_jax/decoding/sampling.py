@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.core.arrays import most_probable
-from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.pytrees import pytree, register, static
 
 # Streams of random numbers of one token: its draw, the acceptance of a draft, its replacement.
 DRAW, ACCEPT, REPLACE = 0, 1, 2
@@ -37,7 +37,7 @@ def _check(value: Any, name: str, low: float, high: float, remedy: str = "") -> 
         raise ValueError(f"Wanted {name} above {low:g} and at most {high:g}. Got {value}.{remedy}")
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Greedy:
     """The most probable token, always. Ties go to the lowest id."""
@@ -47,7 +47,7 @@ class Greedy:
         return jnp.where(jax.nn.one_hot(best, logits.shape[-1], dtype=jnp.bool_), 0.0, -jnp.inf)
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Temperature:
     """Logits divided by `value`. Below 1 sharpens; for 0 use `Greedy`.
@@ -66,7 +66,7 @@ class Temperature:
         return _divided(logits, self.value)
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class TopK:
     """The `k` most probable tokens, and what ties with the last of them. Fan et al. 2018."""
@@ -81,7 +81,7 @@ class TopK:
         return jnp.where(logits >= last, logits, -jnp.inf)
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class TopP:
     """The smallest set of tokens whose probability reaches `p`, and ties. Holtzman et al. 2020."""
@@ -95,7 +95,7 @@ class TopP:
         return _nucleus(logits, self.p)
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class MinP:
     """Tokens at least `p` times as probable as the most probable one. Nguyen et al. 2024."""
@@ -109,7 +109,7 @@ class MinP:
         return _likely(logits, self.p)
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Chain:
     """Methods applied one after the other, e.g. `Chain((Temperature(0.8), TopP(0.95)))`."""

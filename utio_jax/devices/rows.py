@@ -26,13 +26,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.pytrees import pytree, register, static
 
 DATA = "data"
 """The mesh axis that rows are split over."""
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Arrays that lead with rows, `[batch, ...]`: any pytree of them.
@@ -44,7 +44,7 @@ class Rows:
     tree: Any = dataclasses.field(metadata={"row_axis": 0})
 
 
-@jax.tree_util.register_dataclass
+@register
 @dataclasses.dataclass(frozen=True)
 class StackedRows:
     """Arrays `[stack, batch, ...]`: any pytree of them."""
