@@ -3,7 +3,8 @@
 
 The wheel is built out of the sdist. Then, in a new environment and from another folder: the base
 install imports and scores without Flax, and says what is missing where a model is loaded; with the
-extra `cli` the command line runs and the shipped model writes text.
+extra `cli` the command line runs and the shipped model writes text; with `notebooks` the notebooks
+run, each a script for IPython.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def check_contents(sdist: Path, wheel: Path) -> None:
 
 
 def try_out(wheel: Path) -> None:
-    """Installs the wheel, then its extra `cli`, and runs both from an empty folder."""
+    """Installs the wheel, then its extras, and runs what each is for from an empty folder."""
     pins = str(ROOT / "constraints.txt")
     with tempfile.TemporaryDirectory() as folder:
         venv.create(Path(folder) / "env", with_pip=True)
@@ -97,6 +98,19 @@ def try_out(wheel: Path) -> None:
         _run(*install, f"{wheel}[cli]", cwd=elsewhere)
         _run(str(programs / "utio-jax"), "--help", cwd=elsewhere, quiet=True)
         _run(python, "-c", _CLI, cwd=elsewhere)
+        _run(*install, f"{wheel}[notebooks]", cwd=elsewhere)
+        for notebook in sorted((ROOT / "notebooks").glob("*.py")):
+            shutil.copy(notebook, elsewhere)
+            _run(
+                python,
+                "-m",
+                "IPython",
+                "--colors=NoColor",
+                notebook.name,
+                cwd=elsewhere,
+                quiet=True,
+            )
+            print("notebook", notebook.stem)
 
 
 def _run(*command: str, cwd: Path, quiet: bool = False) -> None:

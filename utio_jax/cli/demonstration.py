@@ -39,6 +39,8 @@ from utio_jax.staircase.score import score
 
 _ROWS, _WIDTH = 16, 512
 _DRAWN_LINES = 56
+# Rows of a long prompt and what follows it.
+_PROMPTS = 12
 # Prompt, new tokens and a draft within one key step: one loop to compile per mode and batch.
 _PROMPT, _NEW = 64, 56
 
@@ -75,7 +77,8 @@ def run_demo(
     entries = control_entries(model.decoder) + [
         Entry(policy=calibration.policy(name, budget, exits=config.exits), budget=budget)
         for name in ("random", "utio_surrogate", "learned")
-        for budget in budgets
+        # Chance is a control: two of its points are enough to see what it is worth.
+        for budget in (budgets if name != "random" else budgets[1:3] or budgets)
         if name == "random" or budget in calibration.entries[name]
     ]
     tokens = sum(batch.token_ids.size for batch in read)
@@ -248,7 +251,7 @@ def read_prompts(
     prompt, follow = width * 7 // 8, width // 8
     try:
         choice = prompt_choice(decoder, params, budget, choices=model.prompt_choices)
-        cut = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_ROWS)
+        cut = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_PROMPTS)
     except ValueError:
         return None
     shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
@@ -261,7 +264,7 @@ def read_prompts(
     times = time_programs(programs, rounds=3 * rounds)
     full = min(("dense", "staircase"), key=lambda name: times[name].median)
     cost = prompt_cost(decoder, params, shallow, [cut[0][:prompt]], programs["shallow"]())
-    rows = prompt_rows(cut, prompt_tokens=prompt, batch=_ROWS, decoder=decoder)
+    rows = prompt_rows(cut, prompt_tokens=prompt, batch=_PROMPTS, decoder=decoder)
     everything = dataclasses.replace(choice, deep=1.0)  # The same program, every token deep.
     losses = [
         continuation_losses(decoder, params, rows, each).sum() for each in (choice, everything)

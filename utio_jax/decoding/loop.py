@@ -159,23 +159,25 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     arrays = place(Rows(arrays), mesh).tree
     fixed = decoder, params, mode, sampling, stops
     state = begin(*fixed, *arrays, slots=slots, prefill=prefill, mesh=mesh)
-    widths = key_widths(slots, key_step=lengths.key_step)
+    # No row will ever read fewer keys than the shortest prompt has.
+    widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
     layers = None if mesh is not None else split_layers(decoder, params)
     until = 1
     while True:
-        until = min(until + chunk, max_new_tokens)
-        state = advance(
-            decoder,
-            params,
-            mode,
-            sampling,
-            stops,
-            state,
-            np.int32(until),
-            layers,
-            widths=widths,
-            mesh=mesh,
-        )
+        if until < max_new_tokens:  # The first new token is prefill's.
+            until = min(until + chunk, max_new_tokens)
+            state = advance(
+                decoder,
+                params,
+                mode,
+                sampling,
+                stops,
+                state,
+                np.int32(until),
+                layers,
+                widths=widths,
+                mesh=mesh,
+            )
         if stop_when is not None:
             state = end_rows(state, stop_when)
         yield state
