@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_choice, prompt_prefill
 from utio_jax.policies.depth import uniform
 from utio_jax.policies.signals import Position
+from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
 
@@ -110,6 +112,64 @@ def test_maps_of_prompts_are_charged() -> None:
     # Instead of projections of all 3 x 24 slots.
     spared = 2 * 72 * cost.keys_values
     assert mapped.flops == copied.flops - spared + 2 * 40 * cost.kv_map
+
+
+RAGGED = [[7, *range(59)], [*range(50, 10, -1), 3], [4], [9] * 18]
+"""60, 41, 1 and 18 tokens, padded to 64."""
+
+
+@pytest.mark.parametrize(
+    ("kv", "by"),
+    [("mapped", "sinks_recent"), ("mapped", "random"), ("propagate", "heat"), ("mapped", "none")],
+)
+def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str) -> None:
+    """The same depths, tokens and probabilities, with as many slots as tokens can go deep."""
+    model = with_random_maps(lively_model(context_length=128), (2,))
+    choice = PromptChoice(stop=2, deep=0.4, by=by, kv=kv)
+    how = Prefill(policy=choice.policy(model.decoder), kv=kv)
+    shaped = how.for_shape(4, 64)
+    deep = 1 if by == "none" else 26 + 5
+    slots = -(-deep // 8) * 8
+    wanted = CapacityPrefix(capacities=(64, slots), min_bucket=8, certain=True)
+    assert shaped.executor == wanted
+    found = run(model, RAGGED, prefill=how, max_new_tokens=12)
+    other = dataclasses.replace(how, executor=SMALL_BLOCKS)
+    assert other.for_shape(4, 64) is other
+    staircase = run(model, RAGGED, prefill=other, max_new_tokens=12)
+    for field in ("prompt_depths", "token_ids", "decided"):
+        for mine, theirs in zip(getattr(found, field), getattr(staircase, field), strict=True):
+            np.testing.assert_array_equal(mine, theirs, err_msg=field)
+    for mine, theirs in zip(found.log_probabilities, staircase.log_probabilities, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+    np.testing.assert_array_equal(found.prompt_work.queries[0], [2 * 4 * 64, 2 * 4 * slots])
+    spent = prompt_cost(model.decoder, model.params, how, RAGGED, found)
+    assert spent.flops_ratio < 1
+
+
+@pytest.mark.parametrize("deep", [0.0, 0.13, 0.5, 1.0])
+def test_no_prompt_sends_more_tokens_deep_than_foretold(deep: float) -> None:
+    model = lively_model(context_length=128)
+    policy = PromptChoice(stop=2, deep=deep, kv="propagate").policy(model.decoder)
+    (most,) = policy.most_deep(64)
+    prompts = [[*range(size)] for size in (1, 4, 5, 15, 16, 17, 33, 63)]
+    how = Prefill(policy=policy, executor=SMALL_BLOCKS)
+    found = run(model, prompts, prefill=how, max_new_tokens=1)
+    counts = [int((depths == 4).sum()) for depths in found.prompt_depths]
+    assert max(counts) <= most
+    assert most <= max(counts) + 5, "and not many fewer"
+
+
+def test_what_has_no_fixed_share_is_read_by_the_staircase(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lively_model(context_length=128)
+    choice = PromptChoice(stop=2, deep=0.4, kv="propagate")
+    how = Prefill(policy=choice.policy(model.decoder))
+    assert how.for_shape(8, 448) is how, "many scores: blocks are faster on CPU"
+    behind = Prefill(policy=choice.policy(model.decoder, prompt_tokens=40))
+    assert behind.for_shape(1, 64) is behind, "what follows the prompt runs in full"
+    plain = Prefill(policy=uniform(2))
+    assert plain.for_shape(1, 64) is plain
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert isinstance(how.for_shape(8, 448).executor, CapacityPrefix)
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

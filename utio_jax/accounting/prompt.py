@@ -60,9 +60,10 @@ def prompt_cost(
             "program read. Hand the same Prefill to both."
         )
     cost, num_layers = token_cost(decoder, params), decoder.config.num_layers
+    width, rows = generated.prompt_width, generated.group
+    prefill = prefill.for_shape(rows, width)
     policy, executor = prefill.depth_policy(decoder), prefill.executor
     lengths = np.asarray([len(prompt) for prompt in prompts])
-    width, rows = generated.prompt_width, generated.group
     flops = flops_full = 0.0
     for start in range(0, len(prompts), rows):
         work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
@@ -74,7 +75,7 @@ def prompt_cost(
         ends = np.zeros(rows, np.int64)
         ends[: len(lengths[start : start + rows])] = lengths[start : start + rows]
         live = jnp.asarray(np.arange(width)[None, :] < ends[:, None])
-        full = executor.work(executor.pack(0, live), num_layers)
+        full = executor.work(executor.pack(0, live), num_layers)  # All tokens: segment 0's slots.
         flops_full += pass_flops(cost, full)
     decided = np.concatenate(generated.prompt_depths)
     return PromptCost(

@@ -151,8 +151,8 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     padded = np.zeros((len(rows), width), np.int32)
     for row, ids in zip(padded, rows, strict=True):
         row[: ids.size] = ids
-    if prefill is None:
-        prefill = fastest_prefill(-(-len(rows) // check_mesh(mesh)), width)
+    shape = -(-len(rows) // check_mesh(mesh)), width
+    prefill = fastest_prefill(*shape) if prefill is None else prefill.for_shape(*shape)
     mode, sampling, prefill = _canonical((mode, sampling, prefill))
     params, mode, sampling, stops, prefill = place((params, mode, sampling, stops, prefill), mesh)
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds.astype(np.uint32)

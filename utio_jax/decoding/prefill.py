@@ -26,15 +26,20 @@ from utio_jax.decoding.segments import block_at, project_frozen
 from utio_jax.decoding.state import PromptPass
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
-from utio_jax.staircase.base import Tokens, rotated
+from utio_jax.staircase.base import Executor, Tokens, rotated
+from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import FrozenKV, check_kv, positions_of
 from utio_jax.staircase.sparse import SparseAttention
 
 # Measured on two cores: 0.67x at one prompt of 448 tokens, 0.84x at 32 of 64, 1.3x at 8 of 192
 # (ragged), 1.8x at 8 of 448 (3.2x ragged): the dense program's scores outgrow the cache.
 _CPU_SCORES = 2**18
+
+_UNIT = 8
+"""Of static shapes, in tokens of each prompt."""
 
 
 @pytree
@@ -50,12 +55,37 @@ class Prefill:
       attention: which prompt tokens attend to their history alone; None: none do. Its segments are
         the policy's: `never_stops(depths)` has them and runs every layer.
       executor: how live slots are run. Static.
+
+    Small batches of prompts by importance are read by static shapes instead (`for_shape`): how many
+    of their tokens go deep is known beforehand.
     """
 
     policy: Policy | None = None
     kv: FrozenKV | None = static(default=None)
     attention: SparseAttention | None = None
-    executor: MicroBatches = static(default=MicroBatches())
+    executor: Executor = static(default=MicroBatches())
+
+    def for_shape(self, batch: int, width: int) -> Prefill:
+        """Returns how prompts of one shape are read fastest: with static shapes where that is.
+
+        Args:
+          batch: rows.
+          width: of the padded prompts, in tokens.
+        """
+        policy = self.policy
+        if (
+            self.executor != MicroBatches()
+            or self.attention is not None
+            or not isinstance(policy, PromptImportance)
+            or _staircase_is_faster(batch, width)
+        ):
+            return self
+        deep = policy.most_deep(width)
+        if deep is None:
+            return self
+        capacities = tuple(-(-count // _UNIT) * _UNIT for count in (width, *deep))
+        executor = CapacityPrefix(capacities=capacities, min_bucket=_UNIT, certain=True)
+        return dataclasses.replace(self, executor=executor)
 
     @property
     def exact(self) -> bool:
@@ -163,5 +193,9 @@ def fastest_prefill(batch: int, width: int) -> Prefill | None:
       batch: rows.
       width: of the padded prompts, in tokens.
     """
-    # Elsewhere the dense program: loops over blocks suit no accelerator that anyone has measured.
-    return Prefill() if jax.default_backend() == "cpu" and batch * width**2 >= _CPU_SCORES else None
+    return Prefill() if _staircase_is_faster(batch, width) else None
+
+
+def _staircase_is_faster(batch: int, width: int) -> bool:
+    # Elsewhere static shapes: loops over blocks suit no accelerator that anyone has measured.
+    return jax.default_backend() == "cpu" and batch * width**2 >= _CPU_SCORES

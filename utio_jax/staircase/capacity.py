@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The differentiable executor: a static prefix of slots, sized on the host."""
+"""The static-shape executor: a prefix of slots, sized on the host; differentiable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.attention.cache import KVCache
+from utio_jax.attention.cache import KVCache, write_prompt
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
@@ -41,10 +41,14 @@ class CapacityPrefix:
     Attributes:
       capacities: slots per row and segment, multiples of `min_bucket`; `fit_capacities` finds them.
       min_bucket: the unit of padding.
+      certain: the capacities are known to hold all live tokens, as where a policy sends a fixed
+        share deep: no other program is compiled, and a cache can be filled. Where they do not after
+        all, the tokens that come last in a row stay where they are.
     """
 
     capacities: tuple[int, ...]
     min_bucket: int = 64
+    certain: bool = False
 
     def __post_init__(self) -> None:
         check_min_bucket(self.min_bucket)
@@ -98,8 +102,8 @@ class CapacityPrefix:
         `nothing` is the result of an empty prefix.
         """
         width = slots.live.shape[1]
-        if slots.capacity == width:
-            return run(width)()
+        if self.certain or slots.capacity == width:
+            return run(slots.capacity)()
         fits = run(slots.capacity) if slots.capacity else lambda: nothing
         return jax.lax.cond(self._overflows(slots), run(width), fits)
 
@@ -117,24 +121,27 @@ class CapacityPrefix:
         *,
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
-        if cache is not None:
+        if cache is not None and not self.certain:
             raise ValueError(
                 "Wanted an executor that keeps keys and values, to fill a cache. Got a "
                 "CapacityPrefix, through whose choices a cache would be copied whole. Use "
-                "executor=MicroBatches()."
+                "executor=MicroBatches(), or capacities that are certain to hold all tokens."
             )
         del only_live_keys  # K/V of hidden keys cost little here; `tokens.shown` hides them.
         batch, width, _ = tokens.x.shape
         rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
         gather = jax.vmap(lambda leaf, order: leaf[order])
 
-        def run(size: int) -> Callable[[], jax.Array]:
+        def run(size: int) -> Callable[[], tuple[jax.Array, KVCache | None]]:
             chosen = slots.token_of_slot[:, :size]
             keep = gather(slots.live, chosen)[..., None]
             places = jax.tree.map(lambda leaf: gather(leaf, chosen), tokens.places)
             every = jnp.broadcast_to(jnp.arange(width), (batch, width))
 
-            def run_one(index: jax.Array, x: jax.Array) -> jax.Array:
+            def run_one(
+                index: jax.Array, carry: tuple[jax.Array, KVCache | None]
+            ) -> tuple[jax.Array, KVCache | None]:
+                x, cache = carry
                 layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
                 keys, values = (
                     rows(y, width)
@@ -146,6 +153,8 @@ class CapacityPrefix:
                     live = tokens.live[:, :, None, None]
                     keys = jnp.where(live, keys, rows(new_keys, width))
                     values = jnp.where(live, values, rows(new_values, width))
+                if cache is not None:
+                    cache = write_prompt(cache, index, keys, values)
                 visible = mix.visible(chosen, every) & tokens.shown[:, None, :]
                 block = gather(x, chosen)
 
@@ -154,11 +163,12 @@ class CapacityPrefix:
 
                 new = rows(run_layer(decoder, layer, flat(block), flat(places), attend), size)
                 new = jnp.where(keep, new, block)
-                return jax.vmap(lambda row, order, new: row.at[order].set(new))(x, chosen, new)
+                x = jax.vmap(lambda row, order, new: row.at[order].set(new))(x, chosen, new)
+                return x, cache
 
-            return lambda: jax.lax.fori_loop(*layers, run_one, tokens.x)
+            return lambda: jax.lax.fori_loop(*layers, run_one, (tokens.x, cache))
 
-        return self._choose(slots, run, tokens.x), None
+        return self._choose(slots, run, (tokens.x, cache))
 
     def map_slots(
         self, slots: PrefixSlots, function: Callable[..., Any], *arrays: jax.Array
@@ -196,13 +206,15 @@ class CapacityPrefix:
 
     def slots_run(self, slots: PrefixSlots) -> Int[Array, ""]:
         batch, width = slots.live.shape
-        used = jnp.where(self._overflows(slots), width, slots.capacity)
+        overflows = False if self.certain else self._overflows(slots)
+        used = jnp.where(overflows, width, slots.capacity)
         return used.astype(jnp.int32) * batch
 
     def heads_run(self, slots: PrefixSlots) -> Int[Array, ""]:
         batch, width = slots.live.shape
         whole, prefix = (executed_heads(batch * size) for size in (width, slots.capacity))
-        return jnp.where(self._overflows(slots), whole, prefix).astype(jnp.int32)
+        overflows = False if self.certain else self._overflows(slots)
+        return jnp.where(overflows, whole, prefix).astype(jnp.int32)
 
     def work(self, slots: PrefixSlots, layers: int, *, only_live_keys: bool = False) -> Work:
         batch, width = slots.live.shape

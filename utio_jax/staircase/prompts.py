@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.mixing import mixer_at
@@ -80,6 +81,20 @@ class PromptImportance:
     @property
     def causal(self) -> bool:
         return False
+
+    def most_deep(self, width: int) -> tuple[int, ...] | None:
+        """Returns how many tokens of a prompt go deeper at each boundary, at most. On the host.
+
+        None where more of a row than the prompt is read, which all goes deep.
+
+        Args:
+          width: tokens of the prompt.
+        """
+        if np.min(np.asarray(self.prompt_tokens)) < width:
+            return None
+        shares = np.asarray(self.deep, np.float32) * np.float32(width)
+        chosen = np.maximum(np.ceil(shares), np.asarray(self.at_least))
+        return tuple(min(width, int(count) + self.sinks + 1) for count in chosen)
 
     def start(
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
