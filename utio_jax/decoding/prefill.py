@@ -196,9 +196,9 @@ def fastest_prefill(batch: int, width: int) -> Prefill | None:
       batch: rows.
       width: of the padded prompts, in tokens.
     """
-    return Prefill() if _staircase_is_faster(batch, width) else None
+    return Prefill() if _staircase_is_faster(batch, width, scores=_CPU_SCORES) else None
 
 
-def _staircase_is_faster(batch: int, width: int, *, scores: int = _CPU_SCORES) -> bool:
+def _staircase_is_faster(batch: int, width: int, *, scores: int) -> bool:
     # Elsewhere static shapes: loops over blocks suit no accelerator that anyone has measured.
     return jax.default_backend() == "cpu" and batch * width**2 >= scores
