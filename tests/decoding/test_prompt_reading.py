@@ -141,6 +141,7 @@ def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str
             np.testing.assert_array_equal(mine, theirs, err_msg=field)
     for mine, theirs in zip(found.log_probabilities, staircase.log_probabilities, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
+    assert found.prompt_work is not None
     np.testing.assert_array_equal(found.prompt_work.queries[0], [2 * 4 * 64, 2 * 4 * slots])
     spent = prompt_cost(model.decoder, model.params, how, RAGGED, found)
     assert spent.flops_ratio < 1
@@ -150,7 +151,9 @@ def test_static_shapes_read_small_batches_as_the_staircase_does(kv: Any, by: str
 def test_no_prompt_sends_more_tokens_deep_than_foretold(deep: float) -> None:
     model = lively_model(context_length=128)
     policy = PromptChoice(stop=2, deep=deep, kv="propagate").policy(model.decoder)
-    (most,) = policy.most_deep(64)
+    foretold = policy.most_deep(64)
+    assert foretold is not None
+    (most,) = foretold
     prompts = [[*range(size)] for size in (1, 4, 5, 15, 16, 17, 33, 63)]
     how = Prefill(policy=policy, executor=SMALL_BLOCKS)
     found = run(model, prompts, prefill=how, max_new_tokens=1)
