@@ -99,15 +99,14 @@ def try_out(wheel: Path) -> None:
         _run(str(programs / "utio-jax"), "--help", cwd=elsewhere, quiet=True)
         _run(python, "-c", _CLI, cwd=elsewhere)
         _run(*install, f"{wheel}[notebooks]", cwd=elsewhere)
-        for notebook in sorted((ROOT / "notebooks").glob("*.py")):
-            shutil.copy(notebook, elsewhere)
+        # As in a checkout, without the library: the wheel is what they import.
+        checkout = elsewhere / "checkout"
+        for part in ("notebooks", "tests/models/huggingface/qwen3"):
+            shutil.copytree(ROOT / part, checkout / part)
+        for notebook in sorted((checkout / "notebooks").glob("*.py")):
             _run(
-                python,
-                "-m",
-                "IPython",
-                "--colors=NoColor",
-                notebook.name,
-                cwd=elsewhere,
+                *(python, "-m", "IPython", "--colors=NoColor", notebook.name),
+                cwd=notebook.parent,
                 quiet=True,
             )
             print("notebook", notebook.stem)
