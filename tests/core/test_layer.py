@@ -76,6 +76,24 @@ def test_a_second_copy_is_made_once_and_goes_with_the_first(
     assert len(layers_module._split) == kept - 1
 
 
+def test_a_layer_that_was_replaced_is_split_anew(
+    monkeypatch: pytest.MonkeyPatch, tiny: Model
+) -> None:
+    """Arrays come and go, and a new one may get the identity of one that is gone."""
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    params: Any = jax.tree.map(jnp.array, tiny.params)
+    leaves, treedef = jax.tree.flatten(params["layers"])
+    kept = len(layers_module._split)
+    for number in range(40):
+        leaves[-1] = leaves[-1] + 1  # The others stay.
+        params["layers"] = jax.tree.unflatten(treedef, leaves)
+        split = split_layers(tiny.decoder, params)
+        assert split is not None
+        np.testing.assert_array_equal(jax.tree.leaves(split[1])[-1], leaves[-1][1])
+        gc.collect()
+        assert len(layers_module._split) <= kept + 1, number
+
+
 def test_small_layers_and_accelerators_keep_to_the_stack(
     monkeypatch: pytest.MonkeyPatch, tiny: Model
 ) -> None:

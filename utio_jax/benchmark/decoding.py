@@ -26,6 +26,7 @@ from utio_jax.attention.cache import init_cache
 from utio_jax.benchmark.timing import Timing, time_programs
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.layer import split_layers
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
@@ -200,7 +201,7 @@ def stage_program(
     stop = decoder.config.num_layers if stop is None else stop
 
     @jax.jit
-    def run(params: Params) -> jax.Array:
+    def run(params: Params, layers: Any) -> jax.Array:
         cache = init_cache(decoder.config, batch=batch, slots=width)
         offsets = width - tokens + jnp.arange(tokens, dtype=jnp.int32)
         positions = jnp.broadcast_to(offsets[None, :], (batch, tokens))
@@ -210,7 +211,15 @@ def stage_program(
             ids, cache = carry
             x = decoder.embed(params, ids, positions)
             x, cache = run_segment(
-                decoder, params, cache, x, block, start=start, stop=stop, width=width
+                decoder,
+                params,
+                cache,
+                x,
+                block,
+                start=start,
+                stop=stop,
+                width=width,
+                layers=layers,
             )
             if not head:
                 return ids + (x[:, :, 0] > 0), cache
@@ -219,7 +228,7 @@ def stage_program(
 
         return jax.lax.fori_loop(0, STAGE_REPEATS, once, (jnp.zeros_like(positions), cache))[0]
 
-    return partial(run, params)
+    return partial(run, params, split_layers(decoder, params))
 
 
 def measure_marginal(

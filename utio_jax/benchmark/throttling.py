@@ -18,6 +18,7 @@ from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.timing import Timing, time_programs
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.layer import split_layers
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain, Setting
@@ -105,6 +106,7 @@ def time_throttle(
         "all": throttled(jnp.inf),
     }
     slots = -(-(context + steps * (rounds + 2)) // 128) * 128
+    apart = split_layers(decoder, params)
     setting = Setting(
         decoder=decoder, params=params, sampling=Greedy(), stops=stop_rules(()), width=slots
     )
@@ -127,7 +129,7 @@ def time_throttle(
         until = np.int32(int(state.lengths[0] - state.prompt_lengths[0]) + steps)
         state = dataclasses.replace(state, cache=full)
         rules = (setting.sampling, setting.stops)
-        state = advance(decoder, params, modes[name], *rules, state, until, widths=(slots,))
+        state = advance(decoder, params, modes[name], *rules, state, until, apart, widths=(slots,))
         shared.append((state.cache.keys, state.cache.values))
         states[name] = _without_cache(state)
         return state.lengths

@@ -66,7 +66,8 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
         _split[key] = tuple(
             jax.tree.map(lambda leaf, i=index: leaf[i], stack) for index in range(count)
         )
-        weakref.finalize(leaves[0], _split.pop, key, None)
+        for leaf in leaves:  # Of any leaf that is gone, another array may get the identity.
+            weakref.finalize(leaf, _split.pop, key, None)
     return _split[key]
 
 

@@ -4,10 +4,11 @@
     state = empty_state(*fixed, batch=8, slots=512)
     fresh = begin(*fixed, token_ids, lengths, limits, seeds, slots=512)     # two prompts
     state = admit(state, fresh, [5, 2], mode=mode)
-    state = advance(*fixed, state, until, widths=widths)
+    state = advance(*fixed, state, until, layers, widths=widths)
     state = release(state, [5])                                             # or once it has ended
 
-`fixed` is the decoder, its parameters, mode, sampling and stops. Rows neither see nor feel each
+`fixed` is the decoder, its parameters, mode, sampling and stops; `layers` what
+`utio_jax.core.layer.split_layers` returns, or nothing. Rows neither see nor feel each
 other: each gets the tokens that `generate` gives its prompt alone. What rows bring of their own, a
 `PerRowSampling` or `PerRowStopRules`, is put into the batch's by `put_rows` of
 `utio_jax.devices.rows`. Shapes are those of the batch and of the fresh rows, so after the first
