@@ -306,4 +306,5 @@ plt.show()
 # exits would lose at the same cost.
 #
 # Where to go on: [2, which tokens go deep](02_which_tokens_go_deep.ipynb), [3, your own
-# model](03_your_own_model.ipynb), [4, many devices](04_many_devices.ipynb).
+# model](03_your_own_model.ipynb), [4, many devices](04_many_devices.ipynb), [5, what to
+# expect](05_what_to_expect.ipynb).

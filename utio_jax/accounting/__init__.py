@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What was executed, what it cost, and whether it pays."""
 
+from utio_jax.accounting.controls import PlainControl, PlainControls, load_controls, save_controls
 from utio_jax.accounting.generation import generation_ledger
 from utio_jax.accounting.guardrails import check_decoding, check_worthwhile
 from utio_jax.accounting.ledger import Ledger, convex_hull, uniform_hull
@@ -10,6 +11,8 @@ from utio_jax.accounting.quality import Quality
 
 __all__ = [
     "Ledger",
+    "PlainControl",
+    "PlainControls",
     "Profit",
     "PromptCost",
     "Quality",
@@ -18,6 +21,8 @@ __all__ = [
     "check_worthwhile",
     "convex_hull",
     "generation_ledger",
+    "load_controls",
     "prompt_cost",
+    "save_controls",
     "uniform_hull",
 ]

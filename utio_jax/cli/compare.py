@@ -49,6 +49,7 @@ class Compare(OfWindows):
         """Runs the command and returns its JSON."""
         from rich.console import Console
 
+        from utio_jax.accounting.controls import plain_hull
         from utio_jax.accounting.ledger import uniform_hull
         from utio_jax.calibration.advice import conclude
         from utio_jax.calibration.compare import compare
@@ -88,6 +89,7 @@ class Compare(OfWindows):
         tokens = rows[0].ledger.tokens or 0
         title = f"{tokens:,} tokens of {len(set(document_of_window))} documents"
         pictures = [self.out / "pareto.png", self.out / "margins.png"]
+        plain = plain_hull(model)
         verdict = conclude(rows)
         if is_first():
             Console(stderr=True, width=118).print(comparison_table(rows, title=title))
@@ -101,5 +103,8 @@ class Compare(OfWindows):
             "text": described,
             "verdict": verdict,
             "pictures": [str(picture) for picture in pictures],
-            "rows": [row.to_dict() for row in rows],
+            "rows": [
+                row.to_dict() | {"plain_hull_nll_increase_pct": plain(row.ledger.flops_ratio)}
+                for row in rows
+            ],
         }

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
+from utio_jax.accounting.controls import plain_hull
 from utio_jax.accounting.ledger import uniform_hull
 from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.benchmark.decoding import measure_modes, middles
@@ -101,9 +102,17 @@ def run_demo(
     console.print(generation_table(written, title=title))
     prompt = read_prompts(model, documents, rounds=rounds)
     at = lambda row: None if row.flops_ratio is None else hull(row.flops_ratio)  # noqa: E731
+    plain = plain_hull(model)
     found = {
         "pictures": [str(pareto), str(picture)],
-        "rows": [row.to_dict() | {"hull_nll_increase_pct": at(row)} for row in rows],
+        "rows": [
+            row.to_dict()
+            | {
+                "hull_nll_increase_pct": at(row),
+                "plain_hull_nll_increase_pct": plain(row.flops_ratio),
+            }
+            for row in rows
+        ],
         "generation": written,
         "prompt": prompt,
     }

@@ -20,8 +20,11 @@ class Train:
       out: folder for checkpoints, log, and the finished model in `out/model`.
       resume: continue from the latest checkpoint.
       steps: optimizer steps; 2200 take 60 to 90 minutes on two CPU cores.
-      preset: "stdlib-16", "tiny", or a control without exits: "plain-16", "plain-12".
+      preset: "stdlib-16", "tiny"; a control without exits: "plain-16", "plain-12", "plain-10",
+        "plain-8"; or exits that a plain run gets late: "late-16".
       seed: of everything random.
+      trunk: of "late-16": the --out of the plain-16 run, of as many steps, that it branches off.
+      exit_weight: of "late-16": share of each exit in the loss. By default 0.1.
     """
 
     out: Path = Path("out/train")
@@ -29,6 +32,8 @@ class Train:
     steps: int = 2200
     preset: str = "stdlib-16"
     seed: int = 0
+    trunk: Path | None = None
+    exit_weight: float | None = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
@@ -36,7 +41,13 @@ class Train:
 
         check_out(self.out)
         summary = run_recipe(
-            self.out, preset=self.preset, steps=self.steps, seed=self.seed, resume=self.resume
+            self.out,
+            preset=self.preset,
+            steps=self.steps,
+            seed=self.seed,
+            resume=self.resume,
+            trunk=self.trunk,
+            exit_weight=self.exit_weight,
         )
         if len(summary["bits_per_byte"]) == 1:  # No exits: nothing to calibrate.
             return {"command": "train", **summary, "calibration": None}

@@ -23,6 +23,7 @@ import numpy as np
 from safetensors.numpy import save as serialize
 from tokenizers import Tokenizer
 
+from utio_jax.accounting.controls import PlainControls, load_controls
 from utio_jax.core.decoder import Params
 from utio_jax.core.extras import install_line
 from utio_jax.core.files import (
@@ -103,10 +104,13 @@ class Model(Verbs):
     @cached_property
     def sha256(self) -> str:
         """Identifies the weights, those of the lens included."""
+        each = self._hashes + ([] if self.lens_sha256 is None else [self.lens_sha256])
+        return _one_hash(each)
+
+    @cached_property
+    def _hashes(self) -> list[str]:
         files = [self.folder] if self.folder.is_file() else [*weight_files(self.folder)]
-        each = [hash_file(file) for file in files]
-        each += [] if self.lens_sha256 is None else [self.lens_sha256]
-        return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
+        return [hash_file(file) for file in files]
 
     def with_context(self, context_length: int) -> Model:
         """Returns the model for windows of at most so many tokens."""
@@ -200,6 +204,14 @@ class Model(Verbs):
     def calibration(self) -> Calibration:
         """The folder's calibration. Raises ValueError if there is none, or another model's."""
         return load_calibration(self.folder, model_sha256=self.sha256)
+
+    @cached_property
+    def plain_controls(self) -> PlainControls | None:
+        """Plain models trained on the same tokens (`controls.json`); None where none are named.
+
+        They are controls of the weights: a lens changes nothing at full depth.
+        """
+        return load_controls(self.folder, model_sha256=_one_hash(self._hashes))
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -303,6 +315,11 @@ def load(
         }
     )
     return _through_lens(Model(decoder=decoder, params=params, folder=folder), lens)
+
+
+def _one_hash(each: list[str]) -> str:
+    """Returns one digest for several, in their order; that of a single file is its own."""
+    return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
 
 
 def _through_lens(model: Model, lens: str | Path | bool) -> Model:

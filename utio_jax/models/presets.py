@@ -28,6 +28,12 @@ PLAIN_16 = dataclasses.replace(STDLIB_16, exits=(16,))
 PLAIN_12 = dataclasses.replace(STDLIB_16, num_layers=12, exits=(12,))
 """Control: simply a shallower model, three quarters as deep."""
 
+PLAIN_10 = dataclasses.replace(STDLIB_16, num_layers=10, exits=(10,))
+"""Control: ten layers, trained plainly."""
+
+PLAIN_8 = dataclasses.replace(STDLIB_16, num_layers=8, exits=(8,))
+"""Control: half as deep, trained plainly."""
+
 TINY = TransformerConfig(
     vocab_size=64,
     num_layers=4,

@@ -21,7 +21,7 @@ from utio_jax.core.decoder import Params
 from utio_jax.core.documents import check_ids
 from utio_jax.models.checkpoint import Model, save
 from utio_jax.models.training.exit_losses import exit_losses
-from utio_jax.models.training.train import TrainConfig, train
+from utio_jax.models.training.train import Start, TrainConfig, train
 from utio_jax.models.transformer import Transformer
 
 _HELD_OUT = 20  # One document in so many is never trained on.
@@ -130,7 +130,7 @@ def finetune(
         recipe,
         out=out,
         resume=resume,
-        start=model.params,
+        start=Start(params=model.params),
         optimizer=optimizer,
         validate=held_out_loss,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import platform
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.core.decoder import Params
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.files import replacing, save_text
-from utio_jax.models.checkpoint import save
-from utio_jax.models.presets import PLAIN_12, PLAIN_16, STDLIB_16, TINY
+from utio_jax.core.lens import Lensed, save_lens
+from utio_jax.models.checkpoint import load, save
+from utio_jax.models.presets import PLAIN_8, PLAIN_10, PLAIN_12, PLAIN_16, STDLIB_16, TINY
 from utio_jax.models.texts import Document, describe
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.models.training.late_exits import (
+    LateExits,
+    branch_off,
+    late_objective,
+    late_optimizer,
+    lens_of,
+    trunk_of,
+)
 from utio_jax.models.training.train import TrainConfig, bits_per_byte, train, training_stream
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
@@ -30,7 +40,16 @@ _PRESETS = {
     "stdlib-16": STDLIB_16,
     "plain-16": PLAIN_16,
     "plain-12": PLAIN_12,
+    "plain-10": PLAIN_10,
+    "plain-8": PLAIN_8,
+    "late-16": STDLIB_16,
     "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
+    "late-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
+    "plain-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128, exits=(4,)),
+}
+_LATE = {
+    "late-16": LateExits(),
+    "late-tiny": LateExits(weights=(0.0, 0.1), ramp=5),
 }
 
 
@@ -41,26 +60,57 @@ def run_recipe(
     steps: int = 2200,
     seed: int = 0,
     resume: bool = False,
+    trunk: str | Path | None = None,
+    exit_weight: float | None = None,
 ) -> dict[str, Any]:
     """Trains a preset on the running Python's standard library; returns what the model card says.
 
     Writes checkpoints, `log.tsv`, `tokenizer.json` and the token stream to `out`, and the finished
-    model (bfloat16 weights, config, tokenizer, `README.md`) to `out/model`.
+    model (bfloat16 weights, config, tokenizer, `README.md`; late exits' maps as a lens) to
+    `out/model`.
+
+    Args:
+      out: see above.
+      preset: one of the recipes.
+      steps: optimizer steps, those of the trunk included.
+      seed: of everything random.
+      resume: go on from the latest checkpoint in `out`.
+      trunk: `out` of the plain run from which late exits branch off.
+      exit_weight: of each late exit that has one, instead of the preset's.
 
     Raises:
-      ValueError: unknown preset, or `out` holds another run and `resume` is False.
+      ValueError: unknown preset, a trunk that is missing or not wanted, or `out` holds another run
+        and `resume` is False.
     """
     if preset not in _PRESETS:
         raise ValueError(f"Wanted a preset of {sorted(_PRESETS)}. Got {preset!r}.")
+    late = _LATE.get(preset)
+    if (late is None) != (trunk is None):
+        raise ValueError(
+            f"Wanted a trunk for late exits ({', '.join(_LATE)}), and for nothing else. Got preset "
+            f"{preset!r} and trunk {trunk}. First: utio-jax train --preset plain-16 --out TRUNK; "
+            "then --preset late-16 --trunk TRUNK."
+        )
+    if exit_weight is not None:
+        if late is None or not exit_weight > 0:
+            raise ValueError(
+                f"Wanted an exit weight above 0, for late exits alone. Got {exit_weight} and "
+                f"preset {preset!r}."
+            )
+        weights = tuple(exit_weight if weight else 0.0 for weight in late.weights)
+        late = dataclasses.replace(late, weights=weights)
     config, folder, started = _PRESETS[preset], Path(out), time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     decoder = Transformer(config)
     documents = standard_library("train")
+    if trunk is not None:
+        _take_over_text(Path(trunk), folder)
     encode, stream = _tokenise(folder, documents, config)
     long = min(512, config.context_length)
     recipe = TrainConfig(
         steps=steps,
         seed=seed,
+        save_every=max(1, steps // 22),
         long_context=long,
         context=min(256, long),
         exit_weights=TrainConfig.exit_weights
@@ -69,21 +119,29 @@ def run_recipe(
         # Layer dropout serves early exits; a model without any is trained plainly.
         max_layer_dropout=TrainConfig.max_layer_dropout if len(config.exits) > 1 else 0.0,
     )
-    held_out = standard_library("calibrate")
+    held_out = encode([d.text for d in standard_library("calibrate")[:12]])
+    read: Decoder = decoder if late is None else Lensed(decoder)
+    branch: dict[str, Any] = {}
+    if late is not None and trunk is not None:
+        optimizer = late_optimizer(recipe, late)
+        begin = branch_off(trunk_of(trunk, decoder, recipe), decoder, optimizer)
+        objective = late_objective(decoder, recipe, late)
+        branch = {"optimizer": optimizer, "start": begin, "objective": objective}
     params = train(
         decoder,
         stream,
         recipe,
         out=folder,
         resume=resume,
-        validate=lambda params: exit_losses(
-            decoder, params, encode([d.text for d in held_out[:12]]), width=config.context_length
-        )[0],
+        validate=lambda params: exit_losses(read, params, held_out, width=config.context_length)[0],
+        **branch,
     )
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
-    bits = bits_of_test_split(decoder, rounded, encode)
+    bits = bits_of_test_split(read, rounded, encode)
     summary = {
         "out": str(folder / "model"),
+        "preset": preset,
+        "seed": seed,
         "steps": steps,
         "tokens": steps * recipe.tokens_per_step,
         "parameters": int(sum(leaf.size for leaf in jax.tree.leaves(params))),
@@ -92,9 +150,22 @@ def run_recipe(
         "bits_per_byte": bits,
     }
     save_text(folder / "model" / "tokenizer.json", (folder / "tokenizer.json").read_text())
-    save_text(folder / "model" / "README.md", model_card(summary, config))
-    save(folder / "model", decoder, params)  # Last: a folder with a config is whole.
+    save_text(folder / "model" / "README.md", model_card(summary, config, _loss_of(config, late)))
+    # Last: a folder with a config is whole; a lens names the weights that it belongs to.
+    save(folder / "model", decoder, params if late is None else params["model"])
+    if late is not None:
+        owner = load(folder / "model").sha256
+        maps = lens_of(rounded, config.exits)
+        save_lens(folder / "model", maps, info={"model_sha256": owner, "weights": late.weights})
     return summary
+
+
+def _take_over_text(trunk: Path, folder: Path) -> None:
+    """Copies a trunk's tokenizer and stream of tokens, so that the branch goes on in its text."""
+    for name in ("tokenizer.json", "stream.npy"):
+        if (trunk / name).is_file() and not (folder / name).exists():
+            with replacing(folder / name) as (unfinished,):
+                shutil.copyfile(trunk / name, unfinished)
 
 
 def _tokenise(folder: Path, documents: tuple[Document, ...], config: TransformerConfig) -> Any:
@@ -110,7 +181,7 @@ def _tokenise(folder: Path, documents: tuple[Document, ...], config: Transformer
     return encode, np.load(cached)
 
 
-def bits_of_test_split(decoder: Transformer, params: Params, encode: Any) -> dict[str, float]:
+def bits_of_test_split(decoder: Decoder, params: Params, encode: Any) -> dict[str, float]:
     """Returns bits per byte over all test documents, by exit depth."""
     documents = standard_library("test")
     nats, tokens = exit_losses(
@@ -123,8 +194,24 @@ def bits_of_test_split(decoder: Transformer, params: Params, encode: Any) -> dic
     }
 
 
-def model_card(summary: dict[str, Any], config: TransformerConfig) -> str:
-    """Returns the model card as Markdown."""
+def _loss_of(config: TransformerConfig, late: LateExits | None) -> str:
+    """Says what was minimised, for the model card."""
+    if late is not None:
+        shares = ", ".join(
+            f"{depth}: {weight:g}"
+            for depth, weight in zip(config.exits[:-1], late.weights, strict=True)
+        )
+        return (
+            "the last layer's loss; from the end of the constant learning rate on also the exits' "
+            f"KL divergence from it, through a map each (weights {shares})"
+        )
+    if len(config.exits) == 1:
+        return "the last layer's loss"
+    return "anytime loss at every exit, layer dropout"
+
+
+def model_card(summary: dict[str, Any], config: TransformerConfig, loss: str) -> str:
+    """Returns the model card as Markdown; `loss` says what was minimised."""
     text = summary["train_text"]
     rows = "\n".join(f"| {depth} | {bits} |" for depth, bits in summary["bits_per_byte"].items())
     exits = ", ".join(map(str, config.exits))
@@ -140,8 +227,8 @@ For demonstrations and experiments with adaptive depth; it is not useful for wri
   and {text["bytes"]:,} bytes (SHA-256 `{text["sha256"][:16]}`), under the PSF licence. A file's
   split is the SHA-256 of its relative path mod 20: 0 test, 1-2 calibrate, rest train; files of test
   packages, idlelib, lib2to3 and turtledemo only ever train.
-- **Recipe**: `utio-jax train --steps {summary["steps"]}`: {summary["tokens"]:,} tokens, anytime
-  loss at every exit, layer dropout, Muon.
+- **Recipe**: `utio-jax train --steps {summary["steps"]}`: {summary["tokens"]:,} tokens, Muon;
+  {loss}.
 - **Hardware**: {platform.machine()} CPU; {json.dumps(summary["seconds_total"])} seconds since it
   was last started or resumed.
 

@@ -26,6 +26,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from optax import contrib
+from orbax.checkpoint.checkpoint_managers import preservation_policy
 from tqdm.auto import tqdm
 
 from utio_jax.attention.mixing import mixer_at
@@ -33,6 +34,24 @@ from utio_jax.core.decoder import Params
 from utio_jax.models.training.corpus import Document
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer
+
+# `(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit.
+Objective = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins, if not with fresh parameters.
+
+    Attributes:
+      params: its parameters.
+      optimizer: the optimizer's state, if another run's is taken over.
+      step: the first step, of the schedule and of the stream.
+    """
+
+    params: Params
+    optimizer: Any = None
+    step: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +94,12 @@ class TrainConfig:
     def context_at(self, step: int) -> int:
         """Returns the window length of a step."""
         return self.long_context if step >= self.steps * (1 - self.long_fraction) else self.context
+
+    @property
+    def branch_step(self) -> int:
+        """The last checkpoint at the constant rate, from which other decays can branch off."""
+        constant = int(self.steps * (1 - self.decay_fraction))
+        return constant // self.save_every * self.save_every
 
     def rate_at(self, step: jax.Array | int) -> jax.Array:
         """Returns the learning rates' common factor at a step, in [0, 1]."""
@@ -150,6 +175,16 @@ def anytime_loss(
     return stacked @ jnp.asarray((*config.exit_weights, 1.0)), stacked
 
 
+def _anytime(decoder: Transformer, config: TrainConfig) -> Objective:
+    def objective(
+        params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del step  # The same loss all the way.
+        return anytime_loss(params, tokens, key, decoder=decoder, config=config)
+
+    return objective
+
+
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Returns Muon (Jordan 2024) for the layers' matrices and Adam for all else."""
 
@@ -205,27 +240,30 @@ def batch_at(stream: np.ndarray, step: int, config: TrainConfig) -> np.ndarray:
     return np.stack([stream[start : start + context + 1] for start in picked]).astype(np.int32)
 
 
-def train(
+def train(  # noqa: PLR0913 (options, each named)
     decoder: Transformer,
     stream: np.ndarray,
     config: TrainConfig,
     *,
     out: str | Path,
     resume: bool = False,
-    start: Params | None = None,
+    start: Start | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    objective: Objective | None = None,
     validate: Callable[[Params], Sequence[float]] | None = None,
 ) -> Params:
     """Returns trained parameters.
 
     Args:
-      decoder: the model; its `config.exits` are what the anytime loss supervises.
+      decoder: the model; the objective has a loss for each of its `config.exits`.
       stream: `[token]` ids, from `training_stream`.
       config: the recipe.
-      out: folder of checkpoints and of `log.tsv` (step, rate factor, loss per exit in nats).
+      out: folder of checkpoints and of `log.tsv` (step, rate factor, loss per exit in nats). The
+        last two checkpoints stay, and the one at `config.branch_step`.
       resume: continue from the latest checkpoint in `out`; without it that folder must have none.
-      start: parameters to begin with; fresh ones by default.
+      start: where to begin; with fresh parameters at step 0 by default.
       optimizer: Muon and Adam (`make_optimizer`) by default.
+      objective: what is minimised; the anytime loss by default.
       validate: called with the parameters at every checkpoint; returns loss per exit in nats.
 
     Raises:
@@ -233,7 +271,7 @@ def train(
         outside the vocabulary, or `out` holds checkpoints and `resume` is False.
     """
     exits = decoder.config.exits
-    if len(config.exit_weights) != len(exits) - 1:
+    if objective is None and len(config.exit_weights) != len(exits) - 1:
         raise ValueError(
             f"Wanted one exit weight per intermediate exit of {exits}. Got {config.exit_weights}."
         )
@@ -249,7 +287,12 @@ def train(
         )
     folder = Path(out).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    kept = preservation_policy.AnyPreservationPolicy(
+        [preservation_policy.LatestN(2), preservation_policy.CustomSteps([config.branch_step])]
+    )
+    options = ocp.CheckpointManagerOptions(
+        preservation_policy=kept, enable_async_checkpointing=False
+    )
     with ocp.CheckpointManager(folder / "checkpoints", options=options) as manager:
         latest = manager.latest_step()
         if latest is not None and not resume:
@@ -258,18 +301,21 @@ def train(
                 "(--resume), or name another folder."
             )
         optimizer = make_optimizer(config) if optimizer is None else optimizer
-        # A copy: the state is donated, and what was given stays the caller's.
-        params = decoder.init(jax.random.key(config.seed)) if start is None else copy_of(start)
-        state = {"params": params, "optimizer": optimizer.init(params)}
+        if objective is None:
+            objective = _anytime(decoder, config)
+        if start is None:
+            start = Start(params=decoder.init(jax.random.key(config.seed)))
+        # Copies: the state is donated, and what was given stays the caller's.
+        params = copy_of(start.params)
+        fresh = optimizer.init(params) if start.optimizer is None else copy_of(start.optimizer)
+        state = {"params": params, "optimizer": fresh}
         if latest is not None:
             state = manager.restore(latest, args=ocp.args.StandardRestore(state))
 
         @partial(jax.jit, donate_argnums=0)
         def update(state: Any, tokens: jax.Array, step: jax.Array) -> tuple[Any, jax.Array]:
             key = jax.random.fold_in(jax.random.key(config.seed), step)
-            grads, losses = jax.grad(
-                partial(anytime_loss, decoder=decoder, config=config), has_aux=True
-            )(state["params"], tokens, key)
+            grads, losses = jax.grad(objective, has_aux=True)(state["params"], tokens, key, step)
             updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
             return {
                 "params": optax.apply_updates(state["params"], updates),
@@ -277,7 +323,7 @@ def train(
             }, losses
 
         names = [f"exit {depth}" for depth in exits]
-        first = 0 if latest is None else latest
+        first = start.step if latest is None else latest
         with (
             (folder / "log.tsv").open("a") as log,
             tqdm(total=config.steps, initial=first, unit="step", mininterval=5) as bar,

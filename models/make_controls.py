@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes `controls.json` of a trained model: plain models of other depths, on the same tokens.
+
+    for depth in 8 10 12 16; do
+        utio-jax train --preset plain-$depth --out out/plain-$depth > out/plain-$depth.json
+    done
+    python models/make_controls.py models/stdlib_16 out/plain-*.json
+
+Each file is what `utio-jax train` prints. Depths that the model's file has already, and no file
+given here, stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from utio_jax.accounting.controls import PlainControl, PlainControls, load_controls, save_controls
+from utio_jax.core.flops import depth_flops, token_cost
+from utio_jax.models.checkpoint import load
+from utio_jax.models.tokenizer import encode_documents
+from utio_jax.models.training.recipe import bits_of_test_split
+
+
+def main(arguments: list[str]) -> int:
+    """Adds runs to a model's controls."""
+    folder, *files = map(Path, arguments)
+    model = load(folder)
+    config, width = model.decoder.config, model.decoder.config.context_length
+    known = load_controls(folder, model_sha256=model.sha256)
+    rows = {row.layers: row for row in (known.controls if known is not None else ())}
+    cost = token_cost(model.decoder, model.params)
+    full = float(depth_flops(cost, [config.num_layers], width=width, key_widths=[width])[0])
+    for file in files:
+        run = json.loads(file.read_text())
+        ((layers, bits),) = [(int(depth), bits) for depth, bits in run["bits_per_byte"].items()]
+        flops = float(depth_flops(cost, [layers], width=width, key_widths=[width])[0])
+        rows[layers] = PlainControl(
+            layers=layers,
+            flops_ratio=round(flops / full, 4),
+            bits_per_byte=bits,
+            tokens=run["tokens"],
+            seed=run["seed"],
+            command=f"utio-jax train --preset {run['preset']} --steps {run['steps']}",
+        )
+    if known is None:
+        own = bits_of_test_split(
+            model.decoder,
+            model.params,
+            lambda texts: encode_documents(model.tokenizer, texts, bos_id=config.bos_id),
+        )[str(config.num_layers)]
+    else:
+        own = known.bits_per_byte
+    controls = tuple(rows[layers] for layers in sorted(rows))
+    found = PlainControls(model_sha256=model.sha256, bits_per_byte=own, controls=controls)
+    save_controls(folder, found)
+    print(folder / "controls.json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

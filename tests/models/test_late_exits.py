@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exits that a plain run gets late: the trunk of the plain run, small shares, maps of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.models import live_params
+
+from utio_jax.core.lens import Lensed, lensed
+from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.models.training.late_exits import (
+    LateExits,
+    branch_off,
+    late_objective,
+    late_optimizer,
+    lens_of,
+    trunk_of,
+)
+from utio_jax.models.training.recipe import run_recipe
+from utio_jax.models.training.train import Start, TrainConfig, anytime_loss, exit_states, train
+from utio_jax.models.transformer import Transformer
+
+pytestmark = pytest.mark.check
+
+CONFIG = TrainConfig(
+    steps=10,
+    tokens_per_step=64,
+    context=16,
+    long_context=16,
+    warmup=2,
+    exit_weights=(),
+    max_layer_dropout=0.0,
+    save_every=1,
+)
+
+
+@pytest.fixture(scope="module")
+def stream() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 48, 4_000).astype(np.uint16)
+
+
+@pytest.fixture
+def decoder(tiny: Any) -> Transformer:
+    return Transformer(dataclasses.replace(tiny.decoder.config, exits=(1, 2, 4)))
+
+
+def plainly(decoder: Transformer) -> Transformer:
+    return Transformer(dataclasses.replace(decoder.config, exits=(decoder.config.num_layers,)))
+
+
+@pytest.fixture
+def trunk(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> Path:
+    train(plainly(decoder), stream, CONFIG, out=tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def branch(
+    decoder: Transformer, trunk: Path, stream: np.ndarray, late: LateExits, out: Path
+) -> Any:
+    optimizer = late_optimizer(CONFIG, late)
+    start = branch_off(trunk_of(trunk, decoder, CONFIG), decoder, optimizer)
+    objective = late_objective(decoder, CONFIG, late)
+    return train(
+        decoder, stream, CONFIG, out=out, start=start, optimizer=optimizer, objective=objective
+    )
+
+
+def test_exits_without_weight_leave_the_trunk_to_the_plain_run(
+    decoder: Transformer, trunk: Path, stream: np.ndarray, tmp_path: Path
+) -> None:
+    """The oracle of the branch: same step, schedule, text, and state of the optimizer."""
+    assert CONFIG.branch_step == 5
+    plain = train(plainly(decoder), stream, CONFIG, out=trunk, resume=True)  # Read: it is done.
+    read = branch(decoder, trunk, stream, LateExits(weights=(0.0, 0.0)), tmp_path / "late")
+    for name, (left, right) in {
+        jax.tree_util.keystr(path): pair
+        for path, pair in jax.tree_util.tree_leaves_with_path(
+            jax.tree.map(lambda *pair: pair, plain, read["model"]),
+            is_leaf=lambda found: isinstance(found, tuple),
+        )
+    }.items():
+        np.testing.assert_allclose(left, right, rtol=0, atol=2e-6, err_msg=name)
+    assert np.abs(np.asarray(read["lens"]["matrix"])).max() > 1e-4, "the maps have learnt"
+    steps = [line.split("\t") for line in (tmp_path / "late" / "log.tsv").read_text().splitlines()]
+    assert [row[0] for row in steps] == ["5", "6", "7", "8", "9"]
+    weighed = branch(decoder, trunk, stream, LateExits(weights=(0.5, 0.5)), tmp_path / "weighed")
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), weighed["model"], read["model"])
+    assert max(jax.tree.leaves(moved)) > 1e-3, "with weight the trunk feels them"
+
+
+def test_the_loss_is_the_last_layers_and_a_share_of_what_exits_miss_of_it(
+    decoder: Transformer,
+) -> None:
+    late = LateExits(weights=(0.0, 0.25), ramp=4)
+    model = live_params(decoder)
+    keys = jax.random.split(jax.random.key(1), 3)
+    dim = decoder.config.embed_dim
+    maps = {
+        "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
+        "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
+    }
+    tokens = jax.random.randint(keys[2], (3, 9), 0, 48)
+    params, key = {"model": model, "lens": maps}, jax.random.key(7)
+    total, losses = late_objective(decoder, CONFIG, late)(
+        params, tokens, key, jnp.int32(CONFIG.branch_step + 1)
+    )
+    dropout_key, split_key = jax.random.split(key)
+    states = np.asarray(exit_states(decoder, model, tokens[:, :-1], dropout_key, 0.0))
+    full = np.asarray(
+        jax.nn.log_softmax(decoder.unembed(model, jnp.asarray(states[-1]).reshape(24, dim)))
+    )
+    own = -full[np.arange(24), np.asarray(tokens[:, 1:]).reshape(-1)].mean()
+    order = np.asarray(jax.random.permutation(split_key, 24))
+    missed = []
+    for index, depth in enumerate((1, 2)):
+        x = states[depth - 1].reshape(24, dim)[order[12 * index : 12 * index + 12]]
+        moved = x + x @ np.asarray(maps["matrix"][index]) + np.asarray(maps["bias"][index])
+        theirs = np.asarray(jax.nn.log_softmax(decoder.unembed(model, jnp.asarray(moved))))
+        wanted = full[order[12 * index : 12 * index + 12]]
+        missed.append((np.exp(wanted) * (wanted - theirs)).sum(-1).mean())
+    np.testing.assert_allclose(losses, [*missed, own], rtol=2e-5)
+    np.testing.assert_allclose(total, own + missed[0] + 0.25 * 2 / 4 * missed[1], rtol=2e-5)
+
+
+def test_exits_never_reach_norm_and_head_nor_what_they_are_to_learn(decoder: Transformer) -> None:
+    """Nothing but the layers below feels an exit: the last layers learn from their own loss."""
+    model = live_params(decoder)
+    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 48)
+    step = jnp.int32(CONFIG.branch_step + 1000)
+    dim = decoder.config.embed_dim
+    maps = {"matrix": jnp.full((2, dim, dim), 0.01), "bias": jnp.zeros((2, dim))}
+
+    def gradient(weights: tuple[float, ...]) -> Any:
+        objective = late_objective(decoder, CONFIG, LateExits(weights=weights))
+        params = {"model": model, "lens": maps}
+        grads: Any = jax.grad(lambda p: objective(p, tokens, jax.random.key(0), step)[0])(params)
+        return grads["model"]
+
+    def plain(params: Any) -> jax.Array:
+        one = dataclasses.replace(CONFIG, exit_weights=())
+        return anytime_loss(
+            params, tokens, jax.random.key(0), decoder=plainly(decoder), config=one
+        )[0]
+
+    alone, read, weighed = jax.grad(plain)(model), gradient((0.0, 0.0)), gradient((0.5, 0.5))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), alone, read)
+    assert set(model) >= {"norm", "layers"}, sorted(model)
+    np.testing.assert_allclose(
+        jax.tree.leaves(weighed["norm"])[0],
+        jax.tree.leaves(alone["norm"])[0],
+        atol=1e-6,
+    )
+    for left, right in zip(
+        jax.tree.leaves(weighed["layers"]), jax.tree.leaves(alone["layers"]), strict=True
+    ):
+        np.testing.assert_allclose(left[2:], right[2:], atol=1e-6)  # Above the deeper exit.
+        assert np.abs(left[:2] - right[:2]).max() > 1e-5
+
+
+def test_a_trained_branch_is_served_through_its_lens(
+    decoder: Transformer, trunk: Path, stream: np.ndarray, tmp_path: Path
+) -> None:
+    late = LateExits(weights=(0.0, 0.1), ramp=2)
+    params = branch(decoder, trunk, stream, late, tmp_path / "late")
+    served, weights = lensed(decoder, params["model"], lens_of(params, decoder.config.exits))
+    documents = [stream[:40].astype(np.int32)]
+    left = exit_losses(served, weights, documents, width=16)[0]
+    right = exit_losses(Lensed(decoder), params, documents, width=16)[0]
+    np.testing.assert_allclose(left, right, rtol=1e-6)
+    plain = exit_losses(decoder, params["model"], documents, width=16)[0]
+    assert left[-1] == pytest.approx(plain[-1], rel=1e-6), "the last layer has no map"
+    assert abs(left[0] - plain[0]) > 1e-4, "the first exit is read through its own"
+
+
+def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint of step 5.* Got none\. Train the trunk"):
+        trunk_of(tmp_path / "nothing", decoder, CONFIG)
+    short = dataclasses.replace(CONFIG, steps=4)
+    train(plainly(decoder), stream, short, out=tmp_path / "short")
+    with pytest.raises(ValueError, match=r"step 5, the last.* Got \[2, 3, 4\]"):
+        trunk_of(tmp_path / "short", decoder, CONFIG)
+    with pytest.raises(ValueError, match="one weight for each exit before the last"):
+        late_objective(decoder, CONFIG, LateExits(weights=(0.1,)))
+    with pytest.raises(ValueError, match="Wanted a trunk for late exits"):
+        run_recipe(tmp_path / "out", preset="late-16")
+    with pytest.raises(ValueError, match=r"nothing else. Got preset 'plain-8' and trunk"):
+        run_recipe(tmp_path / "out", preset="plain-8", trunk=tmp_path)
+    with pytest.raises(ValueError, match="for late exits alone"):
+        run_recipe(tmp_path / "out", preset="plain-8", exit_weight=0.1)
+
+
+def test_a_run_keeps_its_last_checkpoints_and_the_one_to_branch_off(
+    decoder: Transformer, trunk: Path, stream: np.ndarray
+) -> None:
+    kept = sorted(int(found.name) for found in (trunk / "checkpoints").glob("[0-9]*"))
+    assert kept == [5, 9, 10]
+    with pytest.raises(ValueError, match="holds checkpoints up to step 10"):
+        train(plainly(decoder), stream, CONFIG, out=trunk)
+
+
+def test_given_parameters_stay_the_callers(
+    decoder: Transformer, stream: np.ndarray, tmp_path: Path
+) -> None:
+    params = live_params(decoder)
+    before = jax.tree.map(np.array, params)
+    optimizer = optax.sgd(0.1)
+    short = dataclasses.replace(CONFIG, steps=1)
+    train(
+        plainly(decoder),
+        stream,
+        short,
+        out=tmp_path / "out",
+        start=Start(params=params),
+        optimizer=optimizer,
+    )
+    jax.tree.map(np.testing.assert_array_equal, before, params)

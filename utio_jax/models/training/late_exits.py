@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Early exits added late: a plain run branches off, and its exits learn from its own last layer.
+
+    utio-jax train --preset plain-16 --out out/plain           # keeps the checkpoint at step 1200
+    utio-jax train --preset late-16 --trunk out/plain --out out/late
+
+The anytime loss from the first step costs the last layer (`results/shallower_model.md`). Here the
+trunk is trained plainly up to the end of the constant learning rate. Then each exit gets an affine
+map of its own in front of the shared norm and head, a tuned lens (Belrose et al. 2023, arXiv
+2303.08112), and a small share of the loss: the KL divergence from the last layer's own prediction,
+whose gradient reaches neither norm, embedding nor the last layer's logits. Adding exits after the
+backbone, rather than from the start, is the mixed regime of Kubaty et al. 2024 (arXiv 2407.14320).
+An exit of weight 0 is only read: its map learns, and the trunk does not feel it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+
+from utio_jax.core.decoder import Params
+from utio_jax.core.lens import Lens, read_through
+from utio_jax.models.training.train import (
+    Objective,
+    Start,
+    TrainConfig,
+    exit_states,
+    make_optimizer,
+)
+from utio_jax.models.transformer import Transformer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LateExits:
+    """How much exits may weigh, and how their maps learn.
+
+    Attributes:
+      weights: of each exit's KL divergence; the last layer's own loss weighs 1.
+      ramp: steps over which these weights rise from 0.
+      map_rate: peak learning rate of Adam for the maps.
+    """
+
+    weights: tuple[float, ...] = (0.0, 0.0, 0.1, 0.1, 0.1)
+    ramp: int = 100
+    map_rate: float = 3e-3
+
+
+class _States(NamedTuple):
+    """Optimizer states of the trunk, as a plain run has it, and of the maps."""
+
+    model: Any
+    lens: Any
+
+
+def trunk_of(folder: str | Path, decoder: Transformer, config: TrainConfig) -> Start:
+    """Returns the checkpoint of a plain run from which exits branch off.
+
+    Args:
+      folder: `out` of `train`, of a model with these layers and no exits.
+      decoder: of the branch.
+      config: of the branch; steps and seed are the plain run's.
+
+    Raises:
+      ValueError: the run has not come to `config.branch_step`, or its model is another one.
+    """
+    params = jax.eval_shape(decoder.init, jax.random.key(0))
+    state = {"params": params, "optimizer": jax.eval_shape(make_optimizer(config).init, params)}
+    place = Path(folder).resolve() / "checkpoints"
+    if not (place / str(config.branch_step)).is_dir():
+        steps = sorted(int(found.name) for found in place.glob("[0-9]*")) if place.is_dir() else []
+        raise ValueError(
+            f"Wanted a checkpoint of step {config.branch_step}, the last at the constant rate of "
+            f"{config.steps} steps, in {place}. Got {steps or 'none'}. Train the trunk first: "
+            f"utio-jax train --preset plain-16 --steps {config.steps} --out {folder}"
+        )
+    with ocp.CheckpointManager(place, options=ocp.CheckpointManagerOptions(read_only=True)) as kept:
+        try:
+            found = kept.restore(config.branch_step, args=ocp.args.StandardRestore(state))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"Wanted a trunk of {decoder.config.num_layers} layers of width "
+                f"{decoder.config.embed_dim} in {folder}. It cannot be read as one: {error}"
+            ) from error
+    return Start(params=found["params"], optimizer=found["optimizer"], step=config.branch_step)
+
+
+def branch_off(trunk: Start, decoder: Transformer, optimizer: Any) -> Start:
+    """Returns where the branch begins: the trunk, and maps that change nothing yet."""
+    exits, dim = len(decoder.config.exits) - 1, decoder.config.embed_dim
+    params = {
+        "model": trunk.params,
+        "lens": {"matrix": jnp.zeros((exits, dim, dim)), "bias": jnp.zeros((exits, dim))},
+    }
+    fresh = optimizer.init(params)
+    return Start(params=params, optimizer=fresh._replace(model=trunk.optimizer), step=trunk.step)
+
+
+def late_optimizer(config: TrainConfig, late: LateExits) -> optax.GradientTransformation:
+    """Returns the plain run's optimizer for the trunk, and Adam for the maps."""
+    trunk = make_optimizer(config)
+    maps = optax.adam(
+        lambda step: late.map_rate * config.rate_at(jnp.asarray(step) + config.branch_step),
+        b2=0.99,
+    )
+
+    def init(params: Params) -> _States:
+        return _States(trunk.init(params["model"]), maps.init(params["lens"]))
+
+    def update(updates: Params, state: _States, params: Params | None = None) -> Any:
+        if params is None:
+            raise ValueError("Wanted parameters, for the weight decay of the trunk. Got none.")
+        model, of_model = trunk.update(updates["model"], state.model, params["model"])
+        lens, of_lens = maps.update(updates["lens"], state.lens, params["lens"])
+        return {"model": model, "lens": lens}, _States(of_model, of_lens)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+def late_objective(decoder: Transformer, config: TrainConfig, late: LateExits) -> Objective:
+    """Returns the loss of the last layer, and the exits' small shares.
+
+    In every step each exit has its own random share of the positions, so any number of exits costs
+    one head more than plain training. The loss of each exit that is reported is its KL divergence
+    from the last layer, in nats per token; the last one's is the cross-entropy.
+
+    Raises:
+      ValueError: not one weight for each exit before the last.
+    """
+    exits = decoder.config.exits
+    if len(late.weights) != len(exits) - 1:
+        raise ValueError(
+            f"Wanted one weight for each exit before the last of {exits}. Got {late.weights}."
+        )
+
+    def objective(
+        params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        dropout_key, split_key = jax.random.split(key)
+        states = exit_states(decoder, params["model"], tokens[:, :-1], dropout_key, 0.0)
+        labels = tokens[:, 1:].reshape(-1)
+        flat = states.reshape(states.shape[0], labels.size, -1)
+        logits = decoder.unembed(params["model"], flat[-1]).astype(jnp.float32)
+        own = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        teacher = jax.lax.stop_gradient(jax.nn.log_softmax(logits))
+        fixed = jax.lax.stop_gradient(params["model"])
+        share = labels.size // max(1, len(exits) - 1)
+        order = jax.random.permutation(split_key, labels.size)
+
+        def divergence(index: int, depth: int) -> jax.Array:
+            chosen = order[index * share : (index + 1) * share]
+            x = flat[depth - 1][chosen]
+            if not late.weights[index]:
+                x = jax.lax.stop_gradient(x)
+            read = read_through(params["lens"], exits[:-1], x, depth)
+            student = jax.nn.log_softmax(decoder.unembed(fixed, read).astype(jnp.float32))
+            wanted = teacher[chosen]
+            return jnp.sum(jnp.exp(wanted) * (wanted - student), axis=-1).mean()
+
+        learnt = jnp.stack([divergence(i, depth) for i, depth in enumerate(exits[:-1])])
+        ramp = jnp.clip((step - config.branch_step + 1) / late.ramp, 0.0, 1.0)
+        # A map alone learns at any scale of its loss: Adam divides by it.
+        scales = jnp.asarray([weight or 1.0 for weight in late.weights])
+        shares = jnp.where(jnp.asarray(late.weights) > 0, ramp * scales, scales)
+        return own + shares @ learnt, jnp.append(learnt, own)
+
+    return objective
+
+
+def lens_of(params: Params, exits: tuple[int, ...]) -> Lens:
+    """Returns the maps of a trained branch as a lens."""
+    return Lens(matrix=params["lens"]["matrix"], bias=params["lens"]["bias"], exits=exits[:-1])
