@@ -50,8 +50,9 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
             return jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
 
         size = (1, 1, width, *cache.keys.shape[3:])
+        start = tuple(map(jnp.int32, (layer, row, 0, 0, 0)))
         keys, values = (
-            jax.lax.dynamic_slice(leaf, (layer, row, 0, 0, 0), size)[0, 0]
+            jax.lax.dynamic_slice(leaf, start, size)[0, 0]
             for leaf in (cache.keys, cache.values)
         )
         visible = mix.visible(of_row(positions), slots)
