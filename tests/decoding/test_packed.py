@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows packed by depth: the same tokens as rows that step together, for the work of those that run."""
+"""Rows packed by depth: the tokens of rows that step together, for the work of those that run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def needed(table: Any, position: int, active: Any) -> list[int]:
     return [int(np.sum(active & (table[:, position] > start))) for start in (0, *DEPTHS[:-1])]
 
 
-@pytest.mark.parametrize("kv", ["propagate", "drop", pytest.param("mapped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kv", ["propagate", "drop", pytest.param("mapped", marks=pytest.mark.slow)]
+)
 def test_packed_rows_are_those_of_the_reference(kv: str) -> None:
     model, options = model_of(kv), {"max_new_tokens": 20}
     packed = run(model, PROMPTS, mode=Adaptive(policy=POLICY, kv=kv, pack=PACK), **options)
@@ -56,7 +58,7 @@ def test_packed_rows_are_those_of_the_reference(kv: str) -> None:
 
 @pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_the_work_is_that_of_the_widths(kv: str) -> None:
-    """Prompts of one length, so that rows are at one position: what each step runs is in the table."""
+    """Prompts of one length keep rows at one position: what a step runs is in the table."""
     model, new, prompt = lively_model(), 12, 3
     decoder = Counting(model.decoder.config)
     mode = Adaptive(policy=POLICY, kv=kv, pack=PACK)
@@ -74,7 +76,7 @@ def test_the_work_is_that_of_the_widths(kv: str) -> None:
         for count, start, stop in zip(
             needed(np.asarray(TABLE), position, active), (0, *DEPTHS), DEPTHS, strict=False
         ):
-            width = next((size for size in (*PACK, ROWS) if count <= size))
+            width = next(size for size in (*PACK, ROWS) if count <= size)
             slots += (stop - start) * width * (count > 0)
             shown += (stop - start) * (width if count else 0)
             # Stopped rows show their last state in all layers; those of a packed segment apart.
@@ -88,7 +90,8 @@ def test_the_work_is_that_of_the_widths(kv: str) -> None:
     layers = np.asarray(state.tally.token_layers).sum()
     assert layers <= slots
     spent = np.asarray(state.tally.frozen_layers)
-    assert np.all(spent[0] >= spent) and (spent[0] > 0) == (kv == "propagate")
+    assert np.all(spent[0] >= spent)
+    assert (spent[0] > 0) == (kv == "propagate")
 
 
 def test_no_key_of_a_row_that_does_not_run_is_read() -> None:
@@ -100,17 +103,17 @@ def test_no_key_of_a_row_that_does_not_run_is_read() -> None:
     ids = np.asarray([[5 + row, 9, row] for row in range(ROWS)], np.int32)
     rows = ids, np.full(ROWS, 3, np.int32), np.full(ROWS, 20, np.int32), np.zeros(ROWS, np.uint32)
     fixed = model.decoder, model.params, mode, Greedy(), stop_rules(())
+    others = (jnp.arange(ROWS) != 2)[None, :, None, None, None]
+
+    def spoil(leaf: jax.Array) -> jax.Array:
+        return leaf.at[1:].set(jnp.where(others, jnp.nan, leaf[1:]))
+
     found = []
     for spoilt in (False, True):
         state = begin(*fixed, *rows, slots=64)
         if spoilt:
-            others = jnp.arange(ROWS) != 2
-            nan = lambda leaf: leaf.at[1:].set(
-                jnp.where(others[None, :, None, None, None], jnp.nan, leaf[1:])
-            )
-            cache = dataclasses.replace(
-                state.cache, keys=nan(state.cache.keys), values=nan(state.cache.values)
-            )
+            cache = state.cache
+            cache = dataclasses.replace(cache, keys=spoil(cache.keys), values=spoil(cache.values))
             state = dataclasses.replace(state, cache=cache)
         state = advance(*fixed, state, np.int32(10), widths=(64,))
         found.append(np.asarray(state.token_ids))
@@ -120,7 +123,11 @@ def test_no_key_of_a_row_that_does_not_run_is_read() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_no_cache_is_copied() -> None:
     model = lively_model()
-    rows = np.ones((ROWS, 3), np.int32), *[np.full(ROWS, 3, np.int32)] * 2, np.zeros(ROWS, np.uint32)
+    rows = (
+        np.ones((ROWS, 3), np.int32),
+        *[np.full(ROWS, 3, np.int32)] * 2,
+        np.zeros(ROWS, np.uint32),
+    )
     extra = []
     for pack in ((), PACK):
         mode = Adaptive(policy=POLICY, pack=pack)

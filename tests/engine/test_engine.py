@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine's own promises: each request ends once, nothing leaks, nothing compiles, work is pinned."""
+"""The engine's own promises: requests end once, nothing leaks or compiles, work is pinned."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_the_row_of_a_cancelled_request_takes_no_further_step() -> None:
     engine.cancel(number)
     engine.advance()
     assert engine.stats().ended == {"eos": 0, "stop": 1, "length": 0, "cancelled": 2, "deadline": 0}
-    assert np.sum(engine._state.active) == engine.stats().running == 1
+    assert np.sum(engine._rows.state.active) == engine.stats().running == 1
     engine.drain()
 
 

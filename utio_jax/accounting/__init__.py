@@ -7,6 +7,7 @@ from utio_jax.accounting.ledger import Ledger, convex_hull, uniform_hull
 from utio_jax.accounting.profit import Profit, Rates
 from utio_jax.accounting.prompt import PromptCost, prompt_cost
 from utio_jax.accounting.quality import Quality
+from utio_jax.accounting.rebatching import RebatchingPlan, RowRates, plan_rebatching
 
 __all__ = [
     "Ledger",
@@ -14,10 +15,13 @@ __all__ = [
     "PromptCost",
     "Quality",
     "Rates",
+    "RebatchingPlan",
+    "RowRates",
     "check_decoding",
     "check_worthwhile",
     "convex_hull",
     "generation_ledger",
+    "plan_rebatching",
     "prompt_cost",
     "uniform_hull",
 ]

@@ -55,8 +55,7 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
         size = (1, 1, width, *cache.keys.shape[3:])
         start = tuple(map(jnp.int32, (layer, cached, 0, 0, 0)))
         keys, values = (
-            jax.lax.dynamic_slice(leaf, start, size)[0, 0]
-            for leaf in (cache.keys, cache.values)
+            jax.lax.dynamic_slice(leaf, start, size)[0, 0] for leaf in (cache.keys, cache.values)
         )
         visible = mix.visible(of_row(positions), slots)
         if shown is not None:

@@ -25,7 +25,14 @@ from utio_jax.attention.rows import attend_rows, chosen_first
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import Depth
 from utio_jax.decoding.base import Setting
-from utio_jax.decoding.segments import Block, Bounds, Layers, project_frozen, run_layers, run_segment
+from utio_jax.decoding.segments import (
+    Block,
+    Bounds,
+    Layers,
+    project_frozen,
+    run_layers,
+    run_segment,
+)
 from utio_jax.decoding.step import DecodeStep
 
 

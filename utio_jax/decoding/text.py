@@ -197,7 +197,7 @@ def stream_text(
 
 
 class StreamedRow:
-    """A text that grows by tokens, up to a stop string: what it has shown, and what it holds back."""
+    """A text that grows by tokens up to a stop string: what it has shown, what it holds back."""
 
     def __init__(self, reader: TextReader, stops: tuple[str, ...]):
         self._reader, self._stops, self._held = reader, stops, ""

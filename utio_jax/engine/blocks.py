@@ -49,7 +49,7 @@ def put_rules(rules: Rules, fresh: Rules, rows: Int[Array | np.ndarray, " row"])
 
 
 @partial(jax.jit, static_argnames=("decoder", "widths", "room"), donate_argnames="state")
-def run_block(
+def run_block(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
     mode: Mode,

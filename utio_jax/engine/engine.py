@@ -17,50 +17,24 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from utio_jax.attention.cache import key_widths
+from utio_jax.accounting.rebatching import RebatchingPlan
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import split_layers
-from utio_jax.decoding.admission import admit, empty_state, release
-from utio_jax.decoding.base import Mode, Plain, check_mode
-from utio_jax.decoding.loop import begin, canonical, check_prompts
-from utio_jax.decoding.prefill import Prefill, fastest_prefill
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.loop import check_prompts
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, PerRowSampling
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
-from utio_jax.engine.blocks import block_room, put_rules, read_report, run_block
-from utio_jax.engine.requests import Event, Finished, Method, Request, rules_of, stop_arrays
+from utio_jax.engine.blocks import read_report
+from utio_jax.engine.planning import plan_mode, planned
+from utio_jax.engine.requests import Event, Finished, Method, Request, stop_arrays
+from utio_jax.engine.slots import Served, Shapes, Slots
 from utio_jax.engine.statistics import EngineStats, Recorder
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """The few static shapes of an engine: each is a program that `warmup` compiles.
-
-    Attributes:
-      prompt_widths: tokens that prompts are padded to, the smallest that fits; ascending. Empty:
-        an eighth, a quarter and a half of the capacity, and all of it.
-      groups: prompts that are read together; ascending, at most as many as slots.
-      key_step: attention reads at most four different multiples of this many key slots.
-    """
-
-    prompt_widths: tuple[int, ...] = ()
-    groups: tuple[int, ...] = (1, 4)
-    key_step: int = 128
-
-    def __post_init__(self) -> None:
-        for name, sizes in (("prompt_widths", self.prompt_widths), ("groups", self.groups)):
-            if [*sizes] != sorted({*sizes}) or any(size < 1 for size in sizes):
-                raise ValueError(f"Wanted {name} of at least 1, ascending. Got {sizes}.")
-        if not self.groups or self.key_step < 1:
-            raise ValueError(
-                "Wanted at least one size of groups, and a key_step of at least 1. Got "
-                f"groups={self.groups}, key_step={self.key_step}."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +49,7 @@ class Engine:
     """Requests in, tokens out: slots of one cache, in which prompts come and go.
 
     Attributes:
-      mode: how all requests decode.
-      slots: requests that run at once.
-      capacity: tokens that a slot can hold: prompt, new ones, and `mode.block` more.
+      plan: whether a depth per token pays here, where `warmup` was asked to find out; else None.
     """
 
     def __init__(  # noqa: PLR0913 (options, each named)
@@ -116,34 +88,19 @@ class Engine:
           TypeError: no mode, but the name or the class of one.
           ValueError: sizes below 1, or a mode or prefill that do not fit the model or each other.
         """
-        if min(slots, steps) < 1 or capacity < mode.block + 2:
-            raise ValueError(
-                "Wanted at least one slot and step, and a capacity for one prompt token, a new one "
-                f"and {mode.block} more. Got slots={slots}, steps={steps}, capacity={capacity}."
-            )
-        check_mode(mode, decoder)
-        if prefill is not None:
-            prefill.check(decoder, kv=mode.prompt_kv)
-        self.slots, self.capacity = slots, capacity
-        self.mode, prefill = canonical((mode, prefill))
-        self._decoder, self._params, self._tokenizer = decoder, params, tokenizer
-        self._steps, self._clock = np.int32(steps), clock
+        self._served = Served(
+            decoder=decoder,
+            params=params,
+            slots=slots,
+            capacity=capacity,
+            prefill=prefill,
+            steps=steps,
+            shapes=shapes,
+        )
+        self._rows = Slots(self._served, mode)
+        self.plan: RebatchingPlan | None = None
+        self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
-        self._layers = split_layers(decoder, params)
-        self._room = block_room(mode, steps)
-        self._key_widths = key_widths(capacity, key_step=shapes.key_step)
-        self._groups = [size for size in shapes.groups if size <= slots] or [1]
-        wanted = shapes.prompt_widths or [-(-capacity // 2**power) for power in range(4)]
-        self._widths = sorted({width for width in wanted if width <= capacity})
-        if not self._widths:
-            raise ValueError(
-                f"Wanted prompt_widths within the capacity of {capacity} tokens. Got "
-                f"{shapes.prompt_widths}."
-            )
-        self._how = {  # On the host, once: how many tokens go deep may lie on the device.
-            shape: fastest_prefill(*shape) if prefill is None else prefill.for_shape(*shape)
-            for shape in itertools.product(self._groups, self._widths)
-        }
         self._numbers = itertools.count()
         self._queue: collections.deque[Request] = collections.deque()
         self._known: dict[int, Request] = {}
@@ -151,15 +108,13 @@ class Engine:
         self._flying: _Flying | None = None
         self._freed: list[int] = []
         self._recorder = Recorder()
-        self._rules = rules_of((), rows=slots)
-        self._state = empty_state(*self._fixed(self._rules), batch=slots, slots=capacity)
 
     @classmethod
     def of(cls, model: TextModel, **options: Any) -> Engine:
         """Returns an engine of a loaded model, which reads and writes text. Options: `Engine`'s."""
         return cls(model.decoder, model.params, tokenizer=model.tokenizer, **options)
 
-    def submit(  # noqa: PLR0913 (options, each named)
+    def submit(
         self,
         prompt_ids: Sequence[int] | np.ndarray,
         *,
@@ -188,15 +143,16 @@ class Engine:
             tokenizer, a deadline that has passed, a chain of sampling methods in an order that a
             row cannot have, or see `utio_jax.generate`.
         """
-        config, prompt = self._decoder.config, np.asarray(prompt_ids)
+        config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
         (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
-        needed = prompt.size + max_new_tokens + self.mode.block
-        if needed > self.capacity or prompt.size > self._widths[-1]:
+        capacity, longest, ahead = self._served.capacity, self._rows.widths[-1], self.mode.block
+        needed = prompt.size + max_new_tokens + ahead
+        if needed > capacity or prompt.size > longest:
             raise ValueError(
-                f"Wanted a request that fits into a slot of {self.capacity} tokens, its prompt "
-                f"into {self._widths[-1]}. Got a prompt of {prompt.size} tokens, "
-                f"max_new_tokens={max_new_tokens} and {self.mode.block} that the mode may run "
-                f"ahead: {needed}. Cut one of them, or make an engine of a larger capacity."
+                f"Wanted a request that fits into a slot of {capacity} tokens, its prompt into "
+                f"{longest}. Got a prompt of {prompt.size} tokens, "
+                f"max_new_tokens={max_new_tokens} and {ahead} that the mode may run ahead: "
+                f"{needed}. Cut one of them, or make an engine of a larger capacity."
             )
         PerRowSampling.of([sampling])
         ends, sequences = stop_arrays(
@@ -242,6 +198,11 @@ class Engine:
         return True
 
     @property
+    def mode(self) -> Mode:
+        """How all requests decode."""
+        return self._rows.mode
+
+    @property
     def idle(self) -> bool:
         """Whether no request waits or runs."""
         return not self._known
@@ -274,34 +235,42 @@ class Engine:
         """Returns what was done since the engine was made, or warmed up."""
         return self._recorder.stats(
             mode=self.mode.name,
-            slots=self.slots,
+            slots=self._served.slots,
             queued=len(self._queue),
             running=sum(owner is not None for owner in self._owners),
         )
 
-    def warmup(self) -> None:
+    def warmup(self, *, histogram: Mapping[int, float] | None = None) -> None:
         """Compiles every program that requests may need, on requests of its own.
 
+        Args:
+          histogram: share of new tokens that stop at each depth, as a calibration foretells it.
+            With it blocks are timed, and the engine falls back to rows that step together, or to
+            plain decoding, where that is foretold to be faster (`plan`).
+
         Raises:
-          ValueError: requests wait or run.
+          ValueError: requests wait or run, or a histogram where there is nothing to plan.
         """
         if not self.idle:
             raise ValueError(
                 "Wanted an engine without requests. Got one in which "
                 f"{len(self._known)} wait or run. Warm it up before the first one."
             )
-        most = self.capacity - self.mode.block - 2
-        most = min(most, self._decoder.config.context_length - 2)
-        for _, width, group in itertools.product(range(2), self._widths, self._groups):
+        if histogram is not None:
+            self.plan = plan_mode(self._served, self.mode, histogram)
+            self._rows = Slots(self._served, planned(self.mode, self.plan))
+            self._flying, self._freed = None, []
+        rows = self._rows
+        context = self._served.decoder.config.context_length
+        most = min(self._served.capacity - self.mode.block, context) - 2
+        # Twice: what a program returns may be laid out otherwise than what it was first given.
+        for _, width, group in itertools.product(range(2), rows.widths, rows.groups):
             prompt = np.zeros(min(width, most), np.int32)
             numbers = [self.submit(prompt, max_new_tokens=2, eos_ids=()) for _ in range(group)]
             self._read_prompts()
             self.cancel(numbers[0])  # So that a slot is released, too.
             self.drain()
         self._recorder = Recorder()
-
-    def _fixed(self, rules: Any) -> tuple[Any, ...]:
-        return self._decoder, self._params, self.mode, rules.sampling, rules.stops
 
     def _end_by_host(self) -> list[Event]:
         """Ends requests that were cancelled, or whose deadline has passed."""
@@ -311,7 +280,7 @@ class Engine:
             if reason is not None:
                 events.append(self._end(request, reason))
         if self._freed:
-            self._state = release(self._state, self._freed)
+            self._rows.release(self._freed)
             self._freed = []
         return events
 
@@ -333,61 +302,31 @@ class Engine:
 
     def _read_prompts(self) -> None:
         """Reads prompts into free slots, in the order in which they were submitted."""
-        running, padded = any(self._owners), 0
+        running, padded, rows = any(self._owners), 0, self._rows
         while self._queue and None in self._owners:
-            width = self._width_of(self._queue[0])
-            most = min(self._owners.count(None), self._groups[-1])
-            alike = itertools.takewhile(lambda each: self._width_of(each) == width, self._queue)
-            chosen = [*itertools.islice(alike, most)]
-            size = next(size for size in self._groups if size >= len(chosen))
-            padded += width * size
-            if running and padded > max(self.capacity, width * size):
+            width = rows.width_of(self._queue[0])
+            most = min(self._owners.count(None), rows.groups[-1])
+            chosen = []
+            for request in itertools.islice(self._queue, most):
+                if rows.width_of(request) != width:
+                    break
+                chosen.append(request)
+            group = next(size for size in rows.groups if size >= len(chosen))
+            padded += width * group
+            if running and padded > max(self._served.capacity, width * group):
                 return
-            for _ in chosen:
+            for request in chosen:
                 self._queue.popleft()
-            self._admit(chosen, width, size)
-
-    def _width_of(self, request: Request) -> int:
-        return next(width for width in self._widths if width >= request.prompt.size)
-
-    def _admit(self, chosen: list[Request], width: int, size: int) -> None:
-        """Reads some prompts as one group, and puts them into free slots."""
-        token_ids, lengths = np.zeros((size, width), np.int32), np.ones(size, np.int32)
-        limits, seeds = np.ones(size, np.int32), np.zeros(size, np.uint32)
-        rows = np.full(size, self.slots, np.int32)
-        free = (slot for slot, owner in enumerate(self._owners) if owner is None)
-        for row, (request, slot) in enumerate(zip(chosen, [*free], strict=False)):
-            token_ids[row, : request.prompt.size] = request.prompt
-            lengths[row] = request.prompt.size
-            limits[row] = request.prompt.size + request.max_new_tokens
-            seeds[row] = request.seed
-            rows[row], request.slot = slot, slot
-            self._owners[slot] = request
-        rules = rules_of(chosen, rows=size)
-        arrays = token_ids, lengths, limits, seeds
-        how = self._how[size, width]
-        fresh = begin(*self._fixed(rules), *arrays, slots=self.capacity, prefill=how)
-        self._state = admit(self._state, fresh, rows, mode=self.mode)
-        self._rules = put_rules(self._rules, rules, rows)
-        self._recorder.groups += 1
-        self._recorder.prompt_tokens += sum(each.prompt.size for each in chosen)
-        self._recorder.padded += width * size
+                request.slot = self._owners.index(None)
+                self._owners[request.slot] = request
+            rows.admit(chosen, width=width, group=group)
+            self._recorder.groups += 1
+            self._recorder.prompt_tokens += sum(each.prompt.size for each in chosen)
+            self._recorder.padded += width * group
 
     def _dispatch(self) -> _Flying:
-        self._state, report = run_block(
-            self._decoder,
-            self._params,
-            self.mode,
-            self._rules,
-            self._state,
-            self._steps,
-            self._layers,
-            widths=self._key_widths,
-            room=self._room,
-        )
-        report.copy_to_host_async()
         self._recorder.blocks += 1
-        return _Flying(report, tuple(self._owners))
+        return _Flying(self._rows.run(), tuple(self._owners))
 
     def _take(self, block: _Flying) -> list[Event]:
         """Returns what a block has brought to the requests that it ran, but those ended since."""
@@ -396,7 +335,7 @@ class Engine:
         for slot, request in enumerate(block.owners):
             if request is None or request.done:
                 continue
-            row = read_report(report, slot, room=self._room)
+            row = read_report(report, slot, room=self._rows.room)
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:
