@@ -165,7 +165,7 @@ def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict
     return found | engine.drain()
 
 
-@pytest.mark.parametrize("name", ["propagate", pytest.param("lossless", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["packed", pytest.param("lossless", marks=pytest.mark.slow)])
 def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> None:
     engine = engine_of(lively_model(), *modes()[name], tokenizer=Letters())
     with count_compiles() as compiles:

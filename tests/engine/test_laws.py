@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
 
-DEFAULT = ("plain", "propagate", "lossless")
-NAMES = ("plain", "propagate", "drop", "full", "lossless", "copies", "prompts")
+DEFAULT = ("plain", "packed", "lossless")
+NAMES = (*DEFAULT, "propagate", "drop", "packed drop", "full", "copies", "prompts")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def check_schedules(name: str, *, schedules: int, seed: int = 0) -> None:
     "name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in NAMES]
 )
 def test_a_request_gets_what_it_gets_alone(name: str) -> None:
-    check_schedules(name, schedules=150)
+    check_schedules(name, schedules=110)
 
 
 @pytest.mark.slow

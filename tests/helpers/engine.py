@@ -32,9 +32,9 @@ SLOTS, CAPACITY, STEPS = 3, 64, 4
 SHAPES = Shapes(prompt_widths=(4, 8), groups=(1, 2), key_step=32)
 METHODS = (
     Greedy(),
-    Temperature(np.float32(0.8)),
-    Chain((Temperature(np.float32(1.2)), TopK(12))),
-    TopP(np.float32(0.9)),
+    Temperature(0.8),
+    Chain((Temperature(1.2), TopK(12))),
+    TopP(0.9),
 )
 
 
@@ -47,7 +47,9 @@ def modes() -> dict[str, tuple[Any, Prefill | None]]:
     return {
         "plain": (Plain(), None),
         "propagate": (Adaptive(policy=policy), None),
+        "packed": (Adaptive(policy=policy, pack=(1, 2)), None),
         "drop": (Adaptive(policy=policy, kv="drop"), None),
+        "packed drop": (Adaptive(policy=policy, kv="drop", pack=(2,)), None),
         "full": (Adaptive(policy=policy, kv="full", catch_up=4), None),
         "lossless": (Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)), None),
         "copies": (Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)), None),

@@ -71,7 +71,7 @@ def plan_rebatching(
       ValueError: shares below 0 or that do not sum to 1, or a width without a rate.
 
     >>> slow = {4: 0.002, 8: 0.003, 16: 0.004}
-    >>> rates = RowRates(seconds=0.001, seconds_per_layer=slow, plain_seconds=0.065)
+    >>> rates = RowRates(seconds=0.001, seconds_per_layer=slow, plain_seconds=0.06)
     >>> plan_rebatching(rates, {6: 0.8, 16: 0.2}, rows=16, widths=(4, 8)).choice
     'pack'
     >>> plan_rebatching(rates, {16: 1.0}, rows=16, widths=(4, 8)).choice
@@ -98,9 +98,10 @@ def plan_rebatching(
         layer = [_layer_seconds(rates, needed, packs, rows) for needed in range(rows + 1)]
         packed += (stop - start) * float(chances @ layer)
         together += (stop - start) * float(1.0 - chances[0]) * rates.seconds_per_layer[rows]
-    seconds = {"pack": packed, "together": together, "plain": rates.plain_seconds}
-    if not packs:
-        del seconds["pack"]
+    # Of equals the plainest.
+    seconds = {"plain": rates.plain_seconds, "together": together}
+    if packs:
+        seconds["pack"] = packed
     return RebatchingPlan(
         choice=min(seconds, key=seconds.__getitem__), seconds=seconds, rates=rates
     )

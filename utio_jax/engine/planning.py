@@ -69,6 +69,7 @@ def planned(mode: Mode, plan: RebatchingPlan) -> Mode:
     """Returns the mode that a plan has chosen."""
     if plan.choice == "plain":
         return Plain()
+    assert isinstance(mode, Adaptive)
     return dataclasses.replace(mode, pack=()) if plan.choice == "together" else mode
 
 

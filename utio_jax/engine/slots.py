@@ -138,6 +138,7 @@ class Slots:
             lengths[row] = request.prompt.size
             limits[row] = request.prompt.size + request.max_new_tokens
             seeds[row] = request.seed
+            assert request.slot is not None
             rows[row] = request.slot
         how, rules = self._how[group, width], rules_of(requests, rows=group)
         arrays = token_ids, lengths, limits, seeds
