@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.counting import Counting, read_counts
+from helpers.counting import Counting, count, read_counts
 from helpers.generation import SMALL, DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.models import Model, with_random_maps
 
+from utio_jax.attention import mixing
 from utio_jax.attention.history import History
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
@@ -30,7 +32,7 @@ POLICY = DepthAt(table=TABLE, depths=DEPTHS)
 PACK = (1, 3)
 
 
-def model_of(kv: str) -> Model:
+def model_of(kv: Any) -> Model:
     return with_random_maps(lively_model(), (1, 2)) if kv == "mapped" else lively_model()
 
 
@@ -42,7 +44,7 @@ def needed(table: Any, position: int, active: Any) -> list[int]:
 @pytest.mark.parametrize(
     "kv", ["propagate", "drop", pytest.param("mapped", marks=pytest.mark.slow)]
 )
-def test_packed_rows_are_those_of_the_reference(kv: str) -> None:
+def test_packed_rows_are_those_of_the_reference(kv: Any) -> None:
     model, options = model_of(kv), {"max_new_tokens": 20}
     packed = run(model, PROMPTS, mode=Adaptive(policy=POLICY, kv=kv, pack=PACK), **options)
     together = run(model, PROMPTS, mode=Adaptive(policy=POLICY, kv=kv), **options)
@@ -52,13 +54,21 @@ def test_packed_rows_are_those_of_the_reference(kv: str) -> None:
         np.testing.assert_array_equal(packed.decided[row], together.decided[row])
         assert np.all(packed.executed[row] >= packed.decided[row])
         assert np.all(packed.executed[row] <= together.executed[row])
+        # Layers that ran for a row's tokens are those that ran in its slot.
+        assert packed.executed[row][1:].sum() == packed.token_layers[row]
     assert packed.token_layers.sum() < 0.85 * together.token_layers.sum()
     np.testing.assert_array_equal(packed.mapped_layers, together.mapped_layers)
 
 
 @pytest.mark.parametrize("kv", ["propagate", "drop"])
-def test_the_work_is_that_of_the_widths(kv: str) -> None:
+def test_the_work_is_that_of_the_widths(kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of one length keep rows at one position: what a step runs is in the table."""
+
+    def counted(queries: Any, keys: Any, *rest: Any, plain: Any = mixing.attend, **options: Any):
+        count("rows_attended", math.prod(queries.shape[:-3]) if queries.ndim > 3 else 1)
+        return plain(queries, keys, *rest, **options)
+
+    monkeypatch.setattr(mixing, "attend", counted)
     model, new, prompt = lively_model(), 12, 3
     decoder = Counting(model.decoder.config)
     mode = Adaptive(policy=POLICY, kv=kv, pack=PACK)
@@ -70,28 +80,30 @@ def test_the_work_is_that_of_the_widths(kv: str) -> None:
     jax.block_until_ready(state)
     read_counts()
     state = advance(*fixed, state, np.int32(new), widths=(64,))
-    counts, slots, shown, together = read_counts(), 0, 0, 0
+    counts, slots, shown, frozen, together, attended = read_counts(), 0, 0, 0, 0, 0
     for position in range(prompt, prompt + new - 1):
-        active, deepest = limits > position + 1, 0
-        for count, start, stop in zip(
+        active = limits > position + 1
+        for live, start, stop in zip(
             needed(np.asarray(TABLE), position, active), (0, *DEPTHS), DEPTHS, strict=False
         ):
-            width = next(size for size in (*PACK, ROWS) if count <= size)
-            slots += (stop - start) * width * (count > 0)
-            shown += (stop - start) * (width if count else 0)
+            width = next(size for size in (*PACK, ROWS) if live <= size)
+            slots += (stop - start) * width * (live > 0)
+            shown += (stop - start) * (width if live else 0)
+            # Of a packed block only the rows that run are read.
+            attended += (stop - start) * (live if width < ROWS else ROWS)
             # Stopped rows show their last state in all layers; those of a packed segment apart.
-            if kv == "propagate" and (width < ROWS or not count):
+            if kv == "propagate" and (width < ROWS or not live):
                 shown += (stop - start) * ROWS
-            together += (stop - start) * ROWS * (count > 0)
-            deepest = stop if count else deepest
+                frozen += stop - start
+            together += (stop - start) * ROWS * (live > 0)
     assert counts["queries"] == counts["finish_layer"] == slots < 0.7 * together
     assert counts["keys_values"] == shown
+    assert counts["rows_attended"] == attended
     # The tally says the same, but for slots of rows that have ended.
     layers = np.asarray(state.tally.token_layers).sum()
     assert layers <= slots
-    spent = np.asarray(state.tally.frozen_layers)
-    assert np.all(spent[0] >= spent)
-    assert (spent[0] > 0) == (kv == "propagate")
+    assert state.tally.frozen_layers[0] == frozen  # The row that runs longest.
+    assert (frozen > 0) == (kv == "propagate")
 
 
 def test_no_key_of_a_row_that_does_not_run_is_read() -> None:
