@@ -27,7 +27,7 @@ class Shapes:
 
     Attributes:
       prompt_widths: tokens that prompts are padded to, the smallest that fits; ascending. Empty:
-        an eighth, a quarter and a half of the capacity, and all of it.
+        64, 128, 256 ... up to the capacity, in steps of four from a capacity of 513 on.
       groups: prompts that are read together; ascending. Those of more prompts than slots are left
         out.
       key_step: attention reads at most four different multiples of this many key slots.
@@ -71,6 +71,19 @@ class Served:
     shapes: Shapes
 
 
+def prompt_widths(capacity: int) -> tuple[int, ...]:
+    """Returns what prompts are padded to where nothing else is asked for.
+
+    >>> prompt_widths(200), prompt_widths(512), prompt_widths(2048)
+    ((64, 128, 200), (64, 128, 256, 512), (64, 256, 1024, 2048))
+    """
+    factor, widths, width = 2 if capacity <= 512 else 4, [], 64
+    while width < capacity:
+        widths.append(width)
+        width *= factor
+    return (*widths, capacity)
+
+
 class Slots:
     """Rows that run in one mode, free ones among them.
 
@@ -101,8 +114,8 @@ class Slots:
         self.mode, prefill = canonical((mode, prefill))
         self.room = block_room(mode, served.steps)
         self.groups = [size for size in served.shapes.groups if size <= slots] or [1]
-        wanted = served.shapes.prompt_widths or [-(-capacity // 2**power) for power in range(4)]
-        self.widths = sorted({width for width in wanted if width <= capacity})
+        wanted = served.shapes.prompt_widths or prompt_widths(capacity)
+        self.widths = [width for width in wanted if width <= capacity]
         if not self.widths:
             raise ValueError(
                 f"Wanted prompt_widths within the capacity of {capacity} tokens. Got "
