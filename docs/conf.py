@@ -62,6 +62,7 @@ ROOMS = {
     "staircase": "One pass with a depth per token",
     "decoding": "New tokens",
     "accounting": "What it cost",
+    "engine": "Continuous batching",
     "evaluation": "Quality on text",
     "calibration": "Fitting and proving",
     "models": "Model families and checkpoints",

@@ -33,7 +33,10 @@ def blocks_of(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(("page", "number"), [("docs/bring_your_own.md", 6), ("docs/decode.md", 2)])
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [("docs/bring_your_own.md", 6), ("docs/decode.md", 2), ("docs/engine.md", 2)],
+)
 def test_a_guide_runs_from_top_to_bottom(
     page: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from utio_jax.accounting.ledger import Ledger, convex_hull, uniform_hull
 from utio_jax.accounting.profit import Profit, Rates
 from utio_jax.accounting.prompt import PromptCost, prompt_cost
 from utio_jax.accounting.quality import Quality
+from utio_jax.accounting.rebatching import RebatchingPlan, RowRates, plan_rebatching
 
 __all__ = [
     "Ledger",
@@ -17,11 +18,14 @@ __all__ = [
     "PromptCost",
     "Quality",
     "Rates",
+    "RebatchingPlan",
+    "RowRates",
     "check_decoding",
     "check_worthwhile",
     "convex_hull",
     "generation_ledger",
     "load_controls",
+    "plan_rebatching",
     "prompt_cost",
     "save_controls",
     "uniform_hull",

@@ -141,7 +141,8 @@ def write_prompt(
     """
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), (layer, 0, 0, 0, 0))
+        start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))  # Of one type, in 64-bit mode, too.
+        return jax.lax.dynamic_update_slice(old, new[None].astype(old.dtype), start)
 
     return dataclasses.replace(cache, keys=put(cache.keys, keys), values=put(cache.values, values))
 
@@ -171,7 +172,7 @@ def read(
         )
         return keys, values
     size = (1, cache.keys.shape[1], width, *cache.keys.shape[3:])
-    start = (layer, 0, 0, 0, 0)
+    start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
     return jax.lax.dynamic_slice(cache.keys, start, size)[0], jax.lax.dynamic_slice(
         cache.values, start, size
     )[0]

@@ -25,7 +25,8 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
     layer: int | Int[Array, ""],
     rows: tuple[Int[Array, " batch"], Int[Array, ""]],
     width: int,
-    shown: Int[Array, "batch slot"] | None = None,
+    shown: Int[Array, "row slot"] | None = None,
+    cache_rows: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch query head head_dim"]:
     """Returns `attended` with the results of the chosen rows put in.
 
@@ -33,30 +34,32 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
       mix: of the layer.
       cache: keys and values.
       attended: what stays of the other rows.
-      queries: of all rows, scaled.
+      queries: of all rows of the arrays, scaled.
       positions: of the queries.
       layer: of the cache.
       rows: an order of rows, and how many of the first ones are meant, see `chosen_first`.
       width: slots to attend over; more than every position. Static.
-      shown: layers at which each slot may be seen; None: all.
+      shown: layers at which each slot of each row of the cache may be seen; None: all.
+      cache_rows: rows of the cache that those of the arrays are; None: the same ones, in order.
     """
     slots = jnp.arange(width, dtype=jnp.int32)
     order, count = rows
 
     def one(number: jax.Array, attended: jax.Array) -> jax.Array:
         row = order[number]
+        cached = row if cache_rows is None else cache_rows[row]
 
-        def of_row(leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
+        def of_row(leaf: jax.Array, at: jax.Array = row) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)
 
         size = (1, 1, width, *cache.keys.shape[3:])
+        start = tuple(map(jnp.int32, (layer, cached, 0, 0, 0)))
         keys, values = (
-            jax.lax.dynamic_slice(leaf, (layer, row, 0, 0, 0), size)[0, 0]
-            for leaf in (cache.keys, cache.values)
+            jax.lax.dynamic_slice(leaf, start, size)[0, 0] for leaf in (cache.keys, cache.values)
         )
         visible = mix.visible(of_row(positions), slots)
         if shown is not None:
-            visible &= (of_row(shown)[:width] > layer)[None, :]
+            visible &= (of_row(shown, cached)[:width] > layer)[None, :]
         new = mix(of_row(queries), keys, values, visible)
         return jax.lax.dynamic_update_index_in_dim(attended, new.astype(attended.dtype), row, 0)
 

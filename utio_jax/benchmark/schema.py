@@ -23,6 +23,7 @@ PARTS = (
     "score",
     "decode",
     "lossless",
+    "engine",
     "sparse",
     "throttle",
     "prompt",

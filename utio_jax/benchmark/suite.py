@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from utio_jax.attention.history import History
+from utio_jax.benchmark.engines import engine_group
 from utio_jax.benchmark.execution import execution_groups
 from utio_jax.benchmark.growth import growth_group
 from utio_jax.benchmark.passes import memory_group, score_group
@@ -89,8 +90,8 @@ SUITES = {
         Suite(
             name="cpu",
             parts=(
-                *("score", "decode", "lossless", "prompt", "sparse", "throttle", "compile"),
-                *("memory", "growth", "execution", "profit"),
+                *("score", "decode", "lossless", "engine", "prompt", "sparse", "throttle"),
+                *("compile", "memory", "growth", "execution", "profit"),
             ),
             policies=("learned@0.5", "learned@0.6", "learned@0.75", "utio_surrogate@0.6"),
             score=((4, 128), (1, 512), (16, 512)),
@@ -159,6 +160,9 @@ def groups_of(suite: Suite, subject: Subject, bench: Bench) -> list[Group]:
         "score": lambda: [score_group(bench, subject, *shape, named) for shape in suite.score],
         "decode": lambda: [decode_group(bench, subject, shape, named) for shape in suite.decode],
         "lossless": lambda: [lossless_group(bench, subject, shape) for shape in suite.decode],
+        "engine": lambda: [
+            engine_group(bench, subject, shape, named) for shape in suite.decode if shape[0] > 1
+        ],
         "prompt": lambda: [prompt_group(bench, subject, shape) for shape in suite.prompts],
         "sparse": lambda: [
             sparse_group(bench, subject, tokens, history=suite.history) for tokens in suite.lengths

@@ -17,6 +17,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import ModeBase, Setting, emit_drawn
 from utio_jax.decoding.frozen import Propagate, Spent, frozen_kv, run_cached
+from utio_jax.decoding.packed import run_packed
 from utio_jax.decoding.state import DecodeState
 from utio_jax.decoding.step import DecodeStep, RowHead, RowReading
 from utio_jax.decoding.throttle import Throttle, Watch
@@ -31,9 +32,9 @@ class Adaptive(ModeBase):
     """Early-exit decoding: after each of the policy's depths a row's token stops or goes on.
 
     The rows of a batch step together, so a segment is skipped only where *no* row needs it;
-    otherwise all rows go through it, and those that had stopped keep their states (involuntary
-    stays: cost, no change of results). With a probability of .5 to go on and 8 rows, 0.4 % of the
-    steps skip.
+    otherwise, unless they are packed, all rows go through it, and those that had stopped keep their
+    states (involuntary stays: cost, no change of results). With a probability of .5 to go on and 8
+    rows, 0.4 % of the steps skip.
 
     Attributes:
       policy: decides at each of its depths; must be causal.
@@ -46,18 +47,33 @@ class Adaptive(ModeBase):
       throttle: which tokens read a compact view of the history instead of all of it. None: none do.
         With `kv="full"` it has a say up to the first depth only: beyond, tokens catch up in blocks,
         whose queries share one reading.
+      pack: numbers of rows, ascending. A segment then runs the rows that need it alone, packed into
+        the smallest of these that holds them, and all rows where none does: the same tokens for
+        less work in large batches, see `utio_jax.decoding.packed`. Each is a body to compile, for
+        each segment. Empty: rows run together. Static.
     """
 
     policy: Policy
     kv: FrozenKV = static(default="propagate")
     catch_up: int = static(default=8)
     throttle: Throttle | None = None
+    pack: tuple[int, ...] = static(default=())
 
     def __post_init__(self) -> None:
         frozen_kv(self.kv, (), catch_up=self.catch_up)
         if self.catch_up < 1:
             raise ValueError(
                 f"Wanted a catch_up of at least 1 token. Got catch_up={self.catch_up}."
+            )
+        if [*self.pack] != sorted({*self.pack}) or any(width < 1 for width in self.pack):
+            raise ValueError(
+                f"Wanted numbers of rows to pack of at least 1, ascending. Got pack={self.pack}."
+            )
+        if self.pack and (self.kv == "full" or self.throttle is not None):
+            raise ValueError(
+                'Wanted no pack with kv="full", whose rows catch up together, nor with a throttle, '
+                f"whose views are read side by side. Got pack={self.pack}, kv={self.kv!r} and "
+                f"{'no' if self.throttle is None else 'a'} throttle. Leave one out."
             )
 
     @property
@@ -153,6 +169,8 @@ class Adaptive(ModeBase):
         self, setting: Setting, now: DecodeStep, watch: Watch | None, index: int
     ) -> tuple[Any, Watch | None]:
         """Returns how the current tokens read the cache in a segment, and the watch after it."""
+        if self.pack:
+            return partial(run_packed, widths=self.pack, project=self.kv == "propagate"), watch
         if self.throttle is None or watch is None or (index and self.kv == "full"):
             return run_cached, watch
         start, stop = list(itertools.pairwise((0, *self.policy.depths)))[index]
@@ -187,7 +205,9 @@ class Adaptive(ModeBase):
         memory = _Memory(kv=kv, scores=None if watch is None else watch.scores)
         state = dataclasses.replace(state, cache=cache, memory=memory, tally=tally)
         state = state if watch is None else watch.close(state)
-        executed = jnp.broadcast_to(now.deepest, state.lengths.shape)
+        # Packed rows run by themselves; otherwise a row goes along with the deepest.
+        ran = now.token_layers if self.pack else now.deepest
+        executed = jnp.broadcast_to(ran, state.lengths.shape)
         return emit_drawn(
             setting, state, reading.logits, decided=now.depth[:, 0], executed=executed
         )
@@ -203,7 +223,7 @@ def _run_throttled(
     shown: Any,
     low: jax.Array,
     slots: jax.Array,
-) -> tuple[jax.Array, KVCache, float | jax.Array]:
+) -> DecodeStep:
     """Is a `utio_jax.decoding.frozen.RunSegment` in which rows of low importance read a view."""
     x, cache = run_throttled(
         setting.decoder,
@@ -220,7 +240,7 @@ def _run_throttled(
         layers=setting.layers,
         bounds=bounds,
     )
-    return x, cache, slots
+    return now.after(x, cache, depth=stop, layers=stop - start, tokens=1, slots=slots)
 
 
 @pytree

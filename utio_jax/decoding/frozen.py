@@ -32,7 +32,7 @@ from utio_jax.staircase.reference import check_kv
 
 @runtime_checkable
 class RunSegment(Protocol):
-    """How the current tokens run a segment: with the cache (`run_cached`), or views of it."""
+    """How the current tokens run a segment: all rows (`run_cached`), packed ones, or on views."""
 
     def __call__(
         self,
@@ -43,8 +43,8 @@ class RunSegment(Protocol):
         stop: jax.Array,
         bounds: tuple[int, int],
         shown: Any,
-    ) -> tuple[jax.Array, KVCache, float | jax.Array]:
-        """Returns states, cache, and the key slots that each row has read per layer.
+    ) -> DecodeStep:
+        """Returns the step after a segment, and what that took.
 
         The segment is `bounds`; where no row is live, `stop` is `start`.
         """
@@ -59,7 +59,7 @@ def run_cached(
     stop: jax.Array,
     bounds: tuple[int, int],
     shown: Any,
-) -> tuple[jax.Array, KVCache, float | jax.Array]:
+) -> DecodeStep:
     """Returns what a segment makes of the current tokens; every row reads all of its slots."""
     x, cache = run_segment(
         setting.decoder,
@@ -75,7 +75,9 @@ def run_cached(
         layers=setting.layers,
         bounds=bounds,
     )
-    return x, cache, float(setting.width)
+    return now.after(
+        x, cache, depth=stop, layers=stop - start, tokens=1, slots=float(setting.width)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +146,7 @@ class Propagate:
             layers=setting.layers,
             bounds=(self.depths[0], last),
         )
-        return _filled(state, cache), memory, Spent(projected=last - deepest)
+        return _filled(state, cache), memory, Spent(projected=last - deepest + now.projected)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,8 +369,7 @@ def _run_current(
     """Runs one segment on the current tokens; in no turn of a loop if no row is live."""
     start, depth = (0, *depths)[index], depths[index]
     stop = jnp.where(jnp.any(now.live), depth, start)
-    x, cache, slots = run(setting, now, start=start, stop=stop, bounds=(start, depth), shown=shown)
-    return now.after(x, cache, depth=stop, layers=stop - start, tokens=1, slots=slots)
+    return run(setting, now, start=start, stop=stop, bounds=(start, depth), shown=shown)
 
 
 def _filled(state: DecodeState, cache: KVCache) -> KVCache:

@@ -153,7 +153,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         row[: ids.size] = ids
     shape = -(-len(rows) // check_mesh(mesh)), width
     prefill = fastest_prefill(*shape) if prefill is None else prefill.for_shape(*shape)
-    mode, sampling, prefill = _canonical((mode, sampling, prefill))
+    mode, sampling, prefill = canonical((mode, sampling, prefill))
     params, mode, sampling, stops, prefill = place((params, mode, sampling, stops, prefill), mesh)
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds.astype(np.uint32)
     arrays = place(Rows(arrays), mesh).tree
@@ -272,13 +272,13 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     sampling: Sampling,
     stops: StopRules | PerRowStopRules,
     state: DecodeState,
-    until: Int[Array, ""],
+    until: Int[Array, "*row"],
     layers: Layers = None,
     *,
     widths: tuple[int, ...],
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Returns the state once every running row has `until` new tokens.
+    """Returns the state once every running row has `until` new tokens: one number, or one by row.
 
     A step reads the fewest of `widths` that all running rows fit in. One loop per width, one after
     the other, as rows grow; a loop around them starts again from the narrowest that fits, once the
@@ -324,7 +324,7 @@ def round_up(length: int, step: int) -> int:
     return -(-length // step) * step
 
 
-def _canonical(tree: Any) -> Any:
+def canonical(tree: Any) -> Any:
     """Returns the pytree with numbers as arrays: weak types would compile a second program."""
 
     def as_array(leaf: Any) -> Any:

@@ -394,7 +394,7 @@ class Lossless(ModeBase):
                 bounds=(0, max(self.exits(decoder))),
             )
             stored = jnp.where(now.drafting[:, None, None], x, now.x[:, at][:, None])
-            stored = jax.lax.dynamic_update_slice(now.x, stored, (0, at, 0))
+            stored = jax.lax.dynamic_update_slice_in_dim(now.x, stored, at, axis=1)
 
             def rest() -> tuple[jax.Array, jax.Array, jax.Array | None]:
                 q = None if now.log_q is None else jnp.zeros((batch, vocab), jnp.float32)

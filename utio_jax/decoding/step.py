@@ -30,9 +30,10 @@ class DecodeStep:
       depth: layers that each has been decided to run, once it is frozen.
       cache: keys and values.
       deepest: layers that the batch has run.
-      token_layers: token slots that ran a layer, per row.
-      key_slots: key slots read, summed over layers: of every row, or by row.
-      attended: query-key pairs, the rows' mean.
+      token_layers: token slots that ran a layer: of every row, or by row.
+      key_slots: key slots read, summed over layers: likewise.
+      attended: query-key pairs: the rows' mean, or by row.
+      projected: layers whose K/V were projected of every row while segments ran.
     """
 
     x: Float[Array, "batch 1 dim"]
@@ -41,9 +42,10 @@ class DecodeStep:
     depth: Int[Array, "batch 1"]
     cache: KVCache
     deepest: Int[Array, ""]
-    token_layers: Int[Array, ""]
+    token_layers: Int[Array, "*ran"]
     key_slots: Float[Array, "*row"]
-    attended: Float[Array, ""]
+    attended: Float[Array, "*asked"]
+    projected: Int[Array, ""]
 
     @classmethod
     def begin(cls, setting: Setting, state: DecodeState) -> DecodeStep:
@@ -59,6 +61,7 @@ class DecodeStep:
             token_layers=jnp.int32(0),
             key_slots=jnp.float32(0),
             attended=jnp.float32(0),
+            projected=jnp.int32(0),
         )
 
     def after(
@@ -68,7 +71,7 @@ class DecodeStep:
         *,
         depth: jax.Array,
         layers: jax.Array,
-        tokens: int,
+        tokens: int | jax.Array,
         slots: float | jax.Array,
     ) -> DecodeStep:
         """Returns the step after more layers.
@@ -77,11 +80,13 @@ class DecodeStep:
           x: states.
           cache: keys and values.
           depth: that the batch has come to.
-          layers: that ran, of each of `tokens` token slots per row.
+          layers: that ran, of each of `tokens` token slots of every row, or of each.
           tokens: see `layers`.
           slots: key slots that every row, or each, has read per layer.
         """
         mean = slots if isinstance(slots, float) else jnp.mean(slots)
+        if isinstance(tokens, jax.Array):  # Rows that did not run have read nothing.
+            mean = slots
         return dataclasses.replace(
             self,
             x=x,

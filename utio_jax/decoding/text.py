@@ -174,7 +174,7 @@ def stream_text(
     ids = model.encode(_listed(prompts))
     stops = _by_row(stop_strings, len(ids))
     rows = [
-        _StreamedRow(TextReader(model.tokenizer, prompt), mine)
+        StreamedRow(TextReader(model.tokenizer, prompt), mine)
         for prompt, mine in zip(ids, stops, strict=True)
     ]
     for chunk in stream(model.decoder, model.params, ids, **options):
@@ -196,12 +196,14 @@ def stream_text(
             return
 
 
-class _StreamedRow:
-    """One row of `stream_text`: what it has shown, and what it holds back."""
+class StreamedRow:
+    """A text that grows by tokens up to a stop string: what it has shown, what it holds back."""
 
     def __init__(self, reader: TextReader, stops: tuple[str, ...]):
         self._reader, self._stops, self._held = reader, stops, ""
         self.ended = False
+        self.stopped = False
+        """Whether that was before a stop string."""
         self.used = 0
         """Tokens of the last chunk, up to the one that completed a stop string."""
 
@@ -227,6 +229,7 @@ class _StreamedRow:
         ends = [self._held.find(stop) for stop in self._stops if stop in self._held]
         if ends:
             self._held, self.ended = self._held[: min(ends)], True
+            self.stopped = True
         return bool(ends)
 
     def _doubtful(self) -> int:
@@ -255,16 +258,21 @@ def _listed(prompts: Sequence[str]) -> list[str]:
 def _by_row(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]]:
     """Returns each row's stop strings."""
     if isinstance(stop_strings, str) or all(isinstance(each, str) for each in stop_strings):
-        return [_checked(stop_strings)] * rows  # type: ignore[arg-type]
+        return [checked_stops(stop_strings)] * rows  # type: ignore[arg-type]
     if len(stop_strings) != rows:
         raise ValueError(
             f"Wanted stop strings for all prompts, or a list of them for each of the {rows}. Got "
             f"{len(stop_strings)} lists."
         )
-    return [_checked(each) for each in stop_strings]
+    return [checked_stops(each) for each in stop_strings]
 
 
-def _checked(stop_strings: Sequence[str]) -> tuple[str, ...]:
+def checked_stops(stop_strings: Sequence[str]) -> tuple[str, ...]:
+    """Returns what ends a text.
+
+    Raises:
+      ValueError: an empty string, or one string instead of a list of them.
+    """
     stops = tuple(stop_strings)
     if isinstance(stop_strings, str) or not all(stops):
         raise ValueError(

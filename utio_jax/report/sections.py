@@ -48,6 +48,7 @@ _PARTS = {
     "score": ("Scoring", "Whole passes over prompts; nothing is generated."),
     "decode": ("Decoding", "New tokens at a depth each, prefill included."),
     "lossless": ("Lossless decoding", "Shallow drafts, verified: the full model's own tokens."),
+    "engine": ("Continuous batching", "Requests of many lengths, which join and leave a batch."),
     "sparse": ("Sparse attention", "Tokens of low importance see a part of the past; scoring."),
     "throttle": ("Throttled KV", "Tokens of low importance read a part of the cache; decoding."),
     "prompt": ("Prompts by importance", "Most of a prompt stops early; the first token, and all."),

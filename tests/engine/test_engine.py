@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's own promises: requests end once, nothing leaks or compiles, work is pinned."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from helpers.counting import Counting, read_counts
+from helpers.engine import (
+    CAPACITY,
+    SHAPES,
+    SLOTS,
+    STEPS,
+    alone,
+    assert_as_alone,
+    engine_of,
+    modes,
+    pool,
+)
+from helpers.generation import lively_model
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from utio_jax.decoding.text import generate_until, read_text
+from utio_jax.engine import Engine, Shapes
+from utio_jax.models.presets import TINY
+
+POOL = pool(24, seed=3)
+
+
+class Letters:
+    """A tokenizer of one letter a token; every seventh token is half of a character."""
+
+    def decode(self, ids: Any) -> str:
+        return "".join("\ufffd" if i % 7 == 6 else chr(97 + i % 5) for i in map(int, ids))
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@functools.cache
+def served(*, late: bool) -> Engine:
+    return engine_of(lively_model(), modes()["plain"][0], read_late=late, clock=CLOCK)
+
+
+@functools.cache
+def wanted(index: int) -> Any:
+    return alone(lively_model(), *modes()["plain"], POOL[index])
+
+
+class Lives(RuleBasedStateMachine):
+    """Submits, cancels, lets deadlines pass, advances and drains in any order."""
+
+    late = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = served(late=self.late)
+        self.asked: dict[int, int] = {}
+        self.ended: dict[int, Any] = {}
+        self.cancelled: set[int] = set()
+        self.tokens: dict[int, list[int]] = {}
+        self.expires: dict[int, float] = {}
+
+    def note(self, events: list[Any]) -> None:
+        assert len({event.request for event in events}) == len(events)
+        for event in events:
+            assert event.request in self.asked
+            assert event.request not in self.ended, "ended twice"
+            so_far = self.tokens.setdefault(event.request, [])
+            so_far += event.token_ids.tolist()
+            if event.finished is not None:
+                assert event.finished.token_ids.tolist() == so_far
+                self.ended[event.request] = event.finished
+
+    @rule(index=st.integers(0, len(POOL) - 1), deadline=st.sampled_from([None, None, 1.0, 3.0]))
+    def submit(self, index: int, deadline: float | None) -> None:
+        number = POOL[index].submit(self.engine, deadline=deadline)
+        assert number not in self.asked
+        self.asked[number] = index
+        self.expires[number] = np.inf if deadline is None else CLOCK.now + deadline
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data())
+    def cancel(self, data: Any) -> None:
+        number = data.draw(st.sampled_from(sorted(self.asked)))
+        open_ = number not in self.ended and number not in self.cancelled
+        assert self.engine.cancel(number) == open_
+        self.cancelled.add(number)
+
+    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    def wait(self, seconds: float) -> None:
+        CLOCK.now += seconds
+
+    @rule()
+    def advance(self) -> None:
+        self.note(self.engine.advance())
+
+    @invariant()
+    def slots_are_known(self) -> None:
+        stats = self.engine.stats()
+        assert stats.queued + stats.running == len(self.asked) - len(self.ended)
+        assert stats.running <= SLOTS
+        assert self.engine.idle == (len(self.asked) == len(self.ended))
+
+    def teardown(self) -> None:
+        for number, finished in self.engine.drain().items():
+            assert number not in self.ended
+            self.ended[number] = finished
+        assert self.ended.keys() == self.asked.keys()
+        for number, finished in self.ended.items():
+            truth = wanted(self.asked[number])
+            if finished.reason in ("cancelled", "deadline"):
+                assert (number in self.cancelled) or CLOCK.now >= self.expires[number]
+                size = finished.token_ids.size
+                np.testing.assert_array_equal(finished.token_ids, truth.token_ids[0][:size])
+            else:
+                assert_as_alone(finished, truth)
+        assert self.engine.idle
+
+
+class LateLives(Lives):
+    """The same, where a block is read while the next one runs."""
+
+    late = True
+
+
+LIFE = hypothesis.settings(max_examples=25, stateful_step_count=20)
+TestLives = Lives.TestCase
+TestLives.settings = LIFE
+TestLateLives = LateLives.TestCase
+TestLateLives.settings = LIFE
+
+
+def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict[int, Any]:
+    """Returns what comes of mixed requests, some of them cancelled, late, or ended by a string."""
+    rng, found = np.random.default_rng(seed), {}
+    for number, each in enumerate(pool(count, seed=seed)):
+        options: dict[str, Any] = {"deadline": 1e-9} if number % 11 == 5 else {}
+        if texts:
+            options["stop_strings"] = ["aa"] * (number % 2)
+        request = each.submit(engine, **options)
+        if number % 7 == 3:
+            engine.cancel(request)
+        if rng.random() < 0.5:
+            events = engine.advance()
+            found |= {event.request: event.finished for event in events if event.finished}
+    return found | engine.drain()
+
+
+@pytest.mark.parametrize("name", ["packed", pytest.param("lossless", marks=pytest.mark.slow)])
+def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> None:
+    engine = engine_of(lively_model(), *modes()[name], tokenizer=Letters())
+    with count_compiles() as compiles:
+        engine.warmup()
+    assert compiles.count
+    assert engine.stats().new_tokens == engine.stats().blocks == 0
+    with count_compiles() as compiles:
+        found = serve(engine, count=300, seed=5, texts=True)
+    assert compiles.count == 0
+    assert len(found) == 300
+    reasons = {each.reason for each in found.values()}
+    assert reasons == {"eos", "stop", "length", "cancelled", "deadline"}
+    stats = engine.stats()
+    assert sum(stats.ended.values()) == 300
+    assert stats.new_tokens == sum(each.token_ids.size for each in found.values())
+    decided = np.concatenate([each.decided for each in found.values()])
+    assert stats.mean_depth_decided == pytest.approx(decided.mean())
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_nothing_leaks(count: int) -> None:
+    engine = engine_of(lively_model(), *modes()["plain"], read_late=True)
+    held = []
+    for seed in (1, 1, 2):
+        found = serve(engine, count=count, seed=seed)
+        assert len(found) == count
+        del found
+        gc.collect()
+        held.append((len(jax.live_arrays()), sum(leaf.nbytes for leaf in jax.live_arrays())))
+        assert engine.idle
+        assert engine.stats().running == engine.stats().queued == 0
+    assert held[0] == held[1] == held[2]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_work_is_that_of_slots_and_steps(late: bool) -> None:
+    """Two requests of 9 tokens: one group of three prompts, and two blocks of four steps."""
+    model, shapes = lively_model(), dataclasses.replace(SHAPES, key_step=CAPACITY)
+    decoder = Counting(model.decoder.config)
+    engine = Engine(
+        *(decoder, model.params),
+        slots=SLOTS,
+        capacity=CAPACITY,
+        steps=STEPS,
+        shapes=shapes,
+        read_late=late,
+    )
+    for number in range(2):
+        engine.submit([5, 7 + number], max_new_tokens=9, eos_ids=())
+    read_counts()
+    found = engine.drain()
+    counts, layers, width = read_counts(), TINY.num_layers, SHAPES.prompt_widths[0]
+    steps = 8
+    assert counts["queries"] == layers * (3 * width + steps * SLOTS)
+    assert counts["unembed"] == 3 + steps * SLOTS
+    for each in found.values():
+        assert (each.token_ids.size, each.steps, each.token_layers) == (9, steps, layers * steps)
+        np.testing.assert_array_equal(each.executed, layers)
+    stats = engine.stats()
+    assert (stats.blocks, stats.prompt_groups) == (3 if late else 2, 1)
+    assert (stats.prompt_tokens, stats.padded_prompt_tokens) == (4, 3 * width)
+
+
+def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens() -> None:
+    shapes = Shapes(prompt_widths=(8, 32), groups=(1,), key_step=CAPACITY)
+    engine = engine_of(lively_model(), modes()["plain"][0], slots=9, shapes=shapes)
+    first = engine.submit([1], max_new_tokens=40, eos_ids=())
+    engine.advance()
+    for _ in range(6):
+        engine.submit([2] * 20, max_new_tokens=2, eos_ids=())
+    read = []
+    for _ in range(3):
+        before = engine.stats().padded_prompt_tokens
+        engine.advance()
+        read.append(engine.stats().padded_prompt_tokens - before)
+    assert read == [CAPACITY] * 3
+    engine.cancel(first)
+    engine.drain()
+
+
+def test_the_row_of_a_cancelled_request_takes_no_further_step() -> None:
+    engine = engine_of(lively_model(), modes()["plain"][0], tokenizer=Letters(), read_late=False)
+    engine.submit([1, 2], max_new_tokens=40, eos_ids=())
+    engine.submit([1, 3], max_new_tokens=40, eos_ids=(), stop_strings=["a"])
+    engine.cancel(engine.submit([1, 4], max_new_tokens=40, eos_ids=()))
+    number = engine.submit([1, 5], max_new_tokens=40, eos_ids=())
+    for _ in range(4):
+        engine.advance()
+    engine.cancel(number)
+    engine.advance()
+    assert engine.stats().ended == {"eos": 0, "stop": 1, "length": 0, "cancelled": 2, "deadline": 0}
+    assert np.sum(engine._rows.state.active) == engine.stats().running == 1
+    engine.drain()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_stop_strings_cut_where_generate_cuts(late: bool) -> None:
+    model, letters = lively_model(), Letters()
+    engine = engine_of(model, modes()["plain"][0], tokenizer=letters, read_late=late)
+    stops = [["bc", "ad"], ["zz"], ["e"], ["dca"], [], ["a\ufffd"]]
+    numbers, texts = [], dict[int, str]()
+    for index, mine in enumerate(stops):
+        prompt = [index + 1, 9]
+        options: dict[str, Any] = {"max_new_tokens": 30, "eos_ids": ()}
+        numbers.append(engine.submit(prompt, stop_strings=mine, **options))
+    found = {}
+    while not engine.idle:
+        for event in engine.advance():
+            texts[event.request] = texts.get(event.request, "") + event.text
+            if event.finished is not None:
+                found[event.request] = event.finished
+    ended = set[str]()
+    for index, (number, mine) in enumerate(zip(numbers, stops, strict=True)):
+        prompt, options = [index + 1, 9], {"max_new_tokens": 30, "eos_ids": ()}
+        alone = generate_until(
+            letters, model.decoder, model.params, [prompt], stop_strings=mine, **options
+        )
+        text = read_text(letters, [prompt], alone, stop_strings=mine).texts[0]
+        assert found[number].text == texts[number] == text
+        np.testing.assert_array_equal(found[number].token_ids, alone.token_ids[0])
+        np.testing.assert_array_equal(found[number].decided, alone.decided[0])
+        assert found[number].reason == alone.finish_reasons[0]
+        ended.add(found[number].reason)
+    assert ended == {"stop", "length"}
+
+
+def test_times_are_those_of_the_clock() -> None:
+    clock = Clock()
+    engine = engine_of(lively_model(), modes()["plain"][0], clock=clock, read_late=False)
+    number = engine.submit([3, 1], max_new_tokens=9, eos_ids=())
+    clock.now = 2.0
+    engine.advance()
+    clock.now = 5.0
+    engine.advance()
+    found = engine.drain()
+    assert not found  # It had ended: 1 + 4 + 4 tokens.
+    stats = engine.stats()
+    assert stats.seconds_to_first_token.p50 == 2.0
+    assert stats.seconds_between_tokens.p99 == pytest.approx(3.0 / 8)
+    assert stats.longest_pause.p95 == 3.0
+    assert stats.ended["length"] == 1
+    assert not engine.cancel(number)
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    engine = engine_of(lively_model(), modes()["lossless"][0])
+
+    def refused(message: str, prompt: Any = (1, 2), **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            engine.submit(prompt, **options)
+
+    refused("slot of 64 tokens.*prompt of 2 tokens, max_new_tokens=60 and 4.*: 66",
+            max_new_tokens=60)  # fmt: skip
+    refused("prompt into 8. Got a prompt of 9", [1] * 9, max_new_tokens=1)
+    refused("Prompt 0 is empty", [])
+    refused("at least 1. Got max_new_tokens=0", max_new_tokens=0)
+    refused("token ids from 0 to 63", [64], max_new_tokens=1)
+    refused("at most 8 eos_ids.*Got 9 eos_ids and 0 sequences", eos_ids=range(9), max_new_tokens=1)
+    refused("of up to 17 tokens. Name", stop_sequences=[[1] * 17], max_new_tokens=1)
+    refused("Got an empty one", stop_sequences=[[]], max_new_tokens=1)
+    refused("an engine with a tokenizer for stop_strings=.'x'.", stop_strings="x", max_new_tokens=1)
+    refused("more than 0 seconds. Got 0", deadline=0, max_new_tokens=1)
+    assert engine.idle
+    assert not engine.cancel(0)
+    for message, options in {
+        "Got slots=0": {"slots": 0},
+        "capacity=5": {"capacity": 5},
+        "prompt_widths within the capacity": {"shapes": Shapes(prompt_widths=(65,))},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            engine_of(lively_model(), modes()["lossless"][0], **options)
+    wrong: list[dict[str, Any]] = [{"prompt_widths": (8, 4)}, {"groups": (0,)}]
+    for shapes in [*wrong, {"groups": ()}, {"key_step": 0}]:
+        with pytest.raises(ValueError, match="Wanted"):
+            Shapes(**shapes)
+    engine.submit([1], max_new_tokens=3)
+    with pytest.raises(ValueError, match="an engine without requests. Got one in which 1 wait"):
+        engine.warmup()

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each request gets what `generate` gives it alone, whatever arrives beside it, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
+
+DEFAULT = ("plain", "packed", "lossless")
+NAMES = (*DEFAULT, "propagate", "drop", "packed drop", "full", "copies", "prompts")
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    """Float64: two ways to add up differ by 1e-13, and no draw or exit is that close."""
+    with jax.enable_x64(True):
+        yield
+
+
+def run_schedule(engine: Any, asked: list[Asked], rng: np.random.Generator) -> dict[int, Any]:
+    """Returns what comes of requests that arrive at random times, by their place in `asked`."""
+    waiting, numbers, found = list(enumerate(asked)), {}, {}
+    while waiting or not engine.idle:
+        for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
+            index, each = waiting.pop(0)
+            numbers[each.submit(engine)] = index
+        for event in engine.advance():
+            if event.finished is not None:
+                assert numbers[event.request] not in found
+                found[numbers[event.request]] = event.finished
+    return found
+
+
+def check_schedules(name: str, *, schedules: int, seed: int = 0) -> None:
+    mode, prefill = modes()[name]
+    model, requests = model64(), pool(45)
+    wanted = [alone(model, mode, prefill, each) for each in requests]
+    assert {each.finish_reasons[0] for each in wanted} == {"eos", "stop", "length"}
+    engines = [engine_of(model, mode, prefill, read_late=late) for late in (False, True)]
+    rng = np.random.default_rng(seed)
+    for number in range(schedules):
+        chosen = rng.choice(len(requests), int(rng.integers(1, 9)), replace=False)
+        found = run_schedule(engines[number % 2], [requests[i] for i in chosen], rng)
+        assert len(found) == len(chosen)
+        for place, index in enumerate(chosen):
+            assert_as_alone(found[place], wanted[index])
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in NAMES]
+)
+def test_a_request_gets_what_it_gets_alone(name: str) -> None:
+    check_schedules(name, schedules=110)
+
+
+@pytest.mark.slow
+def test_ten_thousand_schedules() -> None:
+    for name in NAMES:
+        check_schedules(name, schedules=10_000 // len(NAMES) + 1, seed=1)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of the engine share: its modes, a pool of requests, and what each gets alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from helpers.generation import lively_model
+from helpers.models import Model
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.drafting import EntropyAbove, NGram
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import Chain, Greedy, PerRowSampling, Temperature, TopK, TopP
+from utio_jax.engine import Engine, Shapes
+from utio_jax.engine.requests import Method
+from utio_jax.policies.depth import random_depths
+from utio_jax.policies.signals import Position
+from utio_jax.staircase.prompts import PromptImportance
+
+DEPTHS = (1, 2, 4)
+SLOTS, CAPACITY, STEPS = 3, 64, 4
+SHAPES = Shapes(prompt_widths=(4, 8), groups=(1, 3), key_step=32)  # Two prompts: a filler.
+METHODS = (
+    Greedy(),
+    Temperature(0.8),
+    Chain((Temperature(1.2), TopK(12))),
+    TopP(0.9),
+)
+
+
+def modes() -> dict[str, tuple[Any, Prefill | None]]:
+    """Returns modes by name, with how they read prompts."""
+    policy = random_depths(jnp.asarray([0.5, 0.2, 0.3]), key=jax.random.key(1), depths=DEPTHS)
+    importance = PromptImportance(
+        signal=Position(), deep=jnp.asarray([0.5]), at_least=1, depths=(2, 4), sinks=1
+    )
+    return {
+        "plain": (Plain(), None),
+        "propagate": (Adaptive(policy=policy), None),
+        "packed": (Adaptive(policy=policy, pack=(1, 2)), None),
+        "drop": (Adaptive(policy=policy, kv="drop"), None),
+        "packed drop": (Adaptive(policy=policy, kv="drop", pack=(2,)), None),
+        "full": (Adaptive(policy=policy, kv="full", catch_up=4), None),
+        "lossless": (Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)), None),
+        "copies": (Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)), None),
+        "prompts": (Adaptive(policy=policy), Prefill(policy=importance)),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A request as tests submit it, and what it gets alone."""
+
+    prompt: list[int]
+    new: int
+    sampling: Method
+    seed: int
+    eos_ids: tuple[int, ...]
+    stop: list[list[int]]
+
+    def submit(self, engine: Engine, **options: Any) -> int:
+        return engine.submit(
+            self.prompt,
+            max_new_tokens=self.new,
+            sampling=self.sampling,
+            seed=self.seed,
+            eos_ids=self.eos_ids,
+            stop_sequences=self.stop,
+            **options,
+        )
+
+
+def pool(count: int, *, seed: int = 0, vocab: int = 64) -> list[Asked]:
+    """Returns requests of all kinds; some want one token, some fill a slot."""
+    rng = np.random.default_rng(seed)
+    asked = []
+    for number in range(count):
+        prompt = rng.integers(0, vocab, rng.integers(1, 9)).tolist()
+        new = 1 if number % 9 == 0 else int(rng.integers(2, 50 if number % 5 == 0 else 20))
+        asked.append(
+            Asked(
+                prompt=prompt,
+                new=new,
+                sampling=METHODS[number % len(METHODS)],
+                seed=int(rng.integers(2**32)),
+                eos_ids=tuple(rng.integers(0, vocab, number % 3).tolist()),
+                # As long as any: another length would compile another program of `generate`.
+                stop=[rng.integers(0, vocab, 1).tolist()] if number % 2 else [[vocab - 1]],
+            )
+        )
+    return asked
+
+
+def alone(model: Model, mode: Any, prefill: Prefill | None, asked: Asked) -> Generated:
+    """Returns what `generate` gives one request, with nobody beside it."""
+    return generate(
+        model.decoder,
+        model.params,
+        [asked.prompt],
+        mode=mode,
+        prefill=prefill,
+        sampling=PerRowSampling.of([asked.sampling]),
+        max_new_tokens=asked.new,
+        seeds=[asked.seed],
+        eos_ids=asked.eos_ids,
+        stop_sequences=asked.stop,
+        lengths=Lengths(prompt_step=8, key_step=CAPACITY),
+    )
+
+
+def engine_of(model: Model, mode: Any, prefill: Prefill | None = None, **options: Any) -> Engine:
+    options = {"slots": SLOTS, "capacity": CAPACITY, "steps": STEPS, "shapes": SHAPES} | options
+    return Engine(model.decoder, model.params, mode=mode, prefill=prefill, **options)
+
+
+@functools.cache
+def model64() -> Model:
+    """Returns the lively model in float64, where two ways to add up are the same to 1e-13."""
+    small = lively_model()
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), small.params)
+    return Model(small.decoder, jax.tree.map(jnp.asarray, params))
+
+
+def assert_as_alone(finished: Any, wanted: Generated) -> None:
+    np.testing.assert_array_equal(finished.token_ids, wanted.token_ids[0])
+    np.testing.assert_array_equal(finished.decided, wanted.decided[0])
+    assert finished.reason == wanted.finish_reasons[0]
+    np.testing.assert_allclose(finished.log_probabilities, wanted.log_probabilities[0], atol=1e-5)

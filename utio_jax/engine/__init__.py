@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: requests that join and leave a running batch of decoding rows."""
+
+from utio_jax.engine.engine import Engine
+from utio_jax.engine.requests import Event, Finished
+from utio_jax.engine.slots import Shapes
+from utio_jax.engine.statistics import EngineStats, Percentiles
+
+__all__ = ["Engine", "EngineStats", "Event", "Finished", "Percentiles", "Shapes"]

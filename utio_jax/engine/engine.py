@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: requests join and leave a running batch between blocks of decoding steps.
+
+    engine = Engine(decoder, params, slots=16, capacity=512, mode=Adaptive(policy=policy))
+    engine.warmup()
+    number = engine.submit(prompt_ids, max_new_tokens=64, sampling=Temperature(0.8), seed=1)
+    finished = engine.drain()[number]
+
+Synchronous and without threads: `advance` runs one block on the device and returns what it brought.
+Each request gets the tokens and depths that `generate` gives it alone, whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from utio_jax.accounting.rebatching import RebatchingPlan
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.loop import check_prompts
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import Greedy, PerRowSampling
+from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
+from utio_jax.engine.blocks import read_report
+from utio_jax.engine.planning import plan_mode, planned
+from utio_jax.engine.requests import Event, Finished, Method, Request, stop_arrays
+from utio_jax.engine.slots import Served, Shapes, Slots
+from utio_jax.engine.statistics import EngineStats, Recorder
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flying:
+    """A block that was dispatched, and not read yet: its report, and whose rows it ran."""
+
+    report: jax.Array
+    owners: tuple[Request | None, ...]
+
+
+class Engine:
+    """Requests in, tokens out: slots of one cache, in which prompts come and go.
+
+    Attributes:
+      plan: whether a depth per token pays here, where `warmup` was asked to find out; else None.
+    """
+
+    def __init__(  # noqa: PLR0913 (options, each named)
+        self,
+        decoder: Decoder,
+        params: Params,
+        *,
+        slots: int,
+        capacity: int,
+        mode: Mode = Plain(),
+        prefill: Prefill | None = None,
+        tokenizer: Tokenizer | None = None,
+        steps: int = 8,
+        read_late: bool | None = None,
+        shapes: Shapes = Shapes(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Makes an engine without requests.
+
+        Args:
+          decoder: the model.
+          params: its parameters, on one device.
+          slots: requests that run at once.
+          capacity: tokens that a slot can hold.
+          mode: `Plain()`, `Adaptive(policy=...)` or `Lossless(...)`.
+          prefill: how deep and how densely prompts are read; None: in full.
+          tokenizer: makes text of tokens, and finds stop strings; None: neither.
+          steps: new tokens of each running request in a block. Between blocks requests join and
+            leave: fewer steps, less waiting; more, less time on the host.
+          read_late: whether a block is read while the next one runs. An accelerator then never
+            waits for the host, and a slot that ended idles for one block. None: on accelerators.
+          shapes: which programs there are.
+          clock: seconds; for deadlines and statistics.
+
+        Raises:
+          TypeError: no mode, but the name or the class of one.
+          ValueError: sizes below 1, or a mode or prefill that do not fit the model or each other.
+        """
+        self._served = Served(
+            decoder=decoder,
+            params=params,
+            slots=slots,
+            capacity=capacity,
+            prefill=prefill,
+            steps=steps,
+            shapes=shapes,
+        )
+        self._rows = Slots(self._served, mode)
+        self.plan: RebatchingPlan | None = None
+        self._tokenizer, self._clock = tokenizer, clock
+        self._late = jax.default_backend() != "cpu" if read_late is None else read_late
+        self._numbers = itertools.count()
+        self._queue: collections.deque[Request] = collections.deque()
+        self._known: dict[int, Request] = {}
+        self._owners: list[Request | None] = [None] * slots
+        self._flying: _Flying | None = None
+        self._freed: list[int] = []
+        self._recorder = Recorder()
+
+    @classmethod
+    def of(cls, model: TextModel, **options: Any) -> Engine:
+        """Returns an engine of a loaded model, which reads and writes text. Options: `Engine`'s."""
+        return cls(model.decoder, model.params, tokenizer=model.tokenizer, **options)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Method = Greedy(),
+        seed: int = 0,
+        eos_ids: Sequence[int] | None = None,
+        stop_sequences: Sequence[Sequence[int]] = (),
+        stop_strings: Sequence[str] = (),
+        deadline: float | None = None,
+    ) -> int:
+        """Returns the number of a request that waits for a slot from now on.
+
+        Args:
+          prompt_ids: of at least one token.
+          max_new_tokens: at most.
+          sampling: how its tokens are drawn.
+          seed: of the draws: they depend on it and the prompt alone.
+          eos_ids: tokens that end it; None takes the model's own, `()` none.
+          stop_sequences: of tokens, that end it.
+          stop_strings: that end its text; found between blocks, and what is behind is dropped.
+          deadline: seconds from now, after which it ends with what it has.
+
+        Raises:
+          ValueError: it can never fit, more stops than there is room for, stop strings without a
+            tokenizer, a deadline that has passed, a chain of sampling methods in an order that a
+            row cannot have, or see `utio_jax.generate`.
+        """
+        config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
+        (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
+        capacity, longest, ahead = self._served.capacity, self._rows.widths[-1], self.mode.block
+        needed = prompt.size + max_new_tokens + ahead
+        if needed > capacity or prompt.size > longest:
+            raise ValueError(
+                f"Wanted a request that fits into a slot of {capacity} tokens, its prompt into "
+                f"{longest}. Got a prompt of {prompt.size} tokens, "
+                f"max_new_tokens={max_new_tokens} and {ahead} that the mode may run ahead: "
+                f"{needed}. Cut one of them, or make an engine of a larger capacity."
+            )
+        PerRowSampling.of([sampling])
+        ends, sequences = stop_arrays(
+            config.eos_ids if eos_ids is None else eos_ids,
+            stop_sequences,
+            vocab_size=config.vocab_size,
+        )
+        if stop_strings and self._tokenizer is None:
+            raise ValueError(
+                f"Wanted an engine with a tokenizer for stop_strings={[*stop_strings]}. Got one "
+                "without. Make it with tokenizer=..., or name stop_sequences of tokens."
+            )
+        if deadline is not None and not deadline > 0:
+            raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
+        stops, now = checked_stops(stop_strings), self._clock()
+        reader = None if self._tokenizer is None else TextReader(self._tokenizer, prompt)
+        request = Request(
+            number=next(self._numbers),
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            seed=seed % 2**32,
+            eos_ids=ends,
+            sequences=sequences,
+            text=None if reader is None else StreamedRow(reader, stops),
+            submitted=now,
+            expires=math.inf if deadline is None else now + deadline,
+        )
+        self._known[request.number] = request
+        self._queue.append(request)
+        return request.number
+
+    def cancel(self, number: int) -> bool:
+        """Ends a request; its last event comes with the next `advance`.
+
+        Returns:
+          Whether it had not ended yet.
+        """
+        request = self._known.get(number)
+        if request is None or request.ending is not None:
+            return False
+        request.ending = "cancelled"
+        return True
+
+    @property
+    def mode(self) -> Mode:
+        """How all requests decode."""
+        return self._rows.mode
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+        return not self._known
+
+    def advance(self) -> list[Event]:
+        """Runs one block: prompts are read into free slots, then all rows take their steps.
+
+        While requests run, prompts of at most `capacity` tokens, padding included, are read between
+        two blocks (or one group of them), so nobody pauses longer than that takes.
+
+        Returns:
+          What is new, at most one event for each request; none where nothing is to be done.
+        """
+        events = self._end_by_host()
+        self._read_prompts()
+        block = self._dispatch() if any(self._owners) else None
+        if self._late:
+            block, self._flying = self._flying, block
+        return events if block is None else events + self._take(block)
+
+    def drain(self) -> dict[int, Finished]:
+        """Returns all requests that end from now on, by number, once none waits or runs."""
+        found: dict[int, Finished] = {}
+        while not self.idle:
+            found |= {each.request: each.finished for each in self.advance() if each.finished}
+        self._flying = None  # Of rows that have all ended.
+        return found
+
+    def stats(self) -> EngineStats:
+        """Returns what was done since the engine was made, or warmed up."""
+        return self._recorder.stats(
+            mode=self.mode.name,
+            slots=self._served.slots,
+            queued=len(self._queue),
+            running=sum(owner is not None for owner in self._owners),
+        )
+
+    def warmup(self, *, histogram: Mapping[int, float] | None = None) -> None:
+        """Compiles every program that requests may need, on requests of its own.
+
+        Args:
+          histogram: share of new tokens that stop at each depth, as a calibration foretells it.
+            With it blocks are timed, and the engine falls back to rows that step together, or to
+            plain decoding, where that is foretold to be faster (`plan`).
+
+        Raises:
+          ValueError: requests wait or run, or a histogram where there is nothing to plan.
+        """
+        if not self.idle:
+            raise ValueError(
+                "Wanted an engine without requests. Got one in which "
+                f"{len(self._known)} wait or run. Warm it up before the first one."
+            )
+        if histogram is not None:
+            self.plan = plan_mode(self._served, self.mode, histogram)
+            self._rows = Slots(self._served, planned(self.mode, self.plan))
+            self._flying, self._freed = None, []
+        rows = self._rows
+        context = self._served.decoder.config.context_length
+        most = min(self._served.capacity - self.mode.block, context) - 2
+        # Twice: what a program returns may be laid out otherwise than what it was first given.
+        for _, width, group in itertools.product(range(2), rows.widths, rows.groups):
+            prompt = np.zeros(min(width, most), np.int32)
+            numbers = [self.submit(prompt, max_new_tokens=2, eos_ids=()) for _ in range(group)]
+            self._read_prompts()
+            self.cancel(numbers[0])  # So that a slot is released, too.
+            self.drain()
+        self._recorder = Recorder()
+
+    def _end_by_host(self) -> list[Event]:
+        """Ends requests that were cancelled, or whose deadline has passed."""
+        now, events = self._clock(), []
+        for request in [*self._known.values()]:
+            reason = request.ending or ("deadline" if now >= request.expires else None)
+            if reason is not None:
+                events.append(self._end(request, reason))
+        if self._freed:
+            self._rows.release(self._freed)
+            self._freed = []
+        return events
+
+    def _end(self, request: Request, reason: str) -> Event:
+        event = request.end(reason, self._clock())
+        if request.slot is None:
+            self._queue.remove(request)
+        else:
+            self._freed.append(request.slot)
+        self._forget(request, event)
+        return event
+
+    def _forget(self, request: Request, event: Event) -> None:
+        assert event.finished is not None
+        del self._known[request.number]
+        if request.slot is not None:
+            self._owners[request.slot] = None
+        self._recorder.add(event.finished)
+
+    def _read_prompts(self) -> None:
+        """Reads prompts into free slots, in the order in which they were submitted."""
+        running, padded, rows = any(self._owners), 0, self._rows
+        while self._queue and None in self._owners:
+            width = rows.width_of(self._queue[0])
+            most = min(self._owners.count(None), rows.groups[-1])
+            chosen = []
+            for request in itertools.islice(self._queue, most):
+                if rows.width_of(request) != width:
+                    break
+                chosen.append(request)
+            group = next(size for size in rows.groups if size >= len(chosen))
+            padded += width * group
+            if running and padded > max(self._served.capacity, width * group):
+                return
+            for request in chosen:
+                self._queue.popleft()
+                request.slot = self._owners.index(None)
+                self._owners[request.slot] = request
+            rows.admit(chosen, width=width, group=group)
+            self._recorder.groups += 1
+            self._recorder.prompt_tokens += sum(each.prompt.size for each in chosen)
+            self._recorder.padded += width * group
+
+    def _dispatch(self) -> _Flying:
+        self._recorder.blocks += 1
+        return _Flying(self._rows.run(), tuple(self._owners))
+
+    def _take(self, block: _Flying) -> list[Event]:
+        """Returns what a block has brought to the requests that it ran, but those ended since."""
+        report, events = np.asarray(block.report), []
+        now = self._clock()
+        for slot, request in enumerate(block.owners):
+            if request is None or request.done:
+                continue
+            row = read_report(report, slot, room=self._rows.room)
+            event = request.take(row, now)
+            events.append(event)
+            if event.finished is not None:
+                if row.reason == "running":  # A stop string ended it: the device does not know.
+                    self._freed.append(slot)
+                self._forget(request, event)
+        return events
