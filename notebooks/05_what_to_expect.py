@@ -140,8 +140,8 @@ with tqdm(total=2 * len(early), desc="prompts") as bar:
                 costs.append(prompt_flops_ratio(model.decoder, model.params, rows, choice))
             bar.update(1)
 for stop, cost, shown, hidden in zip(early, costs, *curve.values(), strict=True):
-    print(f"stop {stop:2}: {cost:.2f} of the prompt's FLOPs; loss behind it ", end="")
-    print(f"{shown:+.2f} % with K/V of the states they stopped in, {hidden:+.2f} % hidden")
+    print(f"stop {stop:2}: {cost:.2f} of the prompt's FLOPs; the loss behind it: ", end="")
+    print(f"{shown:+.2f} % with K/V of frozen states, {hidden:+.2f} % hidden")
 
 # %% [markdown]
 # K/V maps (`utio-jax fit-prompt`) put the deeper layers' keys and values in place of these: on the
