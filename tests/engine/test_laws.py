@@ -51,9 +51,14 @@ def check_schedules(name: str, *, schedules: int, seed: int = 0) -> None:
             assert_as_alone(found[place], wanted[index])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in NAMES]
-)
+def _when(name: str) -> Any:
+    """`make test` has the two simplest; lossless is left to `make check`, the others are slow."""
+    if name not in DEFAULT:
+        return pytest.mark.slow
+    return pytest.mark.check if name == "lossless" else ()
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_when(name)) for name in NAMES])
 def test_a_request_gets_what_it_gets_alone(name: str) -> None:
     check_schedules(name, schedules=110)
 
