@@ -29,6 +29,7 @@ from utio_jax.benchmark.startup import compile_group, run_child
 from utio_jax.benchmark.subjects import Subject, label_of, methods_of, shares_for
 from utio_jax.benchmark.suite import SUITES, groups_of, run_groups
 from utio_jax.benchmark.suite import tiny as tiny_suite
+from utio_jax.benchmark.texts import lossless_group
 from utio_jax.benchmark.timing import Spread, Timing
 from utio_jax.cli import first_call
 from utio_jax.cli.bench_subjects import fit_layers, subject_named
@@ -564,6 +565,20 @@ def test_bad_options_are_named(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert match in captured.err
+
+
+def test_drafts_at_exits_stand_beside_those_of_the_text_itself(tiny: Any) -> None:
+    """Their control, also where a model has no exits, or random weights."""
+    rows = lambda subject: {  # noqa: E731
+        row.method for row in lossless_group(BENCH, subject, (1, 8, 4)).rows
+    }
+    known = Subject(name="tiny", decoder=tiny.decoder, params=tiny.params)
+    (*exits, last) = tiny.decoder.config.exits
+    drafts = {f"lossless:{exit_}" for exit_ in exits[1:3] or exits}
+    assert rows(known) == {"plain", *drafts, "lossless:ngram"}
+    config = dataclasses.replace(tiny.decoder.config, exits=(last,))
+    bare = dataclasses.replace(known, decoder=dataclasses.replace(tiny.decoder, config=config))
+    assert rows(bare) == {"plain", "lossless", "lossless:ngram"}
 
 
 @pytest.mark.check

@@ -135,7 +135,11 @@ def test_demo_measures_every_policy_and_draws(
             assert row["tokens"] == 16 * 64
             assert row["speedup"] > 0
     written = [(row["mode"], row["batch"]) for row in found["generation"]]
-    assert written == [(m, b) for b in (1, 8) for m in ("plain", "lossless", "adaptive")]
+    modes = ("plain", "lossless", "ngram", "adaptive")
+    assert written == [(mode, rows) for rows in (1, 8) for mode in modes]
+    for row in found["generation"]:
+        if row["mode"] in ("lossless", "ngram"):
+            assert row["agreement"] > 0.99, "the same tokens, up to ties"
     for row in found["generation"]:
         assert row["tokens"] == 32 * (3 if row["batch"] == 1 else 8)
         assert set(Ledger(policy="").to_dict()) <= set(row)

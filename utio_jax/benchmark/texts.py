@@ -50,17 +50,18 @@ def lossless_group(
 ) -> Group:
     """Returns rows of lossless decoding, drafted at each of some exits: by default the first two.
 
-    random_depths weights accept drafts at random, so there is nothing to measure.
+    Beside them stands their control, drafts that are n-grams of the text itself. Random weights
+    accept drafts at random, so there is nothing to measure.
     """
     known = subject.decoder.config.exits[:-1]
-    labels = {f"lossless:{exit_}": exit_ for exit_ in (exits or known[1:3] or known)}
-    missing, modes = dict[str, str](), dict[str, Mode]()
-    if not labels:
+    of_exits = {f"lossless:{exit_}": Lossless(exit=exit_) for exit_ in exits or known[1:3] or known}
+    modes: dict[str, Mode] = {**of_exits, "lossless:ngram": Lossless(drafter="ngram")}
+    missing = dict[str, str]()
+    if not of_exits:
         missing["lossless"] = f"{subject.name} has no exit before its last layer"
-    elif subject.speed_only:
-        missing = dict.fromkeys(labels, "random weights accept drafts at random")
-    else:
-        modes = {label: Lossless(exit=exit_) for label, exit_ in labels.items()}
+    if subject.speed_only:
+        missing |= dict.fromkeys(modes, "random weights accept drafts at random")
+        modes = {}
     return _group(bench, subject, "lossless", shape, modes, missing=missing, budgets={})
 
 

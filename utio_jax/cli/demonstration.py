@@ -190,7 +190,9 @@ def write_texts(
     rounds: int,
     bar: Callable[[int, str], Any],
 ) -> list[dict[str, Any]]:
-    """Continues passages of the documents, plainly, losslessly and adaptively; returns rows.
+    """Continues passages of the documents in each mode; returns rows.
+
+    Modes are plain, lossless by drafts at an exit, lossless by n-grams of the text, and adaptive.
 
     Three prompts one after the other, then eight at once. Texts do not end early: all modes decode
     the same number of tokens.
@@ -208,6 +210,8 @@ def write_texts(
     modes: dict[str, Mode] = {"plain": Plain()}
     if model.decoder.config.exits[:-1]:
         modes["lossless"] = Lossless(controller=Controller())
+    # The control of every draft at an exit: what the text itself suggests, at no cost of layers.
+    modes["ngram"] = Lossless(drafter="ngram")
     modes["adaptive"] = Adaptive(policy=model.calibration.policy("learned", budget))
 
     def run(prompts: Prompts, mode: Mode) -> Generated:
