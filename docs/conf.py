@@ -63,10 +63,12 @@ ROOMS = {
     "decoding": "New tokens",
     "accounting": "What it cost",
     "engine": "Continuous batching",
+    "cluster": "Corpora over machines",
     "evaluation": "Quality on text",
     "calibration": "Fitting and proving",
     "models": "Model families and checkpoints",
     "benchmark": "Measuring",
+    "serving": "Models over HTTP",
     "report": "Saying what was measured",
 }
 

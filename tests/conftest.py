@@ -36,8 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("check")
 
 
-# Programs for another environment, with torch.
-collect_ignore = ["models/huggingface"]
+# Programs for other environments: with torch, and with schemathesis.
+collect_ignore = ["models/huggingface", "serving/clients"]
 
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 

@@ -5,7 +5,7 @@
     make mutants ARGS="--only sees_the_future"    # one of them, or those of a room: --only decoding
 
 A mutant is a small fault that would matter: a snippet of a file, what stands there instead, and
-the one test of `make test` that has to fail for it. It is put into a copy of the package; the
+the one test of `make check` that has to fail for it. It is put into a copy of the package; the
 working tree stays as it is. Before, the same tests have to pass as the code is.
 
 Exit status: 0 if all were killed, 1 if one survived or ended otherwise, 2 if the list does not fit
@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 COPIED = ("utio_jax", "tests", "pyproject.toml")
 LIMIT_SECONDS = 300
+KINDS = "not slow and not llm and not browser and not clients and not ray"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Mutant:
       file: below `utio_jax/`.
       old: a snippet that stands there exactly once.
       new: what stands there instead.
-      test: a test or a file of tests of `make test`, which has to fail.
+      test: a test or a file of tests of `make check`, which has to fail.
     """
 
     name: str
@@ -150,7 +151,8 @@ class Copy:
         """Runs tests up to the first that fails; returns pytest's status, None if it hung."""
         env = {**os.environ, "PYTHONPATH": str(self.folder)}
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # All but one file is as it was.
-        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *tests]
+        command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
+        command += ["-m", KINDS, *tests]
         try:
             done = subprocess.run(
                 command,
@@ -186,7 +188,7 @@ def try_out(mutant: Mutant, copies: queue.SimpleQueue[Copy]) -> Outcome:
 
 
 def check_tests(mutants: Sequence[Mutant], copy: Copy) -> None:
-    """Raises WrongListError where a test is none of `make test`, or fails with nothing broken."""
+    """Raises WrongListError where a test is none of `make check`, or fails with nothing broken."""
     tests = list(dict.fromkeys(mutant.test for mutant in mutants))
     # Of several tests, one that is left out by its mark would not be missed.
     _, said = copy.test(["--collect-only", *tests])
@@ -194,7 +196,7 @@ def check_tests(mutants: Sequence[Mutant], copy: Copy) -> None:
     known = {*cases, *(case.partition("[")[0] for case in cases)}
     known |= {case.partition("::")[0] for case in cases}
     if missing := [test for test in tests if test not in known]:
-        raise WrongListError(f"Wanted tests that `make test` runs. It leaves out {missing}.")
+        raise WrongListError(f"Wanted tests that `make check` runs. It leaves out {missing}.")
     status, said = copy.test(tests)
     if status != 0:
         raise WrongListError(f"Wanted tests that pass as the code is. Got\n{said[-3000:]}")

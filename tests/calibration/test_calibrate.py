@@ -23,7 +23,12 @@ from scipy import stats
 from utio_jax import Entropy, KeepFirst, Learned, Position, PositionDecay, StateGate
 from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
 from utio_jax.calibration.hindsight import hindsight_policies
-from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
+from utio_jax.calibration.studies import (
+    harm_gini,
+    predicted_tokens,
+    rank_correlation,
+    study_exits,
+)
 from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
 from utio_jax.core.documents import Batch
 from utio_jax.evaluation.evaluate import evaluate
@@ -171,6 +176,36 @@ def test_rank_correlation_of_monotone_and_of_unrelated_values() -> None:
     unrelated = rank_correlation(values, np.random.default_rng(3).normal(size=2000))
     assert unrelated is not None
     assert abs(unrelated) < 0.1
+
+
+def test_gini_of_harm_is_one_for_the_best_order_and_none_for_chance() -> None:
+    draw = np.random.default_rng(4)
+    harm = draw.exponential(size=400) ** 2
+    assert harm_gini(np.exp(harm / 50), harm) == pytest.approx(1)
+    assert harm_gini(-harm, harm) == pytest.approx(-1)
+    chance = [harm_gini(draw.normal(size=400), harm) or 0.0 for _ in range(200)]
+    assert abs(np.mean(chance)) < 0.05 < np.std(chance)
+    assert harm_gini(np.zeros(400), harm) == pytest.approx(0), "all tied: no order"
+    scores = draw.integers(0, 5, 400) + harm / 4
+    slow = _captured_area(scores, harm) / _captured_area(harm, harm)
+    assert harm_gini(scores, harm) == pytest.approx(slow)
+    # In ties the mean over all orders of the tied ones.
+    tied = np.asarray([1.0, 1, 0])
+    few = np.asarray([4.0, 0, 1])
+    orders = [_captured_area(np.asarray(order), few) for order in ([3.0, 2, 1], [2.0, 3, 1])]
+    assert harm_gini(tied, few) == pytest.approx(np.mean(orders) / _captured_area(few, few))
+    for wrong in (np.zeros(3), np.ones(3), np.asarray([1, np.nan, 2])):
+        assert harm_gini(np.arange(3.0), wrong) is None
+    assert harm_gini(np.zeros(0), np.zeros(0)) is None
+
+
+def _captured_area(scores: np.ndarray, harm: np.ndarray) -> float:
+    """Token by token: the area under captured harm, less that under the diagonal."""
+    order, area, before = np.argsort(-scores), 0.0, 0.0
+    for token in order:
+        after = before + harm[token] / harm.sum()
+        area, before = area + (before + after) / 2 / len(harm), after
+    return area - 0.5
 
 
 def test_rank_correlation_of_tied_values_is_spearmans() -> None:

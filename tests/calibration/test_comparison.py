@@ -245,8 +245,11 @@ def test_rows_are_those_of_evaluate_with_margins_of_the_table(
         ), "on the text that was fitted it is what calibration found"
         assert row.rank_correlation_depth is not None
         assert 0 < row.rank_correlation_depth < 1
+        assert row.harm_gini is not None
+        assert 0 < row.harm_gini < 1
     by_name = {row.ledger.policy: row for row in rows}
     assert by_name["random"].rank_correlation_kl is None
+    assert by_name["random"].harm_gini is None
     assert by_name["uniform"].hull_margin_pct is None
     assert by_name["full"].ledger.flops_ratio == pytest.approx(1)
     learned, oracle = (by_name[name].hull_margin_pct[1] for name in ("learned", "oracle_kl"))

@@ -117,6 +117,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
         ("calibrate --text X --confidence 0.9", "Wanted --max-disagreement with --confidence"),
         ("calibrate --text X --lens-steps 5", "Wanted --fit-lens with --lens-steps"),
+        ("calibrate --text X --clock engine", "Wanted --max-nll-increase-pct with --clock engine"),
+        (
+            "calibrate --text X --slots 4",
+            "Wanted --clock engine with --slots, at least 1. Got",
+        ),
         ("compare --text X --budgets 0.8 0.123", "some of the budgets [0.8], as calibrated"),
     ],
 )
@@ -439,6 +444,7 @@ def test_the_options_of_launch_end_where_a_command_begins(
 ELSEWHERE = {
     "environment.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
     "architectures.py": {"--merge"},  # llama.cpp's
+    "actors.py": {"--head", "--xla"},  # Ray's and XLA's
 }
 
 

@@ -67,6 +67,30 @@ def test_fit_prompt_writes_maps_and_what_they_cost(maps: Path, folder: Path) -> 
     assert maps.with_suffix(".safetensors").is_file()
 
 
+def test_fit_prompt_trains_maps_and_goes_on_later(
+    folder: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = tmp_path / "more.txt"
+    more.write_text(WORDS * 300)
+    out = tmp_path / "maps.json"
+
+    def fit(*options: str) -> dict[str, Any]:
+        capsys.readouterr()
+        arguments = ["fit-prompt", "--model", str(folder), "--token-ids", str(ids), "--stop", "2"]
+        arguments += ["--fit-text", str(more), "--prompt-tokens", "24", "--continuation", "8"]
+        assert main([*arguments, "--by", "sinks_recent", "--out", str(out), *options]) == 0
+        return last_line(capsys)
+
+    closed = fit()
+    assert closed["trained"] is None
+    tensors = out.with_suffix(".safetensors").read_bytes()
+    found = fit("--train", "--train-steps", "2")
+    assert found["trained"]["steps"] == 2
+    assert json.loads(out.read_text())["trained"] == found["trained"]
+    assert out.with_suffix(".safetensors").read_bytes() != tensors
+    assert fit("--train", "--train-steps", "3", "--resume")["trained"]["steps"] == 3
+
+
 def test_evaluate_reports_losses_behind_prompts(
     folder: Path, ids: Path, maps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +201,7 @@ def test_what_cannot_be_used_is_named(
             "Wanted KV maps of the model with SHA-256",
         ),
         (["fit-prompt", *model, "--token-ids", str(ids)], "--stop 2 2"),
+        (["fit-prompt", *model, "--stop", "2", "--resume"], "Wanted --train with --resume"),
         (["fit-prompt", *model, "--token-ids", str(ids), "--stop", "2"], "context of 64"),
         (["generate", "a", *model, "--prompt-budget", "0.01"], "budget of at least"),
         (["generate", "a", *model, "--prompt-budget", "0"], "above 0 and at most 1"),

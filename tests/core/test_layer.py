@@ -77,13 +77,15 @@ def test_a_second_copy_is_made_once_and_goes_with_the_first(
 
 
 def test_a_layer_that_was_replaced_is_split_anew(
-    monkeypatch: pytest.MonkeyPatch, tiny: Model
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tiny: Model
 ) -> None:
     """Arrays come and go, and a new one may get the identity of one that is gone."""
     monkeypatch.setattr(layers_module, "_SMALL", 0)
     params: Any = jax.tree.map(jnp.array, tiny.params)
     leaves, treedef = jax.tree.flatten(params["layers"])
     kept = len(layers_module._split)
+    gc.freeze()  # What a suite holds by now is not looked through forty times.
+    request.addfinalizer(gc.unfreeze)
     for number in range(40):
         leaves[-1] = leaves[-1] + 1  # The others stay.
         params["layers"] = jax.tree.unflatten(treedef, leaves)

@@ -141,9 +141,14 @@ def serve(name: str, requests: list[Request], rows: list[int]) -> list[dict[str,
     return [first, second, third, server.found(rows[1]), fifth]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in MODES]
-)
+def _when(name):
+    """`make test` has the two simplest, `make check` most others."""
+    if name in LONG:
+        return pytest.mark.slow
+    return () if name in ("plain", "propagate") else pytest.mark.check
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=_when(name)) for name in MODES])
 def test_rows_admitted_later_get_what_they_get_alone(name, count_compiles):
     model, mode = model_of(name), MODES[name]
     together = serve(name, REQUESTS, [3, 0, 1, 2])
@@ -256,6 +261,7 @@ def test_an_admission_copies_no_cache():
     assert memory.temp_size_in_bytes < 1.05 * come  # No more is moved than comes in.
 
 
+@pytest.mark.check
 def test_a_prompt_may_be_read_by_importance():
     """What the pass over the prompt did stays with the fresh rows; what it shows comes along."""
     server, how = Server("drop"), Prefill(policy=POLICY)

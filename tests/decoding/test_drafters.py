@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import PROMPTS, SMALL, assert_greedy, lively_model, run
+from helpers.marks import quick_where
 
 from utio_jax.accounting.generation import spent_on
 from utio_jax.core.decoder import reduced_head
@@ -157,6 +158,7 @@ def test_each_way_of_drafting_occurs(model, plain):
     assert set(kinds) == {(0, 0, 4), (1, 1, 4), (4, 3, 0)}  # Copied, agreed, the exit's own.
 
 
+QUICK = ("ngram", "both, controller", "few tokens, both")
 MODES = {
     "ngram": Lossless(drafter="ngram", max_draft=5),
     "both": Lossless(exit=2, drafter="both", max_draft=3),
@@ -171,7 +173,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", quick_where(lambda name: name in QUICK, MODES))
 def test_greedy_is_the_full_model_in_ragged_batches(model, plain, name):
     found = run(model, REPEATING, mode=MODES[name])
     assert_greedy(model, found, REPEATING, kv="full")
@@ -247,7 +249,7 @@ def test_all_tokens_draft_as_the_whole_head_does(model):
         assert set(few.token_ids[row][few.decided[row] == 2].tolist()) <= {0, 1}
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", quick_where(bool, [True, False]))
 def test_a_reduced_head_has_the_columns_of_the_whole(tied):
     decoder = Transformer(
         dataclasses.replace(TINY, tie_embeddings=tied, logit_softcap=3.0, exits=(2, 4))

@@ -82,7 +82,7 @@ def sparse_by_layer(attention: SparseAttention, row: int, prompt: int) -> Sparse
     ("kv", "segments"),
     [
         pytest.param("propagate", 0, marks=pytest.mark.check),
-        ("propagate", 3),
+        pytest.param("propagate", 3, marks=pytest.mark.check),
         ("drop", 0),
         pytest.param("drop", 2, marks=pytest.mark.check),
     ],

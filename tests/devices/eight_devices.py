@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import EXECUTOR
+from helpers.engine import engine_of, modes, pool
 from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, true_logits
-from helpers.models import gated
+from helpers.models import Model, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from utio_jax import CapacityPrefix, History, dense_states, given_depths, score, uniform
@@ -543,6 +544,29 @@ def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mo
     params = split_params(model, mesh)
     found = run(dataclasses.replace(model, params=params), PROMPTS, mode=MODES[mode], mesh=mesh)
     assert_tokens(mode, found.token_ids, found.log_probabilities, found.decided)
+
+
+@pytest.mark.parametrize("name", ["plain", "packed"])
+def test_an_engine_on_split_parameters_gives_what_one_device_gives(
+    name: str, count_compiles: Any
+) -> None:
+    model, (mode, prefill) = lively_model(), modes()[name]
+    split = Model(model.decoder, split_params(model, split_mesh(1, 2)))
+    found = []
+    for each in (model, split):
+        engine = engine_of(each, mode, prefill)
+        engine.warmup()
+        numbers = [asked.submit(engine) for asked in pool(12)]
+        with count_compiles() as compiled:
+            ended = engine.drain()
+        assert compiled.count == 0
+        found.append([ended[number] for number in numbers])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.decided, other.decided)
+    # A part of the heads on each device, of keys as of parameters.
+    keys = engine._rows.state.cache.keys
+    assert keys.addressable_shards[0].data.shape[3] * 2 == keys.shape[3]
 
 
 def test_tensor_parallel_logits_on_a_mesh_are_those_of_one_device(tiny: Any) -> None:

@@ -56,8 +56,10 @@ CLOCK = Clock()
 
 
 @functools.cache
-def served(*, late: bool) -> Engine:
-    return engine_of(lively_model(), modes()["plain"][0], read_late=late, clock=CLOCK)
+def served(*, late: bool, chunk: int | None) -> Engine:
+    shapes = dataclasses.replace(SHAPES, chunk=chunk)
+    mode = modes()["plain"][0]
+    return engine_of(lively_model(), mode, read_late=late, shapes=shapes, clock=CLOCK)
 
 
 @functools.cache
@@ -68,11 +70,11 @@ def wanted(index: int) -> Any:
 class Lives(RuleBasedStateMachine):
     """Submits, cancels, lets deadlines pass, advances and drains in any order."""
 
-    late = False
+    late, chunk = False, None
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = served(late=self.late)
+        self.engine = served(late=self.late, chunk=self.chunk)
         self.asked: dict[int, int] = {}
         self.ended: dict[int, Any] = {}
         self.cancelled: set[int] = set()
@@ -142,11 +144,19 @@ class LateLives(Lives):
     late = True
 
 
+class ChunkedLives(Lives):
+    """The same, where prompts of more than three tokens are read in chunks."""
+
+    late, chunk = True, 3
+
+
 LIFE = hypothesis.settings(max_examples=25, stateful_step_count=20)
 TestLives = Lives.TestCase
 TestLives.settings = LIFE
 TestLateLives = LateLives.TestCase
 TestLateLives.settings = LIFE
+TestChunkedLives = pytest.mark.check(ChunkedLives.TestCase)
+TestChunkedLives.settings = LIFE
 
 
 def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict[int, Any]:
@@ -165,6 +175,7 @@ def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict
     return found | engine.drain()
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["packed", pytest.param("lossless", marks=pytest.mark.slow)])
 def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> None:
     engine = engine_of(lively_model(), *modes()[name], tokenizer=Letters())
@@ -173,13 +184,13 @@ def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> No
     assert compiles.count
     assert engine.stats().new_tokens == engine.stats().blocks == 0
     with count_compiles() as compiles:
-        found = serve(engine, count=300, seed=5, texts=True)
+        found = serve(engine, count=1000, seed=5, texts=True)
     assert compiles.count == 0
-    assert len(found) == 300
+    assert len(found) == 1000
     reasons = {each.reason for each in found.values()}
     assert reasons == {"eos", "stop", "length", "cancelled", "deadline"}
     stats = engine.stats()
-    assert sum(stats.ended.values()) == 300
+    assert sum(stats.ended.values()) == 1000
     assert stats.new_tokens == sum(each.token_ids.size for each in found.values())
     decided = np.concatenate([each.decided for each in found.values()])
     assert stats.mean_depth_decided == pytest.approx(decided.mean())
@@ -230,10 +241,13 @@ def test_work_is_that_of_slots_and_steps(late: bool) -> None:
 
 
 def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens() -> None:
-    shapes = Shapes(prompt_widths=(8, 32), groups=(1,), key_step=CAPACITY)
+    """Three at once where nobody runs; beside running rows that would be more than a slot holds."""
+    shapes = Shapes(prompt_widths=(32,), groups=(1, 3), key_step=CAPACITY)
     engine = engine_of(lively_model(), modes()["plain"][0], slots=9, shapes=shapes)
-    first = engine.submit([1], max_new_tokens=40, eos_ids=())
+    running = [engine.submit([1], max_new_tokens=30, eos_ids=()) for _ in range(3)]
     engine.advance()
+    stats = engine.stats()
+    assert (stats.prompt_groups, stats.padded_prompt_tokens) == (1, 3 * 32)
     for _ in range(6):
         engine.submit([2] * 20, max_new_tokens=2, eos_ids=())
     read = []
@@ -242,7 +256,8 @@ def test_running_rows_pause_for_a_bounded_number_of_prompt_tokens() -> None:
         engine.advance()
         read.append(engine.stats().padded_prompt_tokens - before)
     assert read == [CAPACITY] * 3
-    engine.cancel(first)
+    for number in running:
+        engine.cancel(number)
     engine.drain()
 
 
@@ -303,11 +318,16 @@ def test_times_are_those_of_the_clock() -> None:
     found = engine.drain()
     assert not found  # It had ended: 1 + 4 + 4 tokens.
     stats = engine.stats()
+    assert stats.seconds_in_queue.p50 == stats.seconds_in_queue.p99 == 2.0
     assert stats.seconds_to_first_token.p50 == 2.0
     assert stats.seconds_between_tokens.p99 == pytest.approx(3.0 / 8)
     assert stats.longest_pause.p95 == 3.0
     assert stats.ended["length"] == 1
     assert not engine.cancel(number)
+    waits = engine.submit([4], max_new_tokens=9)
+    engine.cancel(waits)  # Never gets a slot.
+    assert engine.drain()[waits].seconds_in_queue is None
+    assert engine.stats().seconds_in_queue.p50 == 2.0
 
 
 def test_what_can_never_run_is_refused_at_once() -> None:
@@ -338,7 +358,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         with pytest.raises(ValueError, match=message):
             engine_of(lively_model(), modes()["lossless"][0], **options)
     wrong: list[dict[str, Any]] = [{"prompt_widths": (8, 4)}, {"groups": (0,)}]
-    for shapes in [*wrong, {"groups": ()}, {"key_step": 0}]:
+    for shapes in [*wrong, {"groups": ()}, {"key_step": 0}, {"chunk": 0}]:
         with pytest.raises(ValueError, match="Wanted"):
             Shapes(**shapes)
     engine.submit([1], max_new_tokens=3)

@@ -13,9 +13,8 @@ from helpers.engine import alone, assert_as_alone, engine_of, modes, pool
 from helpers.generation import lively_model
 
 from utio_jax.accounting.rebatching import RowRates, plan_rebatching
-from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.engine import planning
+from utio_jax.engine import measure_rates, planning
 
 RATES = RowRates(
     seconds=0.5, seconds_per_layer={2: 0.3, 4: 0.5, 6: 0.6, 8: 1.0}, plain_seconds=15.0
@@ -82,7 +81,7 @@ def step_seconds(packed: float, together: float, plain: float) -> Any:
 @pytest.mark.parametrize(
     ("seconds", "choice"),
     [
-        ((1.0, 2.0, 9.0), "pack"),
+        pytest.param((1.0, 2.0, 9.0), "pack", marks=pytest.mark.check),
         pytest.param((2.1, 2.0, 9.0), "together", marks=pytest.mark.check),
         ((1.0, 2.0, 3.0), "plain"),
     ],
@@ -119,13 +118,79 @@ def test_an_engine_does_what_its_plan_says(
         assert_as_alone(found[number], alone(model, chosen, None, each))
 
 
+def test_boundaries_that_are_reached_are_paid() -> None:
+    """At a second each, and layers that take none worth naming: the mean number of boundaries."""
+    rates = dataclasses.replace(RATES, seconds_per_boundary=1.0)
+    histogram = {6: 0.8, 10: 0.1, 16: 0.1}
+    for way in ("together", "pack"):
+        free, paid = (
+            plan_rebatching(each, histogram, rows=8, widths=(2,)).seconds[way]
+            for each in (RATES, rates)
+        )
+        assert paid - free == pytest.approx(1.0 + (1 - 0.8**8))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"seconds": -4.0}, "a step without its layers takes -4e+03 ms"),
+        ({"plain_seconds": -1e-3}, "a plain step takes -1 ms"),
+        ({"seconds_per_layer": {2: -2e-3, 8: 1.0}}, "a layer on 2 rows takes -2 ms"),
+        ({"seconds_per_layer": {2: 1.0, 4: float("nan")}}, "a layer on 4 rows takes nan ms"),
+        ({"seconds_per_layer": {8: 0.5, 2: 1.0}}, "a layer on 2 rows takes longer than on 8"),
+    ],
+)
+def test_times_that_cannot_be_are_seen(changed: dict[str, Any], reason: str) -> None:
+    assert RATES.nonsense is None
+    assert dataclasses.replace(RATES, seconds=-0.5).nonsense is None, "a line through noisy times"
+    assert dataclasses.replace(RATES, **changed).nonsense == reason
+
+
+def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may say that deep steps take less than shallow ones: twice, and a third."""
+    tries = []
+
+    def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
+        tries.append(rows)
+        return 1.0 / len(tries)
+
+    monkeypatch.setattr(planning, "_seconds", seconds)
+    engine = engine_of(lively_model(), modes()["packed"][0])
+    with pytest.raises(ValueError, match="in 3 tries.*1 rows takes -.* worth nothing.*without a"):
+        engine.warmup(histogram={1: 0.5, 4: 0.5})
+    assert len(tries) == 3 * (2 * 3 + 1)
+    assert engine.plan is None
+
+
+def test_rates_of_a_signal_tell_boundaries_from_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 0.5, 0.25 for a boundary, and layers that take their number of rows."""
+    signal = modes()["packed"][0].policy.signal
+
+    def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
+        if isinstance(mode, Plain):
+            return 9.0
+        policy = mode.policy
+        assert mode.pack == (1, 2)
+        assert policy.signal is signal
+        deep = bool(np.all(np.asarray(policy.thresholds) == -np.inf))
+        layers = policy.depths[-1] if deep else policy.depths[0]
+        return 0.5 + 0.25 * (len(policy.depths) - 1) + layers * rows
+
+    monkeypatch.setattr(planning, "_seconds", seconds)
+    model = lively_model(exits=(1, 2, 3, 4))
+    rates = measure_rates(model.decoder, model.params, signal, slots=3, pack=(1, 2))
+    assert dict(rates.seconds_per_layer) == {1: 1.0, 2: 2.0, 3: 3.0}
+    assert (rates.seconds, rates.seconds_per_boundary) == pytest.approx((0.5, 0.25))
+    assert rates.plain_seconds == 9.0
+
+
 @pytest.mark.check
-def test_blocks_are_timed() -> None:
-    engine = engine_of(lively_model(), modes()["packed"][0], steps=2)
-    engine.warmup(histogram={1: 0.5, 4: 0.5})
-    assert engine.plan is not None
-    rates = engine.plan.rates
+def test_blocks_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mode = lively_model(), modes()["packed"][0]
+    # Here other programs may run: whatever was measured counts.
+    monkeypatch.setattr(planning, "_sane", lambda measured, remedy: measured())
+    rates = measure_rates(
+        model.decoder, model.params, mode.policy.signal, slots=3, pack=(1, 2), capacity=64
+    )
     assert rates.plain_seconds > 0
     assert sorted(rates.seconds_per_layer) == [1, 2, 3]
-    assert isinstance(engine.mode, Adaptive | Plain)
-    assert engine.stats().new_tokens == 0

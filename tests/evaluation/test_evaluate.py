@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense, run_oracle, run_staircase
 from helpers.counting import Counting, read_counts
+from helpers.marks import quick_where
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
@@ -248,7 +249,7 @@ class _Dear(Learned):
         return (1 + 2 * index) * super().flops(index, decoder, params)
 
 
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
+@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
 def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
     """The policy ends at 3 of 4 layers: nobody pays for the last, nor for a decision there."""
     executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)

@@ -20,6 +20,7 @@ from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
 from helpers.folders import save_small_model
 from helpers.generation import DepthAt, lively_model
 from helpers.models import gated
+from helpers.tasks import write_tasks
 from helpers.texts import source
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
@@ -463,42 +464,12 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a task of each kind on one local file."""
     folder = tmp_path_factory.mktemp("tasks")
     rows = [{**each, "label": label} for each, label in zip(QUESTIONS, ANSWERS, strict=True)]
-    (folder / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    common = {
-        "dataset_path": "json",
-        "dataset_kwargs": {
-            "data_files": {"test": str(folder / "items.jsonl")},
-            "cache_dir": str(folder / "cache"),
-        },
-        "test_split": "test",
-        "doc_to_text": "{{context}}",
-        "target_delimiter": "",
-    }
-    kinds = {
-        "choose": {
-            "output_type": "multiple_choice",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "label",
-            "metric_list": [{"metric": "acc"}],
-        },
-        "read": {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{context}}",
-            "metric_list": [{"metric": "byte_perplexity"}],
-        },
-        "write": {
-            "output_type": "generate_until",
-            "doc_to_target": "{{choices[label]}}",
-            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 12},
-            "metric_list": [{"metric": "exact_match"}],
-        },
+    others = {
         "hub": {"dataset_path": "nobody/nothing", "output_type": "generate_until"},
         "lost": {"dataset_kwargs": {"data_files": {"test": str(folder / "lost.jsonl")}}},
     }
-    for name, kind in kinds.items():  # JSON is YAML.
-        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **common, **kind}))
-    return folder
+    generation = {"until": ["\n"], "max_gen_toks": 12}
+    return write_tasks(folder, rows, generation=generation, others=others)
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

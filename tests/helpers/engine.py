@@ -101,7 +101,13 @@ def pool(count: int, *, seed: int = 0, vocab: int = 64) -> list[Asked]:
     return asked
 
 
-def alone(model: Model, mode: Any, prefill: Prefill | None, asked: Asked) -> Generated:
+SHORT = Lengths(prompt_step=8, key_step=CAPACITY)
+"""Of the pool's prompts: one program for all."""
+
+
+def alone(
+    model: Model, mode: Any, prefill: Prefill | None, asked: Asked, *, lengths: Lengths = SHORT
+) -> Generated:
     """Returns what `generate` gives one request, with nobody beside it."""
     return generate(
         model.decoder,
@@ -114,7 +120,7 @@ def alone(model: Model, mode: Any, prefill: Prefill | None, asked: Asked) -> Gen
         seeds=[asked.seed],
         eos_ids=asked.eos_ids,
         stop_sequences=asked.stop,
-        lengths=Lengths(prompt_step=8, key_step=CAPACITY),
+        lengths=lengths,
     )
 
 

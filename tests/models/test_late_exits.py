@@ -15,6 +15,7 @@ import pytest
 from helpers.models import live_params
 
 from utio_jax.core.lens import Lensed, lensed
+from utio_jax.models.checkpoint import load
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.late_exits import (
     LateExits,
@@ -222,3 +223,24 @@ def test_given_parameters_stay_the_callers(
         optimizer=optimizer,
     )
     jax.tree.map(np.testing.assert_array_equal, before, params)
+
+
+def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(tmp_path: Path) -> None:
+    plain = run_recipe(tmp_path / "plain", preset="plain-tiny", steps=22)
+    assert len(plain["bits_per_byte"]) == 1
+    late = run_recipe(
+        tmp_path / "late",
+        preset="late-tiny",
+        steps=22,
+        trunk=tmp_path / "plain",
+        exit_weight=0.3,
+    )
+    assert len(late["bits_per_byte"]) == 3
+    folder = tmp_path / "late" / "model"
+    assert {"lens.json", "config.json", "tokenizer.json", "README.md"} <= {
+        found.name for found in folder.iterdir()
+    }
+    loaded = load(folder)
+    assert isinstance(loaded.decoder, Lensed)  # The maps are served with the model.
+    texts = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
+    assert texts[0] == texts[1]

@@ -7,9 +7,14 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
+
+from utio_jax.decoding.base import Plain
+from utio_jax.engine import planning
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -32,15 +37,30 @@ def blocks_of(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
+def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
+    """Returns seconds of a block in place of its time: one for each layer and row."""
+    if isinstance(mode, Plain):
+        return 16.0 * rows
+    deep = bool(np.all(np.asarray(mode.policy.thresholds) == -np.inf))
+    return 0.5 + rows * mode.policy.depths[-1 if deep else 0]
+
+
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("page", "number"),
-    [("docs/bring_your_own.md", 6), ("docs/decode.md", 2), ("docs/engine.md", 2)],
+    [
+        ("docs/bring_your_own.md", 6),
+        ("docs/decode.md", 2),
+        ("docs/engine.md", 3),
+        ("docs/select.md", 1),
+    ],
 )
 def test_a_guide_runs_from_top_to_bottom(
     page: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
+    # No test measures time: other programs may run, and then a plan is refused.
+    monkeypatch.setattr(planning, "_seconds", _layers_that_run)
     blocks, scope = blocks_of(page, "python"), {"__name__": "__main__"}
     assert len(blocks) == number
     with jax.numpy_rank_promotion("allow"):  # As it is for a reader.
@@ -81,6 +101,8 @@ def test_the_rooms_are_those_of_the_contract() -> None:
     assert sorted(table) == sorted(built)
     assert table[0] == "cli"
     assert table[-1] == "core"
+    listed = re.findall(r"^_api/(\w+)$", (ROOT / "docs/api.md").read_text(), flags=re.MULTILINE)
+    assert sorted(listed) == sorted({*built, "utio_jax"} - {"cli"})
 
 
 def test_the_reading_path_is_short() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,7 +50,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec.loader.exec_module(module)
     (tmp_path / "results").mkdir()
     for file in (ROOT / "README.md", *(ROOT / "results").iterdir()):
-        (tmp_path / file.relative_to(ROOT)).write_text(file.read_text())
+        shutil.copy(file, tmp_path / file.relative_to(ROOT))
     monkeypatch.setattr(module, "ROOT", tmp_path)
     return module
 

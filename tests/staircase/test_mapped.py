@@ -36,7 +36,7 @@ def mapped(tiny: Any) -> Model:
 
 @pytest.mark.parametrize(
     "shape",
-    quick_where(lambda s: s.token in (17, 64), SHAPES),
+    quick_where(lambda s: s.token == 17, SHAPES),
     ids=lambda s: f"{s.batch}x{s.token}",
 )
 def test_equals_the_reference(mapped: Model, shape: cases.Shape, count_compiles: Any) -> None:
@@ -77,6 +77,7 @@ def test_the_static_prefix_is_the_same(mapped: Model) -> None:
     assert max(error for _, error in cases.compare_cases(mapped, shape, range(12))) < 1e-4
 
 
+@pytest.mark.check
 def test_maps_that_repeat_the_layers_own_projection_are_propagation(tiny: Any) -> None:
     """The model without scales of norms, so that K/V are linear in the normalised state."""
 

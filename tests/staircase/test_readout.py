@@ -94,6 +94,7 @@ def test_evaluation_charges_the_heads_that_ran(tiny: Any) -> None:
     assert quality.flops_gates > 0
 
 
+@pytest.mark.check
 def test_gradients_flow_through_logits_that_a_policy_looked_at(tiny: Any) -> None:
     policy, ids = SurePasses(threshold=0.06), tiny.tokens(3, 21)
     executor = CapacityPrefix(capacities=(24, 24, 24), min_bucket=8)

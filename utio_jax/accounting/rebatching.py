@@ -7,14 +7,17 @@ need the layers from `d[i - 1]` to `d[i]`:
     n[i] ~ Binomial(rows, 1 - (p[0] + ... + p[i - 1]))
 
 Together a step runs all rows through them wherever `n[i] > 0`. Packed it runs `n[i]` rows, in the
-smallest width that holds them. A layer's seconds are measured at each width.
+smallest width that holds them. A layer's seconds are measured at each width. Behind them, at all
+depths but the last, a boundary asks whoever has come so far.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from scipy.stats import binom
@@ -29,11 +32,46 @@ class RowRates:
       seconds_per_layer: of a layer on so many rows, by number of rows: the widths that rows are
         packed into, and all rows.
       plain_seconds: of the plain model's step.
+      seconds_per_boundary: of a boundary that some row comes to: its gate, and the head where its
+        signal reads logits. 0: boundaries are in `seconds`, all of them.
     """
 
     seconds: float
     seconds_per_layer: Mapping[int, float]
     plain_seconds: float
+    seconds_per_boundary: float = 0.0
+
+    @property
+    def nonsense(self) -> str | None:
+        """What no machine left alone would have measured; None where nothing is wrong.
+
+        That is layers or plain steps of nothing and below, or a layer that takes half as long again
+        on fewer rows. What is beside layers is little, and extrapolated: below zero by more than a
+        quarter of a plain step.
+        """
+        layers, most = dict(sorted(self.seconds_per_layer.items())), self.plain_seconds / 4
+        for what, seconds, least in (
+            ("a plain step", self.plain_seconds, 0.0),
+            ("a step without its layers", self.seconds, -most),
+            *((f"a layer on {width} rows", each, 0.0) for width, each in layers.items()),
+        ):
+            if not least < seconds < math.inf:
+                return f"{what} takes {1e3 * seconds:.3g} ms"
+        for fewer, more in itertools.pairwise(layers):
+            if layers[fewer] > 1.5 * layers[more]:
+                return f"a layer on {fewer} rows takes longer than on {more}"
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the rates in milliseconds, JSON-ready."""
+        return {
+            "ms": round(1e3 * self.seconds, 4),
+            "ms_per_layer": {
+                str(width): round(1e3 * each, 4) for width, each in self.seconds_per_layer.items()
+            },
+            "ms_per_boundary": round(1e3 * self.seconds_per_boundary, 4),
+            "plain_ms": round(1e3 * self.plain_seconds, 4),
+        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,13 +129,16 @@ def plan_rebatching(
         )
     stopped = np.cumsum([0.0, *shares[:-1]]) / shares.sum()
     packed = together = rates.seconds
+    layer = [_layer_seconds(rates, needed, packs, rows) for needed in range(rows + 1)]
+    last = max(histogram)
     for (start, stop), q in zip(
         itertools.pairwise((0, *sorted(histogram))), 1.0 - stopped, strict=True
     ):
         chances = binom.pmf(np.arange(rows + 1), rows, min(1.0, max(0.0, q)))
-        layer = [_layer_seconds(rates, needed, packs, rows) for needed in range(rows + 1)]
-        packed += (stop - start) * float(chances @ layer)
-        together += (stop - start) * float(1.0 - chances[0]) * rates.seconds_per_layer[rows]
+        anybody = float(1.0 - chances[0])
+        boundary = anybody * rates.seconds_per_boundary if stop < last else 0.0
+        packed += (stop - start) * float(chances @ layer) + boundary
+        together += (stop - start) * anybody * rates.seconds_per_layer[rows] + boundary
     # Of equals the plainest.
     seconds = {"plain": rates.plain_seconds, "together": together}
     if packs:

@@ -17,14 +17,17 @@ from utio_jax.benchmark.timing import time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate
-from utio_jax.engine import Engine
+from utio_jax.engine import Engine, Shapes
 
-_TURNS = 6
-"""Requests for each slot."""
+_TURNS = 12
+"""Requests for each slot: at the end slots stay empty, which counts, too."""
 
-_STATIC, _EVEN = "batches", "batches, even"
+_GROUPS = (1, 4, 16)
+"""Prompts that are read together; those that are there at once, before anybody runs, by sixteen."""
+
+_STATIC, _EVEN, _PROMPTS = "batches", "batches, even", "prompts"
 """Baselines: `generate` on as many requests as there are slots, each batch until its last row ends;
-and the same where all requests are of one length."""
+the same where all requests are of one length; and of one new token, which reads the prompts."""
 
 
 def engine_group(
@@ -33,7 +36,9 @@ def engine_group(
     """Returns rows of an engine: plain, and adaptive with rows together and packed by depth.
 
     Requests want from an eighth of the new tokens to all of them. The plain engine is compared with
-    batches, ideally as fast as lengths allow; adaptive ones with the plain engine.
+    batches, ideally as fast as lengths allow: no step of a row that has ended, while reading the
+    prompts takes its own time, measured in turns with the rest. Adaptive ones are compared with the
+    plain engine.
 
     Args:
       bench: what it is measured with.
@@ -70,6 +75,7 @@ def engine_group(
         programs: dict[str, Callable[[], Any]] = {
             _STATIC: partial(_batches, subject, prompts, longest, slots),
             _EVEN: partial(_batches, subject, prompts, [output] * 2, slots),
+            _PROMPTS: partial(_batches, subject, prompts, [1] * len(longest), slots),
         }
         for label, mode in {"engine": Plain(), **modes}.items():
             engine = Engine(
@@ -78,13 +84,16 @@ def engine_group(
                 slots=slots,
                 capacity=prompt + output + mode.block,
                 mode=mode,
+                shapes=Shapes(prompt_widths=(prompt,), groups=_GROUPS),
             )
             engine.warmup()
             programs[label] = partial(_serve, engine, prompts, wanted)
             if label == "engine":
                 programs["engine, even"] = partial(_serve, engine, prompts, even)
         times = time_programs(programs, rounds=bench.rounds)
-        allowed = slots * sum(longest) / sum(wanted)
+        needed = sum(wanted) / (slots * sum(longest))
+        reading = min(1.0, times[_PROMPTS].median / times[_STATIC].median)
+        allowed = 1.0 / (reading + (1.0 - reading) * needed)
         done = []
         for label, row in rows.items():
             if label in missing:

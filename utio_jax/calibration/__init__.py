@@ -3,19 +3,23 @@
 
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import SIGNALS
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.online import adapt
 from utio_jax.calibration.risk import control, split_documents
-from utio_jax.calibration.studies import ExitStudy, rank_correlation, study_exits
+from utio_jax.calibration.selection import FittedSelect, fit_select, see_all
+from utio_jax.calibration.studies import ExitStudy, harm_gini, rank_correlation, study_exits
 
 __all__ = [
     "SIGNALS",
     "Budgets",
     "ComparisonRow",
+    "EngineClock",
     "ExitStudy",
+    "FittedSelect",
     "Goal",
     "LensConfig",
     "MaxDisagreement",
@@ -26,7 +30,10 @@ __all__ = [
     "compare",
     "control",
     "fit_lens",
+    "fit_select",
+    "harm_gini",
     "rank_correlation",
+    "see_all",
     "split_documents",
     "study_exits",
 ]

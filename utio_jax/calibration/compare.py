@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from utio_jax.calibration.search import forget_programs
 from utio_jax.calibration.studies import (
     ExitStudy,
     collect_scores,
+    harm_gini,
     predicted_tokens,
     rank_correlation,
     study_exits,
@@ -57,6 +58,8 @@ class ComparisonRow:
         full depth) there; None where nothing is scored, or all the same.
       rank_correlation_depth: the same with the needed depth, the earliest exit from which on the
         most probable token is full depth's.
+      harm_gini: normalised Gini index of the KL to full depth there, captured in the order of the
+        score, see `utio_jax.calibration.studies.harm_gini`: 1 is the best order, 0 chance.
       oracle_recovered: the share of `oracle_kl`'s advantage over the hull at equal FLOPs that the
         policy has too; None outside the oracle's budgets, and where its own advantage is not
         beyond doubt: `oracle_kl` knows every exit's KL, but not how tokens at different depths
@@ -67,6 +70,7 @@ class ComparisonRow:
     hull_margin_pct: tuple[float, float, float] | None = None
     rank_correlation_kl: float | None = None
     rank_correlation_depth: float | None = None
+    harm_gini: float | None = None
     oracle_recovered: float | None = None
 
     @property
@@ -88,6 +92,7 @@ class ComparisonRow:
             "hull_margin_pct": None if margin is None else [short(value) for value in margin],
             "rank_correlation_kl": short(self.rank_correlation_kl),
             "rank_correlation_depth": short(self.rank_correlation_depth),
+            "harm_gini": short(self.harm_gini),
             "oracle_recovered": short(self.oracle_recovered),
         }
 
@@ -186,14 +191,15 @@ def compare(  # noqa: PLR0913 (options, each named)
                 scored = _Correlations(decoder, params, signal, studies, mesh)
             of_policy[name] = []
             for (_, budget), (quality, sums) in reader.read(batches, each).items():
-                kl, depth = scored.at_first(fitted[budget].depths) if scored else (None, None)
+                found = scored.at_first(fitted[budget].depths) if scored else _NOTHING
                 margin = float(bootstrap.margins(sums)[0])
                 of_policy[name].append(
                     ComparisonRow(
                         ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
                         hull_margin_pct=bootstrap.interval(sums),
-                        rank_correlation_kl=kl,
-                        rank_correlation_depth=depth,
+                        rank_correlation_kl=found.kl,
+                        rank_correlation_depth=found.depth,
+                        harm_gini=found.gini,
                         oracle_recovered=_recovered(bootstrap.ratio(sums), margin, strongest),
                     )
                 )
@@ -278,6 +284,17 @@ class _Reader:
         return read
 
 
+class _Found(NamedTuple):
+    """How well scores order tokens: Spearman's with sqrt(KL) and needed depth, Gini of the KL."""
+
+    kl: float | None
+    depth: float | None
+    gini: float | None
+
+
+_NOTHING = _Found(None, None, None)
+
+
 class _Correlations:
     """Rank correlations of a signal's scores where every token runs on."""
 
@@ -291,20 +308,20 @@ class _Correlations:
     ):
         self.decoder, self.params, self.mesh = decoder, params, mesh
         self.signal, self.studies = signal, studies
-        self.known: dict[int, tuple[float | None, float | None]] = {}
+        self.known: dict[int, _Found] = {}
         self.root = np.sqrt(predicted_tokens(studies, [study.kl for study in studies]))
         self.needed = needed_exit(predicted_tokens(studies, [study.differs for study in studies]))
 
-    def at_first(self, depths: tuple[int, ...]) -> tuple[float | None, float | None]:
-        """Returns those at the first of some depths, with sqrt(KL) there and the needed depth."""
+    def at_first(self, depths: tuple[int, ...]) -> _Found:
+        """Returns those at the first of some depths."""
         if depths[0] not in self.known:
             self.known[depths[0]] = self._find(depths)
         return self.known[depths[0]]
 
-    def _find(self, depths: tuple[int, ...]) -> tuple[float | None, float | None]:
+    def _find(self, depths: tuple[int, ...]) -> _Found:
         exits = self.decoder.config.exits
         if len(depths) == 1:  # Nothing is decided.
-            return None, None
+            return _NOTHING
         scores = predicted_tokens(
             self.studies,
             collect_scores(
@@ -318,9 +335,10 @@ class _Correlations:
         )[0]
         finite = np.isfinite(scores)
         root = self.root[exits.index(depths[0])]
-        return (
-            rank_correlation(scores[finite], root[finite]),
-            rank_correlation(scores[finite], self.needed[finite]),
+        return _Found(
+            kl=rank_correlation(scores[finite], root[finite]),
+            depth=rank_correlation(scores[finite], self.needed[finite]),
+            gini=harm_gini(scores[finite], root[finite] ** 2),
         )
 
 

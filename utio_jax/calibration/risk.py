@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import stats
 
 # Tokens per shingle, and an odd number with well-mixed bits (2^64 over the golden ratio).
 _SHINGLE = 8
@@ -44,7 +45,13 @@ class Result:
 
 
 def control(
-    risks: np.ndarray, *, max_risk: float, confidence: float, looks: int = 1, seed: int = 0
+    risks: np.ndarray,
+    *,
+    max_risk: float,
+    confidence: float,
+    looks: int = 1,
+    seed: int = 0,
+    binary: bool = False,
 ) -> Result:
     """Returns the cheapest candidate whose mean risk is at most `max_risk`, at a confidence.
 
@@ -62,6 +69,8 @@ def control(
         be picked by what comes out: each is tested at the level (1 - confidence) / looks, so that
         all promises hold at once with that confidence.
       seed: of the order in which units are bet on. Trying several voids the promise.
+      binary: all risks are 0 or 1, and known to be so beforehand: the exact binomial test, which no
+        order enters.
 
     Raises:
       ValueError: risks of another form or range, or fewer units than `units_needed`.
@@ -72,14 +81,22 @@ def control(
             f"Give one row per candidate, safest first."
         )
     units = risks.shape[1]
-    needed = check_units(units, max_risk=max_risk, confidence=confidence, looks=looks)
+    needed = check_units(
+        units, max_risk=max_risk, confidence=confidence, looks=looks, binary=binary
+    )
     if not ((risks >= 0) & (risks <= 1)).all():
         raise ValueError(
             f"Wanted risks from 0 to 1. Got {risks.min()} to {risks.max()}. Give shares of "
             f"tokens, and leave out documents that predict none."
         )
+    if binary and not np.isin(risks, (0, 1)).all():
+        raise ValueError(
+            f"Wanted risks of 0 or 1 with binary=True. Got {risks[~np.isin(risks, (0, 1))][0]}. "
+            "Leave it out for shares."
+        )
     order = np.random.default_rng(seed).permutation(units)
-    p_values = _p_values(risks[:, order], max_risk)
+    test = _binomial if binary else _p_values
+    p_values = test(risks[:, order], max_risk)
     kept = [*(p_values <= (1 - confidence) / looks), False].index(False)
     return Result(
         chosen=kept - 1 if kept else None,
@@ -90,13 +107,15 @@ def control(
     )
 
 
-def check_units(units: int, *, max_risk: float, confidence: float, looks: int = 1) -> int:
+def check_units(
+    units: int, *, max_risk: float, confidence: float, looks: int = 1, binary: bool = False
+) -> int:
     """Returns `units_needed`, once it is known that there are as many.
 
     Raises:
       ValueError: there are fewer.
     """
-    needed = units_needed(max_risk, confidence, looks)
+    needed = units_needed(max_risk, confidence, looks, binary=binary)
     if units < needed:
         several = f" for each of {looks} policies" if looks > 1 else ""
         raise ValueError(
@@ -107,7 +126,9 @@ def check_units(units: int, *, max_risk: float, confidence: float, looks: int = 
     return needed
 
 
-def units_needed(max_risk: float, confidence: float, looks: int = 1) -> int:
+def units_needed(
+    max_risk: float, confidence: float, looks: int = 1, *, binary: bool = False
+) -> int:
     """Returns the fewest units with which a candidate can be chosen, even if its risks are all 0.
 
     Raises:
@@ -121,6 +142,8 @@ def units_needed(max_risk: float, confidence: float, looks: int = 1) -> int:
             )
     # No bet gains more than a factor of 1 + max_risk per unit.
     level = (1 - confidence) / looks
+    if binary:
+        return math.ceil(math.log(level) / math.log1p(-max_risk))
     least = math.ceil(-math.log(level) / math.log1p(max_risk))
     counts = range(least, 2 * least + 10)
     return counts[
@@ -149,6 +172,11 @@ def _p_values(risks: np.ndarray, max_risk: float) -> np.ndarray:
     bets = np.minimum(1.0, np.sqrt(_AIM / (units * before)))
     wealth = np.cumsum(np.log1p(bets * (max_risk - risks)), axis=1)
     return np.exp(-np.maximum(wealth.max(axis=1), 0.0))
+
+
+def _binomial(risks: np.ndarray, max_risk: float) -> np.ndarray:
+    """Returns `[candidate]`: the chance of as few errors, if each unit had `max_risk` of one."""
+    return np.asarray(stats.binom.cdf(risks.sum(axis=1), risks.shape[1], max_risk))
 
 
 def group_near_duplicates(

@@ -6,11 +6,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from utio_jax.cli.options import calibration_of, is_first, progress_bar, read_documents
 from utio_jax.cli.scoring import Scoring
+
+if TYPE_CHECKING:
+    from utio_jax.accounting.ledger import Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,11 +25,12 @@ class Evaluate(Scoring):
     and losses are those of the tokens behind it.
 
     Attributes:
-      text: text files.
+      text: text files; with --out also .jsonl and .parquet.
       prompt_tokens: of each row of --token-ids.
       prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
       prompt_deep: share of each prompt that goes deep.
-      prompt_by: what chooses it: sinks_recent, heat, gate, random or none (the last token alone).
+      prompt_by: what chooses it: sinks_recent, heat, externality, gate, random or none (the
+        last token alone).
       prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
         default.
       far_tasks: instead of --token-ids: facts stated once in running text (--text) and asked for at
@@ -45,6 +50,8 @@ class Evaluate(Scoring):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         if self.prompt_tokens is not None:
+            if self.out is not None:
+                raise ValueError("Wanted --out without --prompt-tokens. Leave out one of the two.")
             return self._run_prompts(self.prompt_tokens)
         given = {
             "--prompt-stop": self.prompt_stop,
@@ -57,19 +64,50 @@ class Evaluate(Scoring):
                 f"Wanted --prompt-tokens with {', '.join(alone)}: how many tokens of each row are "
                 "the prompt? For example: --prompt-tokens 448."
             )
+        if self.out is not None:
+            corpus = self.score_corpus(self.text)
+            sums, more = corpus.sums, {"without_prediction": corpus.sums.without_prediction}
+            return corpus.close(
+                self._summary(
+                    corpus.row,
+                    nll=sums.quality.nll,
+                    predicted=sums.quality.predicted,
+                    documents=sums.documents,
+                    num_bytes=sums.bytes,
+                    fallbacks=sums.fallbacks,
+                )
+                | more
+            )
         found, read = self.score(self.text)
-        losses = [-float(each.log_likelihood.sum()) for each in found.documents]
-        tokens = sum(each.log_likelihood.size for each in found.documents)
-        loss = math.fsum(losses) / tokens
-        bits = math.fsum(losses) / math.log(2) / read.bytes if read.bytes else None
+        return self._summary(
+            read.row,
+            nll=-math.fsum(float(each.log_likelihood.sum()) for each in found.documents),
+            predicted=sum(each.log_likelihood.size for each in found.documents),
+            documents=len(found.documents),
+            num_bytes=read.bytes,
+            fallbacks=found.fallbacks,
+        )
+
+    def _summary(
+        self,
+        row: Ledger,
+        *,
+        nll: float,
+        predicted: int,
+        documents: int,
+        num_bytes: int,
+        fallbacks: Mapping[str, int],
+    ) -> dict[str, Any]:
+        """Prints loss and perplexity; returns the command's JSON."""
+        loss = nll / predicted
+        bits = nll / math.log(2) / num_bytes if num_bytes else None
         perplexity = round(math.exp(loss), 4) if loss < 700 else None  # Else beyond a float.
-        row = read.row
         full = row.nll_full or 0.0
         perplexity_full = round(math.exp(full), 4) if full < 700 else None
         if is_first():
             print(
-                f"{loss:.4f} nats per token over {tokens:,} tokens of {len(losses)} documents, "
-                f"perplexity {perplexity}",
+                f"{loss:.4f} nats per token over {predicted:,} tokens of {documents} "
+                f"documents, perplexity {perplexity}",
                 file=sys.stderr,
             )
             if self.policy != "full":
@@ -85,9 +123,9 @@ class Evaluate(Scoring):
             "perplexity": perplexity,
             "perplexity_full": perplexity_full,
             "bits_per_byte": None if bits is None else round(bits, 5),
-            "documents": len(losses),
+            "documents": documents,
             **row.to_dict(),
-            "fallbacks": dict(found.fallbacks),
+            "fallbacks": dict(fallbacks),
         }
 
     def _run_prompts(self, prompt_tokens: int) -> dict[str, Any]:

@@ -18,27 +18,36 @@ class FitPrompt(OfModel):
     """Fits KV maps for prompts whose tokens mostly stop early, and chooses how prompts are read.
 
     Maps are fitted to one part of the text, the cheapest way of reading within the limit is chosen
-    on another, and reported on a third, beside controls. The file is for --prompt-maps.
+    on another, and reported on a third, beside controls. The file is for --prompt-maps. With
+    --train the maps learn on from the closed form, by what follows prompts; the model stays as it
+    is.
 
     Attributes:
       text: text files; without any, the calibrate split of the standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+      fit_text: more text files, for maps alone: nothing is chosen or reported on them.
       stop: depths at which prompt tokens may stop.
       deep: shares of a prompt's tokens that go deep, to choose from.
-      by: what may choose them: sinks_recent, heat, gate, random.
+      by: what may choose them: sinks_recent, heat, externality, gate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on.
       continuation: tokens that follow, whose loss counts.
       rows: of each of these two parts of the text, at most.
-      fit_tokens: of text that maps are fitted to, at most.
+      fit_tokens: of text that the closed form is fitted to, at most.
+      windows: of text that the gate of --by externality is fitted to, at most.
       batch: rows per pass.
       seed: of the parts.
+      train: train the maps after the closed form; the run's state is kept beside --out.
+      train_steps: steps of it, at most.
+      train_minutes: of it, at most.
+      resume: go on with a run of --train that was interrupted, or is to be longer.
       out: the file, NAME.json; the maps lie beside it. By default prompt.json in the model's
         folder.
     """
 
     text: tuple[Path, ...] = ()
     token_ids: Path | None = None
+    fit_text: tuple[Path, ...] = ()
     stop: tuple[int, ...] = ()
     deep: tuple[float, ...] = (0.15,)
     by: tuple[str, ...] = ("sinks_recent", "heat")
@@ -47,13 +56,19 @@ class FitPrompt(OfModel):
     continuation: int = 64
     rows: int = 24
     fit_tokens: int = 20_000
+    windows: int = 96
     batch: int = 8
     seed: int = 0
+    train: bool = False
+    train_steps: int = 1000
+    train_minutes: float = 50.0
+    resume: bool = False
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.calibration.prompt_choice import choice_to_json, choose_prompt, split_text
+        from utio_jax.calibration.prompt_externality import ExternalityConfig, fit_externality
         from utio_jax.calibration.prompt_maps import fit_kv_maps, fit_rows
         from utio_jax.core.kv_maps import kv_maps_file, save_kv_maps, with_kv_maps
         from utio_jax.staircase.prompts import PromptChoice
@@ -67,6 +82,10 @@ class FitPrompt(OfModel):
             raise ValueError(
                 "Wanted depths at which prompt tokens may stop. For example, at half and two "
                 f"thirds of the layers: --stop {half} {more}."
+            )
+        if self.resume and not self.train:
+            raise ValueError(
+                "Wanted --train with --resume: what is resumed is the training of maps."
             )
         width = self.prompt_tokens + self.continuation
         if width > config.context_length:
@@ -83,22 +102,32 @@ class FitPrompt(OfModel):
         ]
         gate = model.calibration.signals.get("learned") if "gate" in self.by else None
         for each in candidates:
-            each.policy(model.decoder, gate=gate)
+            if each.by != "externality":  # Its gate comes with the maps.
+                each.policy(model.decoder, gate=gate)
         documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
         text = split_text(documents, seed=self.seed)
-        maps = fit_kv_maps(
-            model.decoder,
-            model.params,
-            fit_rows(
-                text.fit,
-                width=width,
-                tokens=self.fit_tokens,
-                batch=self.batch,
-                decoder=model.decoder,
-            ),
-            stops=self.stop,
-            progress=say,
+        fit, described_more = [*text.fit], None
+        if self.fit_text:
+            others, described_more = read_documents(model, self.fit_text, None, None)
+            fit += others
+        read = fit_rows(
+            fit, width=width, tokens=self.fit_tokens, batch=self.batch, decoder=model.decoder
         )
+        maps = fit_kv_maps(model.decoder, model.params, read, stops=self.stop, progress=say)
+        out = kv_maps_file(self.out if self.out is not None else model.folder)
+        shape, trained = self._shape(width), None
+        if self.train:
+            maps, trained = self._train(model, maps, fit, shape, out, say)
+        if "externality" in self.by:
+            maps = fit_externality(
+                model.decoder,
+                model.params,
+                maps,
+                fit,
+                shape,
+                ExternalityConfig(windows=self.windows, seed=self.seed),
+                progress=say,
+            )
         decoder, params = with_kv_maps(model.decoder, model.params, maps)
         study = choose_prompt(
             decoder,
@@ -122,8 +151,8 @@ class FitPrompt(OfModel):
             "max_nll_increase_pct": self.max_nll_increase_pct,
             "parts": text.parts,
         }
-        out = kv_maps_file(self.out if self.out is not None else model.folder)
         info = {"model_sha256": model.sha256, "text": described, "seed": self.seed}
+        info |= {"fit_text": described_more, "trained": trained}
         save_kv_maps(out, maps, info={**info, **found})
         print(study.verdict, file=sys.stderr)
         return {
@@ -131,8 +160,41 @@ class FitPrompt(OfModel):
             "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
             "verdict": study.verdict,
+            "trained": trained,
             **found,
         }
+
+    def _shape(self, width: int) -> Any:
+        """Returns the windows that maps are trained on, and gates fitted to."""
+        from utio_jax.calibration.prompt_windows import WindowShape
+
+        return WindowShape(width=width, continuation=3 * width // 8, deep=min(self.deep))
+
+    def _train(
+        self, model: Any, maps: Any, documents: Any, shape: Any, out: Path, say: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """Returns trained maps, and what their training says of itself."""
+        from utio_jax.models.training.kv_maps import MapTraining, train_kv_maps
+
+        found = train_kv_maps(
+            model.decoder,
+            model.params,
+            maps,
+            documents,
+            MapTraining(
+                steps=self.train_steps,
+                minutes=self.train_minutes,
+                shape=shape,
+                seed=self.seed,
+            ),
+            model_sha256=model.sha256,
+            checkpoint=out.with_suffix(".training.json"),
+            resume=self.resume,
+            progress=say,
+        )
+        for stop, before in found.kl_before.items():
+            say(f"maps from {stop}: KL {before:.4f} -> {found.kl_after[stop]:.4f} on held-out rows")
+        return dict(found.maps), found.to_json()
 
     def _shown(self, model: Any, stop: int) -> tuple[FrozenKV, ...]:
         """Returns what tokens that stop there may show; copies only where the model was trained."""

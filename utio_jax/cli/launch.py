@@ -3,17 +3,21 @@
 
     utio-jax launch --processes 2 evaluate --text FILES --policy learned
 
-Slurm, Kubernetes and TPU pods have launchers of their own, and then this one is not needed.
+Slurm, Kubernetes and TPU pods have launchers of their own, and then this one is not needed. It does
+what a laptop needs: start, name who fails, end the rest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import tyro
 
@@ -26,11 +30,12 @@ class Launch:
     """Runs a command in several processes on this machine, as a cluster would start them.
 
     Process 0 has stdout to itself. When one of them fails, it is named and the others are ended.
+    SIGTERM goes to all of them; a second signal ends them now.
     For example: utio-jax launch --processes 2 evaluate --text FILES --policy learned
 
     Attributes:
       processes: how many.
-      command: evaluate, calibrate, compare or score, with its options; it comes last.
+      command: evaluate, calibrate, compare, score or serve, with its options; it comes last.
     """
 
     processes: int
@@ -66,24 +71,51 @@ def launch(processes: int, command: Sequence[str]) -> int:
     for number, process in running.items():
         print(f"utio-jax launch: process {number} is pid {process.pid}", file=sys.stderr)
     try:
-        return _watch(running)
+        with _signals_for(running.values()):
+            return _watch(running)
     finally:
         _end(running.values())
 
 
+@contextlib.contextmanager
+def _signals_for(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Hands signals to end on: the first may be answered at leisure, a second may not."""
+    told = 0
+
+    def tell(number: int, _: Any) -> None:
+        nonlocal told
+        told += 1
+        for process in processes:
+            if told > 1:
+                process.kill()
+            elif number == signal.SIGTERM:  # Ctrl-C has gone to all of them by itself.
+                process.terminate()
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _watch(running: dict[int, subprocess.Popen[bytes]]) -> int:
-    """Returns 0 once all have succeeded, or the first other status."""
+    """Returns 0 once all have succeeded, or the status of the one that failed first.
+
+    Others may have ended since, with status 1, since they miss it.
+    """
     while True:
         statuses = {number: process.poll() for number, process in running.items()}
-        for number, status in statuses.items():
-            if status:
-                print(
-                    f"utio-jax launch: process {number} of {len(running)} (pid "
-                    f"{running[number].pid}) ended with status {status}. The others are stopped; "
-                    "there is no result.",
-                    file=sys.stderr,
-                )
-                return status if status > 0 else 1
+        failed = {number: status for number, status in statuses.items() if status}
+        if failed:
+            number, status = min(failed.items(), key=lambda each: (each[1] > 0, each[1] == 1))
+            print(
+                f"utio-jax launch: process {number} of {len(running)} (pid "
+                f"{running[number].pid}) ended with status {status}. The others are stopped; "
+                "there is no result.",
+                file=sys.stderr,
+            )
+            return status if status > 0 else 1
         if all(status == 0 for status in statuses.values()):
             return 0
         time.sleep(_POLL_SECONDS)

@@ -11,6 +11,7 @@ from typing import Any
 
 from utio_jax.core.extras import install_line, missing_library
 from utio_jax.core.files import versions
+from utio_jax.devices.lines import ProcessLostError
 
 try:
     import tyro
@@ -31,12 +32,14 @@ from utio_jax.cli.lm_eval import LmEval
 from utio_jax.cli.options import is_first
 from utio_jax.cli.report import Report
 from utio_jax.cli.score import Score
+from utio_jax.cli.serve import Serve
 from utio_jax.cli.train import Train
 
 COMMANDS = {
     "demo": Demo,
     "generate": Generate,
     "chat": Chat,
+    "serve": Serve,
     "score": Score,
     "evaluate": Evaluate,
     "calibrate": Calibrate,
@@ -85,6 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"utio-jax: {error}", file=sys.stderr)
         return _ended(2, distributed)
+    except ProcessLostError as error:
+        print(f"utio-jax: {error}", file=sys.stderr)
+        return _ended(1, distributed)
     except OSError as error:
         _forget_stdout()
         where = "" if error.filename is None else f" {error.filename}"

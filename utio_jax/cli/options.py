@@ -42,15 +42,18 @@ class OfModel:
         from utio_jax.models import load
 
         lens = {"auto": True, "none": False}.get(self.lens, self.lens)
-        return load(self.model, exits=self.exits, lens=lens)
+        return load(self.model, exits=self.exits, lens=lens, sharding=self.sharding())
+
+    def sharding(self) -> Any:
+        """Returns where parameters go; None: to the default device."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfDevices:
-    """Which devices a command runs on: one, unless more are asked for.
+class OfProcesses:
+    """Of how many processes a command is one.
 
     Attributes:
-      data_parallel: split the rows of each pass over all devices of this machine.
       distributed: be one of several processes, on one host or many, each with all of its devices.
         Slurm, Kubernetes and TPU pods say which; elsewhere the next three do. Process 0 prints and
         writes.
@@ -59,14 +62,13 @@ class OfDevices:
       process_id: of this one, from 0.
     """
 
-    data_parallel: bool = False
     distributed: bool = False
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
 
-    def mesh(self) -> Any:
-        """Joins the other processes; returns the `jax.sharding.Mesh` of all devices, or None.
+    def join(self) -> Any:
+        """Joins the other processes; returns `utio_jax.devices.Lines` to them, or None.
 
         Before anything else asks JAX for a device.
 
@@ -80,16 +82,46 @@ class OfDevices:
             raise ValueError(
                 "Wanted --distributed with --coordinator, --num-processes and --process-id."
             )
-        if self.distributed:
-            try:
-                # A process that dies is missed after so long, and the runtime ends the others.
-                jax.distributed.initialize(*told, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
-            except (ValueError, RuntimeError) as error:
-                raise ValueError(
-                    "Wanted --distributed on a cluster that JAX knows (Slurm, Kubernetes, TPU pod, "
-                    "MPI), or --coordinator HOST:PORT, --num-processes and --process-id. Got: "
-                    f"{error}"
-                ) from error
+        if not self.distributed:
+            return None
+        # Else JAX keeps SIGTERM for itself: processes that save before they are moved.
+        jax.config.update("jax_enable_preemption_service", False)
+        try:
+            # A process that dies is missed after so long, and the runtime ends the others.
+            jax.distributed.initialize(*told, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(
+                "Wanted --distributed on a cluster that JAX knows (Slurm, Kubernetes, TPU pod, "
+                "MPI), or --coordinator HOST:PORT, --num-processes and --process-id. Got: "
+                f"{error}"
+            ) from error
+        from utio_jax.devices import join
+
+        host = (self.coordinator or "").rpartition(":")[0].strip("[]")
+        return join(host or None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfDevices(OfProcesses):
+    """Which devices a command runs on: one, unless more are asked for.
+
+    Attributes:
+      data_parallel: split the rows of each pass over all devices of this machine.
+    """
+
+    data_parallel: bool = False
+
+    def mesh(self) -> Any:
+        """Joins the other processes; returns the `jax.sharding.Mesh` of all devices, or None.
+
+        Before anything else asks JAX for a device.
+
+        Raises:
+          ValueError: the processes do not find each other.
+        """
+        import jax
+
+        self.join()
         if not self.distributed and not self.data_parallel:
             return None
         auto = (jax.sharding.AxisType.Auto,)

@@ -120,13 +120,26 @@ def row_counts(most: int) -> list[int]:
 
 
 def batches_of(
-    windows: Sequence[np.ndarray], *, rows: int, widths: Sequence[int], vocab_size: int
+    windows: Sequence[np.ndarray],
+    *,
+    rows: int,
+    widths: Sequence[int],
+    vocab_size: int,
+    same_rows: bool = False,
 ) -> Iterator[Batch]:
     """Yields all windows in batches of at most `rows`, longest first, with little padding.
 
     Windows are padded to the smallest of `widths` that holds them, and those of one width share
     batches of one number of rows: as many as they need, rounded up to a few (`row_counts`), so that
     few shapes compile. A full batch of a single text would run 15 empty rows of 16.
+
+    Args:
+      windows: token ids `[token]` each.
+      rows: of a batch at most; with `same_rows` of every batch.
+      widths: that windows are padded to.
+      vocab_size: of the model.
+      same_rows: fill every batch up with empty rows, so that each width is one shape, whatever the
+        number of windows.
 
     Raises:
       ValueError: a window is longer than the largest width, or holds something else than ids of
@@ -142,16 +155,21 @@ def batches_of(
     for index in order:
         of_width[known[bisect.bisect_left(known, len(windows[index]))]].append(index)
     for width, members in of_width.items():
-        yield from _rows_of(windows, members, rows=rows, width=width, vocab_size=vocab_size)
+        passes = -(-len(members) // rows)
+        needed = -(-len(members) // max(1, passes))
+        count = rows if same_rows else next(n for n in row_counts(rows) if n >= needed)
+        yield from _rows_of(windows, members, count=count, width=width, vocab_size=vocab_size)
 
 
 def _rows_of(
-    windows: Sequence[np.ndarray], members: Sequence[int], *, rows: int, width: int, vocab_size: int
+    windows: Sequence[np.ndarray],
+    members: Sequence[int],
+    *,
+    count: int,
+    width: int,
+    vocab_size: int,
 ) -> Iterator[Batch]:
-    """Yields some of the windows, in order, in batches of one width and one number of rows."""
-    passes = -(-len(members) // rows)
-    needed = -(-len(members) // max(1, passes))
-    count = next(count for count in row_counts(rows) if count >= needed)
+    """Yields some of the windows, in order, in batches of one width and of `count` rows."""
     for start in range(0, len(members), count):
         ids = np.zeros((count, width), np.int32)
         lengths, names = np.zeros(count, np.int32), np.full(count, -1)

@@ -8,6 +8,13 @@ _EXTRAS = {
     "orbax": "train",
     "lm_eval": "lm-eval",
     "datasets": "lm-eval",
+    "fastapi": "serve",
+    "pydantic": "serve",
+    "prometheus_client": "serve",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "pyarrow": "ray",
+    "ray": "ray",
 }
 """Which extra brings a library, where that is not `cli`."""
 

@@ -18,6 +18,7 @@ from utio_jax.decoding.sampling import (
     TopK,
     TopP,
 )
+from utio_jax.decoding.select import Context, Select, Selected, read_context, select
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.throttle import Throttle
 
@@ -26,6 +27,7 @@ __all__ = [
     "CatchUp",
     "Chain",
     "Chunk",
+    "Context",
     "Controller",
     "Drop",
     "EntropyAbove",
@@ -43,6 +45,8 @@ __all__ = [
     "Plain",
     "Prefill",
     "Propagate",
+    "Select",
+    "Selected",
     "Setting",
     "Temperature",
     "TextChunk",
@@ -51,6 +55,8 @@ __all__ = [
     "TopP",
     "generate",
     "generate_text",
+    "read_context",
+    "select",
     "stream",
     "stream_text",
 ]

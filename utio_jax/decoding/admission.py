@@ -34,7 +34,7 @@ from utio_jax.decoding.state import RELEASED, DecodeState, PerRowStopRules, Stop
 from utio_jax.devices.rows import PerDevice, put_rows
 
 
-@partial(jax.jit, static_argnames=("decoder", "batch", "slots"))
+@partial(jax.jit, static_argnames=("decoder", "batch", "slots", "alternatives"))
 def empty_state(
     decoder: Decoder,
     params: Params,
@@ -44,6 +44,7 @@ def empty_state(
     *,
     batch: int,
     slots: int,
+    alternatives: int = 0,
 ) -> DecodeState:
     """Returns a state of released rows alone, into which prompts are admitted.
 
@@ -55,11 +56,11 @@ def empty_state(
       stops: what will end rows.
       batch: rows.
       slots: tokens that a row can hold: prompt, new tokens, and `mode.block` more.
+      alternatives: to each new token, noted in the tally.
     """
     one = jnp.ones((batch,), jnp.int32)
-    state = unread(
-        decoder, params, mode, one[:, None] * 0, one, one, one.astype(jnp.uint32), slots=slots
-    )
+    arrays = one[:, None] * 0, one, one, one.astype(jnp.uint32)
+    state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
     setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=1)
     state = mode.start(setting, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))

@@ -19,7 +19,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import DRAW, Sampling, draw, token_keys
 from utio_jax.decoding.segments import Layers, decode_step
-from utio_jax.decoding.state import DecodeState, PerRowStopRules, StopRules, emit
+from utio_jax.decoding.state import DecodeState, Emitted, PerRowStopRules, StopRules, emit
 from utio_jax.devices.rows import put_rows, row_axes
 from utio_jax.policies.base import Policy
 
@@ -221,11 +221,14 @@ def emit_drawn(
     *,
     decided: Int[Array, " batch"],
     executed: Int[Array, " batch"],
+    emitted: Emitted | None = None,
 ) -> DecodeState:
-    """Returns the state with one token per active row, drawn from `logits`."""
+    """Returns the state with one token per active row, drawn from `logits`, or emitted before."""
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
         new = draw(setting.sampling, logits[:, None, :], keys)
+        if emitted is not None:
+            new = jnp.where(emitted.last < 0, new[:, 0], emitted.last)[:, None]
     one = jnp.ones_like(state.lengths)
     return emit(
         state,

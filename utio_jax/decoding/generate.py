@@ -278,7 +278,7 @@ def _collect(
     tally = {
         field.name: np.asarray(getattr(state.tally, field.name))[:rows]
         for field in dataclasses.fields(state.tally)
-        if field.name != "views"
+        if field.name not in ("views", "alternatives")
     }
     views, view, per_slot = state.tally.views, state.cache.view, bytes_per_slot(state.cache)
     # A token's layers are noted at its own position, new tokens' counts one later.

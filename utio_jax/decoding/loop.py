@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from utio_jax.attention.cache import fill, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params
@@ -26,6 +26,7 @@ from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import (
     DecodeState,
+    Emitted,
     PerRowStopRules,
     StopRules,
     check_stops,
@@ -185,7 +186,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
             return
 
 
-@partial(jax.jit, static_argnames=("decoder", "slots", "mesh"))
+@partial(jax.jit, static_argnames=("decoder", "slots", "mesh", "alternatives"))
 def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
@@ -200,21 +201,34 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     slots: int,
     prefill: Prefill | None = None,
     mesh: Mesh | None = None,
+    alternatives: int = 0,
+    emitted: Emitted | None = None,
 ) -> DecodeState:
     """Returns the state after prefill and the first new token of each row.
 
-    On a mesh, every device's mode has a memory of its own.
+    On a mesh, every device's mode has a memory of its own. So many `alternatives` to each new token
+    are noted in the tally.
     """
     if mesh is not None:
 
         def on_device(params: Params, settings: Any, rows: Rows) -> DecodeState:
             *settings, prefill = settings
-            state = begin(decoder, params, *settings, *rows.tree, slots=slots, prefill=prefill)
+            state = begin(
+                decoder,
+                params,
+                *settings,
+                *rows.tree,
+                slots=slots,
+                prefill=prefill,
+                alternatives=alternatives,
+            )
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
         rows = Rows((token_ids, lengths, limits, seeds))
         return over_rows(mesh, on_device, params, (mode, sampling, stops, prefill), rows)
-    state = unread(decoder, params, mode, token_ids, lengths, limits, seeds, slots=slots)
+    arrays = token_ids, lengths, limits, seeds
+    sizes = {"slots": slots, "alternatives": alternatives}
+    state = unread(decoder, params, mode, *arrays, **sizes, emitted=emitted)
     depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
     if prefill is None:
         logits, cache = read_prompts(decoder, params, token_ids, lengths, state.cache)
@@ -223,7 +237,7 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
             decoder, params, token_ids, lengths, state.cache, kv=mode.prompt_kv
         )
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
-    state = dataclasses.replace(state, cache=fill(cache, lengths), prompt=prompt)
+    state = dataclasses.replace(state, cache=cache, prompt=prompt)
     setting = Setting(
         decoder=decoder,
         params=params,
@@ -231,11 +245,34 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
         stops=stops,
         width=token_ids.shape[1],
     )
+    return first_tokens(setting, mode, state, logits, depth=depth, emitted=emitted)
+
+
+def first_tokens(
+    setting: Setting,
+    mode: Mode,
+    state: DecodeState,
+    logits: Float[Array, "batch vocab"],
+    *,
+    depth: Int[Array, " batch"],
+    emitted: Emitted | None = None,
+) -> DecodeState:
+    """Returns the state after the first new token of each row, or the last that it had emitted.
+
+    Args:
+      setting: of the prompts.
+      mode: its memory begins here.
+      state: with the prompts in its cache.
+      logits: behind them.
+      depth: layers that their last tokens ran.
+      emitted: as in `unread`.
+    """
+    state = dataclasses.replace(state, cache=fill(state.cache, state.lengths))
     state = mode.start(setting, state)
-    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
+    return emit_drawn(setting, state, logits, decided=depth, executed=depth, emitted=emitted)
 
 
-def unread(
+def unread(  # noqa: PLR0913 (arrays of one batch)
     decoder: Decoder,
     params: Params,
     mode: Mode,
@@ -245,21 +282,26 @@ def unread(
     seeds: UInt32[Array, " batch"],
     *,
     slots: int,
+    alternatives: int = 0,
+    emitted: Emitted | None = None,
 ) -> DecodeState:
-    """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
+    """Returns the state of prompts that no layer has read yet; the mode remembers nothing.
+
+    Rows that had `emitted` tokens come with all of them but the last, as if they were prompts.
+    """
     batch, width = token_ids.shape
     dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
     return DecodeState(
         token_ids=jnp.pad(token_ids, ((0, 0), (0, slots - width))),
         lengths=lengths,
-        prompt_lengths=lengths,
+        prompt_lengths=lengths if emitted is None else emitted.prompt_lengths,
         limits=limits,
         reason=jnp.zeros_like(lengths),
         seeds=seeds,
         cache=init_cache(
             decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
         ),
-        tally=empty_tally(batch, slots),
+        tally=empty_tally(batch, slots, alternatives=alternatives),
         memory=None,
     )
 

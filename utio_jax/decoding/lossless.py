@@ -515,7 +515,7 @@ class Lossless(ModeBase):
 
     def _keys(self, state: DecodeState, positions: jax.Array, stream: int) -> jax.Array:
         """Returns keys that no other round uses: bits seen in one must not decide the next."""
-        return token_keys(state.seeds, positions, stream, rounds=state.tally.steps)
+        return token_keys(state.seeds, positions, stream, rounds=state.positions)
 
 
 def _certain(token_ids: Int[Array, "*lead"], vocab: int) -> Float[Array, "*lead vocab"]:

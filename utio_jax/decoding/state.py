@@ -142,6 +142,36 @@ class ViewTally:
 
 
 @pytree
+class AlternativeTally:
+    """The most probable tokens at the place of each new one, by its own position.
+
+    Attributes:
+      token_ids: descending by probability.
+      log_probabilities: in nats, under the model's distribution before any sampling method.
+    """
+
+    token_ids: Int[Array, "batch slot alternative"]
+    log_probabilities: Float[Array, "batch slot alternative"]
+
+    def put(
+        self,
+        rows: Int[Array, "batch 1"],
+        slots: Int[Array, "batch new"],
+        log_probabilities: Float[Array, "batch new vocab"],
+    ) -> AlternativeTally:
+        """Returns the tally with the best of these distributions at some slots of each row."""
+        count = self.token_ids.shape[-1]
+        *lead, vocab = log_probabilities.shape
+        # By rows of one axis: what compilers have a program for that does not sort.
+        best, ids = jax.lax.top_k(log_probabilities.reshape(-1, vocab), count)
+        best, ids = (leaf.reshape(*lead, count) for leaf in (best, ids))
+        return AlternativeTally(
+            token_ids=self.token_ids.at[rows, slots].set(ids, mode="drop"),
+            log_probabilities=self.log_probabilities.at[rows, slots].set(best, mode="drop"),
+        )
+
+
+@pytree
 class Tally:
     """What decoding did and cost. The first token of every row is prefill's and costs nothing here.
 
@@ -166,6 +196,7 @@ class Tally:
       draft_heads: those that went through a head of fewer tokens, to draft.
       exit_maps: states of an exit that were mapped for it, see `utio_jax.core.decoder.HasExitLens`.
       views: of throttled tokens; None where there are none.
+      alternatives: to each token; None where nobody asked for them.
     """
 
     decided: Int[Array, "batch slot"]
@@ -183,6 +214,7 @@ class Tally:
     draft_heads: Int[Array, " batch"]
     exit_maps: Int[Array, " batch"]
     views: ViewTally | None = None
+    alternatives: AlternativeTally | None = None
 
     def add(self, active: Bool[Array, " batch"], **amounts: Any) -> Tally:
         """Returns the tally with the amounts, scalar or per row, added for the active rows."""
@@ -193,13 +225,19 @@ class Tally:
         return dataclasses.replace(self, **grown)
 
 
-def empty_tally(batch: int, slots: int) -> Tally:
-    """Returns a tally of nothing."""
-    names = {field.name for field in dataclasses.fields(Tally)} - {"views"}
+def empty_tally(batch: int, slots: int, *, alternatives: int = 0) -> Tally:
+    """Returns a tally of nothing, with room for so many alternatives to each token."""
+    names = {field.name for field in dataclasses.fields(Tally)} - {"views", "alternatives"}
     counts: dict[str, Any] = {name: jnp.zeros((batch,), jnp.int32) for name in names}
     counts["key_slots"] = counts["attended"] = jnp.zeros((batch,), jnp.float32)
     counts["decided"] = counts["executed"] = jnp.zeros((batch, slots), jnp.int32)
     counts["log_probability"] = jnp.zeros((batch, slots), jnp.float32)
+    if alternatives:
+        shape = batch, slots, alternatives
+        counts["alternatives"] = AlternativeTally(
+            token_ids=jnp.zeros(shape, jnp.int32),
+            log_probabilities=jnp.zeros(shape, jnp.float32),
+        )
     return Tally(**counts)
 
 
@@ -264,6 +302,19 @@ class DecodeState:
         return jax.vmap(lambda row, position: row[position])(self.token_ids, self.positions)
 
 
+@pytree
+class Emitted:
+    """What rows had emitted before their prompts were read here: they go on where others stopped.
+
+    Attributes:
+      prompt_lengths: tokens that are the prompt's own; behind them stands what was emitted.
+      last: the last token that was emitted, which no layer has run yet; -1: none was.
+    """
+
+    prompt_lengths: Int[Array, " batch"]
+    last: Int[Array, " batch"]
+
+
 def emit(
     state: DecodeState,
     stops: StopRules | PerRowStopRules,
@@ -311,9 +362,13 @@ def emit(
     kept = jnp.where(offsets < counts[:, None], slots, state.token_ids.shape[1])
     logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, token_ids[:, :, None], axis=-1)[:, :, 0]
-    likelihood = chosen - jax.nn.logsumexp(logits, axis=-1)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    likelihood, alternatives = chosen - total, state.tally.alternatives
+    if alternatives is not None:
+        alternatives = alternatives.put(row, kept, logits - total[:, :, None])
     tally = dataclasses.replace(
         state.tally,
+        alternatives=alternatives,
         log_probability=state.tally.log_probability.at[row, kept].set(likelihood, mode="drop"),
         decided=state.tally.decided.at[row, kept].set(decided, mode="drop"),
         executed=state.tally.executed.at[row, kept].set(executed, mode="drop"),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.core.files import replacing
+from utio_jax.devices.lines import join
 from utio_jax.devices.rows import DATA, check_mesh
 
 Arrays = Mapping[str, np.ndarray]
@@ -129,32 +129,19 @@ def share(
 
 
 def exchange(data: bytes) -> list[bytes]:
-    """Returns what every process called this with, in the order of the processes."""
+    """Returns what every process called this with, in the order of the processes.
+
+    Raises:
+      ProcessLostError: one of them has ended.
+    """
     from jax.experimental.multihost_utils import process_allgather
 
-    _wait_for_everyone()
+    join().meet()  # Collectives on CPU give up after 30 s, and shares of work end at any time.
     sizes = np.asarray(process_allgather(np.asarray([len(data)], np.int32))).reshape(-1)
     padded = np.zeros(max(sizes.max(), 1), np.uint8)
     padded[: len(data)] = np.frombuffer(data, np.uint8)
     everyone = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
     return [bytes(row[:size]) for row, size in zip(everyone, sizes, strict=True)]
-
-
-_meetings = itertools.count()
-_PATIENCE_MS = 7 * 24 * 3600 * 1000
-
-
-def _wait_for_everyone() -> None:
-    """Returns once all processes have come here.
-
-    Collectives on CPU (gloo) give up after 30 s, and shares of work never end at the same moment.
-    JAX has no other barrier that waits for longer, nor one for which no program is compiled. Where
-    a process has died, the runtime ends the others.
-    """
-    from jax._src.distributed import global_state
-
-    client: Any = global_state.client
-    client.wait_at_barrier(f"utio_jax_{next(_meetings)}", _PATIENCE_MS)
 
 
 def check_same(mesh: Mesh | None, tree: Any, *, what: str) -> None:

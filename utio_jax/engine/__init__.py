@@ -1,9 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: requests that join and leave a running batch of decoding rows."""
 
+from utio_jax.engine.blocks import Alternatives
 from utio_jax.engine.engine import Engine
+from utio_jax.engine.led import LedEngine, follow
+from utio_jax.engine.planning import measure_rates
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.engine.slots import Shapes
 from utio_jax.engine.statistics import EngineStats, Percentiles
 
-__all__ = ["Engine", "EngineStats", "Event", "Finished", "Percentiles", "Shapes"]
+__all__ = [
+    "Alternatives",
+    "Engine",
+    "EngineStats",
+    "Event",
+    "Finished",
+    "LedEngine",
+    "Percentiles",
+    "Shapes",
+    "follow",
+    "measure_rates",
+]

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from utio_jax.decoding.sampling import PerRowSampling
 from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.state import REASONS, DecodeState, PerRowStopRules
 from utio_jax.devices.rows import put_rows
+from utio_jax.engine.depths import with_thresholds
 
 _TALLIED = ("steps", "token_layers", "drafts", "accepted")
 
@@ -30,10 +33,14 @@ class Rules:
     Attributes:
       sampling: a method for each.
       stops: what ends each.
+      thresholds: of each one's depth policy; None where the mode has none.
     """
 
     sampling: PerRowSampling
     stops: PerRowStopRules
+    thresholds: Float[Array | np.ndarray, "slot boundary"] | None = dataclasses.field(
+        default=None, metadata={"row_axis": 0}
+    )
 
 
 @partial(jax.jit, donate_argnames="rules")
@@ -67,21 +74,21 @@ def run_block(  # noqa: PLR0913 (static and traced apart, for jit)
       decoder: the model.
       params: its parameters.
       mode: of all rows.
-      rules: sampling and stops of each.
+      rules: sampling, stops and thresholds of each.
       state: running. Donated.
       steps: new tokens of each row that goes on, at least.
       layers: each one's parameters apart, or None.
       widths: of keys that a step may read, see `utio_jax.attention.cache.key_widths`.
       room: new tokens that a row may report. Static; `block_room` is always enough.
     """
-    # The first token of all is prefill's: no block has reported it.
+    # The first token of all is prefill's, or was emitted elsewhere: no block has reported it.
     unseen = state.tally.steps == 0
-    since = jnp.where(unseen, state.prompt_lengths, state.lengths)
+    since = jnp.where(unseen, state.lengths - 1, state.lengths)
     fresh = state.lengths - state.prompt_lengths
     state = advance(
         decoder,
         params,
-        mode,
+        with_thresholds(mode, rules.thresholds),
         rules.sampling,
         rules.stops,
         state,
@@ -90,6 +97,7 @@ def run_block(  # noqa: PLR0913 (static and traced apart, for jit)
         widths=widths,
     )
     tally = state.tally
+    chosen = tally.alternatives
     counts = [since, state.lengths, state.reason, *(getattr(tally, name) for name in _TALLIED)]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]
@@ -98,12 +106,58 @@ def run_block(  # noqa: PLR0913 (static and traced apart, for jit)
         leaf.at[rows, slots].get(mode="clip")
         for leaf in (state.token_ids, tally.decided, tally.executed, bits)
     ]
+    if chosen is not None:
+        bits = jax.lax.bitcast_convert_type(chosen.log_probabilities, jnp.int32)
+        notes += [
+            leaf.at[rows, slots].get(mode="clip").reshape(slots.shape[0], -1)
+            for leaf in (chosen.token_ids, bits)
+        ]
     return state, jnp.concatenate([jnp.stack(counts, axis=1), *notes], axis=1)
 
 
 def block_room(mode: Mode, steps: int) -> int:
     """Returns the most tokens that a row can have to report after a block of so many steps."""
     return steps * mode.block + 1
+
+
+def report_columns(room: int) -> int:
+    """Returns how many columns of a report, the first, say what rows are: counts and tokens."""
+    return 3 + len(_TALLIED) + room
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alternatives:
+    """The most probable tokens at the place of each new one, whichever was drawn.
+
+    Attributes:
+      token_ids: descending by probability.
+      log_probabilities: in nats, under the model's distribution before any sampling method.
+    """
+
+    token_ids: Int[np.ndarray, "new alternative"]
+    log_probabilities: Float[np.ndarray, "new alternative"]
+
+    def cut(self, kept: slice) -> Alternatives:
+        """Returns those of some tokens."""
+        return Alternatives(
+            token_ids=self.token_ids[kept], log_probabilities=self.log_probabilities[kept]
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Alternatives]) -> Alternatives:
+        """Returns those of parts that follow each other, at least one."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(
+            **{name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        )
+
+    @classmethod
+    def none(cls, count: int) -> Alternatives | None:
+        """Returns those of no token: `count` for each; None for a count of 0."""
+        if not count:
+            return None
+        ids, values = np.zeros((0, count), np.int32), np.zeros((0, count), np.float32)
+        return cls(token_ids=ids, log_probabilities=values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +170,7 @@ class RowReport:
       executed: layers that really ran for it.
       log_probabilities: of each, in nats.
       reason: `"running"`, or why the row ended.
+      alternatives: to each token; None where there are none.
       counts: `steps`, `token_layers`, `drafts` and `accepted` of the row since it was admitted.
     """
 
@@ -124,18 +179,46 @@ class RowReport:
     executed: Int[np.ndarray, " new"]
     log_probabilities: Float[np.ndarray, " new"]
     reason: str
+    alternatives: Alternatives | None
     counts: dict[str, int]
 
+    def first(self, count: int) -> RowReport:
+        """Returns the report of the first tokens alone."""
+        return self._cut(slice(count))
 
-def read_report(report: Int[np.ndarray, "slot column"], slot: int, *, room: int) -> RowReport:
-    """Returns what one slot's row reports."""
+    def without_first(self) -> RowReport:
+        """Returns the report of all tokens but the first."""
+        return self._cut(slice(1, None))
+
+    def _cut(self, kept: slice) -> RowReport:
+        names = ("token_ids", "decided", "executed", "log_probabilities")
+        cut: dict[str, Any] = {name: getattr(self, name)[kept] for name in names}
+        if self.alternatives is not None:
+            cut["alternatives"] = self.alternatives.cut(kept)
+        return dataclasses.replace(self, **cut)
+
+
+def read_report(
+    report: Int[np.ndarray, "slot column"], slot: int, *, room: int, alternatives: int = 0
+) -> RowReport:
+    """Returns what one slot's row reports, of so many alternatives to each token."""
     row = np.array(report[slot])  # A copy: on CPU the array is a view of the device's.
     head = 3 + len(_TALLIED)
     since, length, reason = map(int, row[:3])
     tokens, decided, executed, bits = (
         row[head + number * room :][: length - since] for number in range(4)
     )
+    chosen = None
+    if alternatives:
+        size = room * alternatives
+        ids, values = (
+            row[head + 4 * room + number * size :][:size].reshape(room, alternatives)
+            for number in range(2)
+        )
+        chosen = Alternatives(token_ids=ids, log_probabilities=values.view(np.float32))
+        chosen = chosen.cut(slice(length - since))
     return RowReport(
+        alternatives=chosen,
         token_ids=tokens,
         decided=decided,
         executed=executed,

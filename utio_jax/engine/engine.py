@@ -25,12 +25,14 @@ import numpy as np
 
 from utio_jax.accounting.rebatching import RebatchingPlan
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import check_ids
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, PerRowSampling
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
 from utio_jax.engine.blocks import read_report
+from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.planning import plan_mode, planned
 from utio_jax.engine.requests import Event, Finished, Method, Request, stop_arrays
 from utio_jax.engine.slots import Served, Shapes, Slots
@@ -65,13 +67,15 @@ class Engine:
         steps: int = 8,
         read_late: bool | None = None,
         shapes: Shapes = Shapes(),
+        alternatives: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes an engine without requests.
 
         Args:
           decoder: the model.
-          params: its parameters, on one device.
+          params: its parameters, on one device or split over an axis "model", see
+            `utio_jax.models.tensor_parallel`.
           slots: requests that run at once.
           capacity: tokens that a slot can hold.
           mode: `Plain()`, `Adaptive(policy=...)` or `Lossless(...)`.
@@ -82,11 +86,14 @@ class Engine:
           read_late: whether a block is read while the next one runs. An accelerator then never
             waits for the host, and a slot that ended idles for one block. None: on accelerators.
           shapes: which programs there are.
+          alternatives: how many of the most probable tokens are noted at the place of each new one,
+            for all requests. They cost a search of the vocabulary in each step.
           clock: seconds; for deadlines and statistics.
 
         Raises:
           TypeError: no mode, but the name or the class of one.
-          ValueError: sizes below 1, or a mode or prefill that do not fit the model or each other.
+          ValueError: sizes below 1, more alternatives than tokens, or a mode or prefill that do not
+            fit the model or each other.
         """
         self._served = Served(
             decoder=decoder,
@@ -96,8 +103,10 @@ class Engine:
             prefill=prefill,
             steps=steps,
             shapes=shapes,
+            alternatives=alternatives,
         )
-        self._rows = Slots(self._served, mode)
+        self._rows = self._make_rows(mode)
+        self._asked_for = mode  # As given: a plan may fall back to another one.
         self.plan: RebatchingPlan | None = None
         self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
@@ -114,7 +123,7 @@ class Engine:
         """Returns an engine of a loaded model, which reads and writes text. Options: `Engine`'s."""
         return cls(model.decoder, model.params, tokenizer=model.tokenizer, **options)
 
-    def submit(
+    def submit(  # noqa: PLR0913 (options, each named)
         self,
         prompt_ids: Sequence[int] | np.ndarray,
         *,
@@ -125,6 +134,9 @@ class Engine:
         stop_sequences: Sequence[Sequence[int]] = (),
         stop_strings: Sequence[str] = (),
         deadline: float | None = None,
+        policy: RequestPolicy = None,
+        whole_prompt: bool = False,
+        emitted: Sequence[int] | np.ndarray = (),
     ) -> int:
         """Returns the number of a request that waits for a slot from now on.
 
@@ -137,20 +149,36 @@ class Engine:
           stop_sequences: of tokens, that end it.
           stop_strings: that end its text; found between blocks, and what is behind is dropped.
           deadline: seconds from now, after which it ends with what it has.
+          policy: how deep its tokens run, in an engine whose mode is `Adaptive`: of the mode's own
+            signal, with depths among the mode's. `"full"`: all layers; None: the mode's policy. An
+            engine whose plan fell back to plain decoding runs all layers whatever is asked for.
+          whole_prompt: whether its prompt is read in full, in an engine with a `prefill`. Prompts
+            of both kinds are read one after the other.
+          emitted: new tokens that the same request had somewhere else before it was cut, all of
+            them: it goes on behind, and its events tell what comes now. They count as new:
+            positions of draws, `max_new_tokens` and what ends it are those of the whole request.
+            Read at full depth: under `Adaptive`, and of prompts that a `prefill` reads, what comes
+            may differ from the uncut request's; else it is the same.
 
         Raises:
           ValueError: it can never fit, more stops than there is room for, stop strings without a
-            tokenizer, a deadline that has passed, a chain of sampling methods in an order that a
-            row cannot have, or see `utio_jax.generate`.
+            tokenizer, a deadline that has passed, emitted tokens that have ended it, a chain of
+            sampling methods in an order that a row cannot have, a policy that the mode cannot
+            serve, or see `utio_jax.generate`.
         """
         config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
         (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
-        capacity, longest, ahead = self._served.capacity, self._rows.widths[-1], self.mode.block
+        capacity, ahead = self._served.capacity, self.mode.block
+        longest = self._rows.longest(whole=whole_prompt)
         needed = prompt.size + max_new_tokens + ahead
-        if needed > capacity or prompt.size > longest:
+        known = np.zeros(0, np.int32)
+        if len(emitted):
+            known = check_ids(emitted, vocab_size=config.vocab_size, what="emitted tokens")
+        if needed > capacity or prompt.size + max(0, known.size - 1) > longest:
+            besides = f"{known.size} emitted ones behind it, " if known.size else ""
             raise ValueError(
                 f"Wanted a request that fits into a slot of {capacity} tokens, its prompt into "
-                f"{longest}. Got a prompt of {prompt.size} tokens, "
+                f"{longest}. Got a prompt of {prompt.size} tokens, {besides}"
                 f"max_new_tokens={max_new_tokens} and {ahead} that the mode may run ahead: "
                 f"{needed}. Cut one of them, or make an engine of a larger capacity."
             )
@@ -169,15 +197,27 @@ class Engine:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
         stops, now = checked_stops(stop_strings), self._clock()
         reader = None if self._tokenizer is None else TextReader(self._tokenizer, prompt)
+        text = None if reader is None else StreamedRow(reader, stops)
+        if text is not None:
+            text.add(known, running=True)  # Told before.
+        if known.size >= max_new_tokens or np.isin(known, ends).any() or (text and text.stopped):
+            raise ValueError(
+                "Wanted emitted tokens of a request that has not ended. Got "
+                f"{known.size} of at most {max_new_tokens}, the last of them {known[-1:].tolist()}."
+            )
         request = Request(
             number=next(self._numbers),
             prompt=prompt,
+            emitted=known,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             seed=seed % 2**32,
             eos_ids=ends,
             sequences=sequences,
-            text=None if reader is None else StreamedRow(reader, stops),
+            thresholds=thresholds_of(policy, self._asked_for, self._served.decoder),
+            text=text,
+            whole_prompt=whole_prompt,
+            alternatives=self._served.alternatives,
             submitted=now,
             expires=math.inf if deadline is None else now + deadline,
         )
@@ -210,8 +250,9 @@ class Engine:
     def advance(self) -> list[Event]:
         """Runs one block: prompts are read into free slots, then all rows take their steps.
 
-        While requests run, prompts of at most `capacity` tokens, padding included, are read between
-        two blocks (or one group of them), so nobody pauses longer than that takes.
+        While requests run, prompts of at most `Shapes.chunk` tokens, padding included, are read
+        between two blocks; without chunks of the capacity, or of as many as a block has steps of
+        all slots. Nobody pauses longer than that takes.
 
         Returns:
           What is new, at most one event for each request; none where nothing is to be done.
@@ -258,19 +299,26 @@ class Engine:
             )
         if histogram is not None:
             self.plan = plan_mode(self._served, self.mode, histogram)
-            self._rows = Slots(self._served, planned(self.mode, self.plan))
+            self._rows = self._make_rows(planned(self.mode, self.plan))
             self._flying, self._freed = None, []
         rows = self._rows
-        context = self._served.decoder.config.context_length
-        most = min(self._served.capacity - self.mode.block, context) - 2
+        room = min(rows.capacity - self.mode.block, self._served.decoder.config.context_length)
+        programs = [(each, group) for each in rows.readings for group in rows.groups_of(each)]
         # Twice: what a program returns may be laid out otherwise than what it was first given.
-        for _, width, group in itertools.product(range(2), rows.widths, rows.groups):
-            prompt = np.zeros(min(width, most), np.int32)
-            numbers = [self.submit(prompt, max_new_tokens=2, eos_ids=()) for _ in range(group)]
+        for reading, group in programs * 2:
+            # Of chunks, all widths of keys: as long a prompt as there can be.
+            new = 1 if reading.chunked else 2
+            prompt = np.zeros(min(reading.longest, room - new), np.int32)
+            asked: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
+            asked["whole_prompt"] = reading.whole
+            numbers = [self.submit(prompt, **asked) for _ in range(group)]
             self._read_prompts()
             self.cancel(numbers[0])  # So that a slot is released, too.
             self.drain()
         self._recorder = Recorder()
+
+    def _make_rows(self, mode: Mode) -> Slots:
+        return Slots(self._served, mode)
 
     def _end_by_host(self) -> list[Event]:
         """Ends requests that were cancelled, or whose deadline has passed."""
@@ -288,6 +336,7 @@ class Engine:
         event = request.end(reason, self._clock())
         if request.slot is None:
             self._queue.remove(request)
+            self._rows.forget(request)
         else:
             self._freed.append(request.slot)
         self._forget(request, event)
@@ -303,26 +352,34 @@ class Engine:
     def _read_prompts(self) -> None:
         """Reads prompts into free slots, in the order in which they were submitted."""
         running, padded, rows = any(self._owners), 0, self._rows
+        served, chunk = self._served, self._served.shapes.chunk
+        # What a running row waits for at most: a chunk, or else a slot or a block's own work.
+        between = max(served.capacity, served.slots * served.steps) if chunk is None else chunk
         while self._queue and None in self._owners:
-            width = rows.width_of(self._queue[0])
-            most = min(self._owners.count(None), rows.groups[-1])
-            chosen = []
+            reading = rows.reading_of(self._queue[0])
+            groups = rows.groups_of(reading, most=between if running else None)
+            most, chosen = min(self._owners.count(None), groups[-1]), []
             for request in itertools.islice(self._queue, most):
-                if rows.width_of(request) != width:
+                if rows.reading_of(request) != reading:
                     break
                 chosen.append(request)
-            group = next(size for size in rows.groups if size >= len(chosen))
-            padded += width * group
-            if running and padded > max(self._served.capacity, width * group):
+            group = next(size for size in groups if size >= len(chosen))
+            padded += reading.width * group
+            if running and padded > max(between, reading.width * group):
                 return
-            for request in chosen:
-                self._queue.popleft()
-                request.slot = self._owners.index(None)
-                self._owners[request.slot] = request
-            rows.admit(chosen, width=width, group=group)
             self._recorder.groups += 1
-            self._recorder.prompt_tokens += sum(each.prompt.size for each in chosen)
-            self._recorder.padded += width * group
+            self._recorder.padded += reading.width * group
+            now = self._clock()
+            for request in chosen:
+                request.admitted = now if request.admitted is None else request.admitted
+            free = [slot for slot, owner in enumerate(self._owners) if owner is None]
+            taken = dict(zip(free, chosen, strict=False))
+            if not rows.read(chosen, [*taken], reading=reading, group=group):
+                continue  # There are chunks to come.
+            for slot, request in taken.items():
+                self._queue.popleft()
+                request.slot, self._owners[slot] = slot, request
+                self._recorder.prompt_tokens += request.read.size
 
     def _dispatch(self) -> _Flying:
         self._recorder.blocks += 1
@@ -335,7 +392,8 @@ class Engine:
         for slot, request in enumerate(block.owners):
             if request is None or request.done:
                 continue
-            row = read_report(report, slot, room=self._rows.room)
+            kept = self._served.alternatives
+            row = read_report(report, slot, room=self._rows.room, alternatives=kept)
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:

@@ -9,21 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.accounting.rebatching import RebatchingPlan, RowRates, plan_rebatching
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.sampling import Greedy
+from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request, stop_arrays
-from utio_jax.engine.slots import Served, Slots
+from utio_jax.engine.slots import Served, Shapes, Slots
+from utio_jax.policies.base import Signal
 from utio_jax.policies.depth import Thresholded
 
-_BLOCKS = 5
-"""Timed blocks, of which the median counts."""
+_BLOCKS, _STEPS = 5, 8
+"""Timed blocks, of which the median counts; and steps of each, where no engine says how many."""
+
+_REPEATS, _TRIES = 3, 3
+"""Measurements that rates are the medians of, where nobody waits; and tries, until they make sense.
+"""
 
 
 def plan_mode(served: Served, mode: Mode, histogram: Mapping[int, float]) -> RebatchingPlan:
@@ -35,7 +43,8 @@ def plan_mode(served: Served, mode: Mode, histogram: Mapping[int, float]) -> Reb
       histogram: share of new tokens that stop at each of the policy's depths.
 
     Raises:
-      ValueError: another mode or policy, shares of other depths, or too small a capacity to time.
+      ValueError: another mode or policy, shares of other depths, too small a capacity to time, or
+        times that cannot be.
     """
     if not isinstance(mode, Adaptive) or not isinstance(mode.policy, Thresholded):
         raise ValueError(
@@ -48,21 +57,119 @@ def plan_mode(served: Served, mode: Mode, histogram: Mapping[int, float]) -> Reb
             f"Wanted shares of tokens at a policy's depths, two or more. Got depths={depths} and "
             f"a histogram of {sorted(histogram)}."
         )
-    rows = served.slots
-    widths = (*(width for width in mode.pack if width < rows), rows)
-    slots, layers = Slots(served, mode), depths[-1] - depths[0]
+    rates = _sane(lambda: _rates(served, mode), "Or warm up without a histogram.")
+    full = {depth: histogram.get(depth, 0.0) for depth in depths}
+    return plan_rebatching(rates, full, rows=served.slots, widths=_widths(served, mode)[:-1])
+
+
+def measure_rates(
+    decoder: Decoder,
+    params: Params,
+    signal: Signal,
+    *,
+    slots: int,
+    pack: tuple[int, ...] = (),
+    capacity: int = 256,
+) -> RowRates:
+    """Returns what a step of an engine takes, for policies of one signal over any of the exits.
+
+    As `Engine.warmup(histogram=...)` measures it, all slots half filled: rows that all stop at the
+    first exit, or nowhere. Boundaries apart: all exits' against one alone. Of three measurements
+    the medians.
+
+    Args:
+      decoder: the model, with an early exit.
+      params: its parameters, on one device.
+      signal: that decides depths.
+      slots: rows that run at once.
+      pack: numbers of rows into which they may be packed.
+      capacity: tokens of a slot; 57 of them are new ones that are timed.
+
+    Raises:
+      ValueError: too small a capacity, or three times in a row what cannot be: other programs run.
+    """
+    exits, room = decoder.config.exits, min(capacity, decoder.config.context_length)
+    served = Served(
+        decoder=decoder,
+        params=params,
+        slots=slots,
+        capacity=room,
+        prefill=None,
+        steps=_STEPS,
+        shapes=Shapes(prompt_widths=(max(1, room // 2),), groups=(1,)),
+        alternatives=0,
+    )
+
+    def over(depths: tuple[int, ...]) -> Adaptive:
+        thresholds = jnp.zeros((len(depths) - 1,), jnp.float32)
+        policy = Thresholded(signal=signal, thresholds=thresholds, depths=depths)
+        return Adaptive(policy=policy, pack=pack)
+
+    def measured() -> RowRates:
+        rates = _rates(served, over((exits[0], exits[-1])))
+        if len(exits) == 2:
+            return rates
+        nowhere = _stopping(over(exits), -jnp.inf)
+        every = _seconds(Slots(served, nowhere), served, nowhere, slots)
+        one = rates.seconds + exits[-1] * rates.seconds_per_layer[slots]
+        boundary = max(0.0, every - one) / (len(exits) - 2)
+        return dataclasses.replace(
+            rates, seconds=rates.seconds - boundary, seconds_per_boundary=boundary
+        )
+
+    return _sane(
+        lambda: _medians([measured() for _ in range(_REPEATS)]), "Or take flops for the clock."
+    )
+
+
+def _medians(found: Sequence[RowRates]) -> RowRates:
+    """Returns the median of each of the rates: one that the machine spoiled changes little."""
+    widths, names = found[0].seconds_per_layer, ("seconds", "plain_seconds", "seconds_per_boundary")
+    middle = {name: float(np.median([getattr(each, name) for each in found])) for name in names}
+    layers = {
+        width: float(np.median([each.seconds_per_layer[width] for each in found]))
+        for width in widths
+    }
+    return RowRates(seconds_per_layer=layers, **middle)
+
+
+def _sane(measured: Callable[[], RowRates], remedy: str) -> RowRates:
+    """Returns rates that may be true, of three tries.
+
+    Raises:
+      ValueError: there are none.
+    """
+    seen = list[str]()
+    while len(seen) < _TRIES:
+        rates = measured()
+        if rates.nonsense is None:
+            return rates
+        seen.append(rates.nonsense)
+    raise ValueError(
+        f"Wanted seconds of layers that a plan can be made of. Got, in {_TRIES} tries, what no "
+        f"machine left alone takes: {seen[-1]}. A plan made while other programs run is worth "
+        f"nothing: measure again while none do. {remedy}"
+    )
+
+
+def _widths(served: Served, mode: Adaptive) -> tuple[int, ...]:
+    """Returns the numbers of rows that a segment may run, ascending."""
+    return (*(width for width in mode.pack if width < served.slots), served.slots)
+
+
+def _rates(served: Served, mode: Adaptive) -> RowRates:
+    """Returns what a step takes, boundaries included: where all rows stop at once, and nowhere."""
+    depths, rows, slots = mode.depth_policy.depths, served.slots, Slots(served, mode)
     per_layer, shallow = {}, 0.0
-    for width in widths:
+    for width in _widths(served, mode):
         shallow = _seconds(slots, served, _stopping(mode, jnp.inf), width)
         deep = _seconds(slots, served, _stopping(mode, -jnp.inf), width)
-        per_layer[width] = max(0.0, deep - shallow) / layers
-    rates = RowRates(
+        per_layer[width] = (deep - shallow) / (depths[-1] - depths[0])
+    return RowRates(
         seconds=shallow - depths[0] * per_layer[rows],
         seconds_per_layer=per_layer,
         plain_seconds=_seconds(Slots(served, Plain()), served, Plain(), rows),
     )
-    full = {depth: histogram.get(depth, 0.0) for depth in depths}
-    return plan_rebatching(rates, full, rows=rows, widths=widths[:-1])
 
 
 def planned(mode: Mode, plan: RebatchingPlan) -> Mode:
@@ -86,7 +193,7 @@ def _seconds(slots: Slots, served: Served, mode: Mode, rows: int) -> float:
     blocks, steps = _BLOCKS + 2, served.steps
     new = blocks * steps * mode.block + 1
     room = min(served.capacity - mode.block, served.decoder.config.context_length)
-    size = min(served.capacity // 2, room - new, slots.widths[-1])
+    size = min(served.capacity // 2, room - new, slots.longest(whole=False))
     if size < 1:
         raise ValueError(
             f"Wanted slots that hold {blocks} blocks of {steps} steps, which are timed. Got a "
@@ -97,18 +204,24 @@ def _seconds(slots: Slots, served: Served, mode: Mode, rows: int) -> float:
     for slot in range(rows):
         request = Request(
             number=slot,
+            emitted=np.zeros(0, np.int32),
             prompt=np.full(size, slot % served.decoder.config.vocab_size, np.int32),
             max_new_tokens=new,
             sampling=Greedy(),
             seed=slot,
             eos_ids=ends,
             sequences=sequences,
+            thresholds=own_thresholds(mode),
             text=None,
+            whole_prompt=False,
+            alternatives=served.alternatives,
             submitted=0.0,
             expires=np.inf,
-            slot=slot,
         )
-        slots.admit([request], width=slots.width_of(request), group=slots.groups[0])
+        reading = slots.reading_of(request)
+        how: dict[str, Any] = {"reading": reading, "group": slots.groups_of(reading)[0]}
+        while not slots.read([request], [slot], **how):
+            pass
     seconds = []
     for _ in range(blocks):
         began = time.perf_counter()

@@ -21,7 +21,7 @@ from utio_jax.decoding.sampling import (
 )
 from utio_jax.decoding.state import PerRowStopRules
 from utio_jax.decoding.text import StreamedRow
-from utio_jax.engine.blocks import RowReport, Rules
+from utio_jax.engine.blocks import Alternatives, RowReport, Rules
 
 Method = Greedy | Temperature | TopK | TopP | MinP | Chain
 """How one request's tokens are drawn."""
@@ -45,11 +45,14 @@ class Finished:
       decided: layers behind each token, see `utio_jax.decoding.Generated`.
       executed: layers that really ran for it, those for the sake of other rows included.
       log_probabilities: of each token in nats, before any sampling method.
+      alternatives: to each token, in an engine that keeps them; else None.
       steps: rounds of the loop that it took part in.
       token_layers: token slots that ran a layer for it after its prompt.
       drafts: drafts that were verified.
       accepted: those that were right.
       seconds: from `submit` to its end, as the host saw it.
+      seconds_in_queue: from `submit` until its prompt was begun to be read; None where it never
+        was.
       seconds_to_first_token: None where it ended without one.
       seconds_between_tokens: from the first token to the last over the tokens between; None for
         fewer than two.
@@ -62,11 +65,13 @@ class Finished:
     decided: Int[np.ndarray, " new"]
     executed: Int[np.ndarray, " new"]
     log_probabilities: Float[np.ndarray, " new"]
+    alternatives: Alternatives | None
     steps: int
     token_layers: int
     drafts: int
     accepted: int
     seconds: float
+    seconds_in_queue: float | None
     seconds_to_first_token: float | None
     seconds_between_tokens: float | None
     longest_pause: float
@@ -80,6 +85,9 @@ class Event:
       request: its number, as `submit` returned it.
       token_ids: new tokens since its last event.
       decided: layers behind each of them.
+      executed: layers that really ran for it, see `Finished`.
+      log_probabilities: of each in nats, before any sampling method.
+      alternatives: to each, in an engine that keeps them; else None.
       text: what is new of its text; what may belong to a stop string or an unfinished character is
         held back. Empty without a tokenizer.
       finished: the whole of it, once it has ended; None while it runs.
@@ -88,6 +96,9 @@ class Event:
     request: int
     token_ids: Int[np.ndarray, " new"]
     decided: Int[np.ndarray, " new"]
+    executed: Int[np.ndarray, " new"]
+    log_probabilities: Float[np.ndarray, " new"]
+    alternatives: Alternatives | None
     text: str
     finished: Finished | None
 
@@ -99,48 +110,60 @@ class Request:
     Attributes:
       number: its name.
       prompt: token ids.
-      max_new_tokens: at most.
+      emitted: tokens behind it that came elsewhere, and count as new.
+      max_new_tokens: at most, with those.
       sampling: how tokens are drawn.
       seed: of the draws.
       eos_ids: tokens that end it.
       sequences: token sequences that end it.
+      thresholds: of its depth policy, at the mode's boundaries; None where the mode has none.
       text: reads its tokens; None without a tokenizer.
+      whole_prompt: whether its prompt is read in full, whatever the engine's `prefill`.
+      alternatives: to each token, that the engine keeps.
       submitted: seconds on the engine's clock.
       expires: likewise; `inf`: never.
       slot: where it runs; None while it waits.
+      admitted: seconds on the engine's clock, when its prompt was begun; None while it waits.
       ending: why the host wants it to end; None: it does not.
       done: whether its last event has been made.
     """
 
     number: int
     prompt: Int[np.ndarray, " token"]
+    emitted: Int[np.ndarray, " emitted"]
     max_new_tokens: int
     sampling: Method
     seed: int
     eos_ids: Int[np.ndarray, " eos"]
     sequences: Int[np.ndarray, "sequence longest"]
+    thresholds: Float[np.ndarray, " boundary"] | None
     text: StreamedRow | None
+    whole_prompt: bool
+    alternatives: int
     submitted: float
     expires: float
     slot: int | None = None
+    admitted: float | None = None
     ending: str | None = None
     done: bool = False
     _reports: list[RowReport] = dataclasses.field(default_factory=list)
     _texts: list[str] = dataclasses.field(default_factory=list)
     _times: list[float] = dataclasses.field(default_factory=list)
 
+    @property
+    def read(self) -> Int[np.ndarray, " token"]:
+        """What is read before the first step: no layer runs what was emitted last until then."""
+        return np.concatenate([self.prompt, self.emitted[:-1]])
+
     def take(self, report: RowReport, now: float) -> Event:
         """Returns the event of a block, cut behind the token that completed a stop string."""
+        if self.emitted.size and not self._reports:
+            report = report.without_first()
         reason, text = report.reason, ""
         if self.text is not None:
             text = self.text.add(report.token_ids, running=reason == "running")
             if self.text.stopped:
-                used = slice(self.text.used)
-                cut = {
-                    name: getattr(report, name)[used]
-                    for name in ("token_ids", "decided", "executed", "log_probabilities")
-                }
-                report, reason = dataclasses.replace(report, **cut), "stop"
+                report, reason = report.first(self.text.used), "stop"
         self._reports.append(report)
         self._texts.append(text)
         if report.token_ids.size:
@@ -149,6 +172,9 @@ class Request:
             request=self.number,
             token_ids=report.token_ids,
             decided=report.decided,
+            executed=report.executed,
+            log_probabilities=report.log_probabilities,
+            alternatives=report.alternatives,
             text=text,
             finished=None if reason == "running" else self.finish(reason, now),
         )
@@ -162,7 +188,14 @@ class Request:
         none = np.zeros(0, np.int32)
         finished = self.finish(reason, now)
         return Event(
-            request=self.number, token_ids=none, decided=none, text=text, finished=finished
+            request=self.number,
+            token_ids=none,
+            decided=none,
+            executed=none,
+            log_probabilities=none.astype(np.float32),
+            alternatives=Alternatives.none(self.alternatives),
+            text=text,
+            finished=finished,
         )
 
     def finish(self, reason: str, now: float) -> Finished:
@@ -184,12 +217,18 @@ class Request:
             decided=all_of("decided", np.int32),
             executed=all_of("executed", np.int32),
             log_probabilities=all_of("log_probabilities", np.float32),
+            alternatives=self._all_alternatives(),
             **{name: counts.get(name, 0) for name in _COUNTS},
             seconds=now - self.submitted,
+            seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,
             seconds_to_first_token=times[0] - self.submitted if times else None,
             seconds_between_tokens=(times[-1] - times[0]) / (tokens.size - 1) if many else None,
             longest_pause=float(np.max(np.diff(times), initial=0.0)),
         )
+
+    def _all_alternatives(self) -> Alternatives | None:
+        found = [each.alternatives for each in self._reports if each.alternatives is not None]
+        return Alternatives.joined(found) if found else Alternatives.none(self.alternatives)
 
 
 _COUNTS = ("steps", "token_layers", "drafts", "accepted")
@@ -225,12 +264,25 @@ def stop_arrays(
     return ends, padded
 
 
-def rules_of(requests: Sequence[Request], *, rows: int) -> Rules:
-    """Returns the rules of some requests as arrays of `rows` rows; further rows end at once."""
+def rules_of(
+    requests: Sequence[Request], *, rows: int, own: Float[np.ndarray, " boundary"] | None
+) -> Rules:
+    """Returns the rules of some requests as arrays of `rows` rows; further rows end at once.
+
+    Args:
+      requests: at most `rows`.
+      rows: of the arrays.
+      own: thresholds of the mode; None where it has none, whatever requests were made with.
+    """
     missing = rows - len(requests)
     nothing = stop_arrays((), (), vocab_size=1)
     stops = [(each.eos_ids, each.sequences) for each in requests] + [nothing] * missing
+    thresholds = None
+    if own is not None:
+        asked = [own if each.thresholds is None else each.thresholds for each in requests]
+        thresholds = np.stack([*asked, *[own] * missing])
     return Rules(
+        thresholds=thresholds,
         sampling=PerRowSampling.of([each.sampling for each in requests] + [Greedy()] * missing),
         stops=PerRowStopRules(
             eos_ids=np.stack([ends for ends, _ in stops]),  # type: ignore[arg-type]

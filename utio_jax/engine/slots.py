@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import jax
@@ -15,9 +14,12 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.admission import admit, empty_state, release
 from utio_jax.decoding.base import Mode, check_mode
+from utio_jax.decoding.chunks import close_prompt, open_prompt, read_chunk
 from utio_jax.decoding.loop import begin, canonical
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
+from utio_jax.decoding.state import DecodeState, Emitted
 from utio_jax.engine.blocks import Rules, block_room, put_rules, run_block
+from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request, rules_of
 
 
@@ -31,21 +33,53 @@ class Shapes:
       groups: prompts that are read together; ascending. Those of more prompts than slots are left
         out.
       key_step: attention reads at most four different multiples of this many key slots.
+      chunk: the most prompt tokens that are read between two blocks while requests run, padding
+        included. Prompts of more tokens are read in chunks of so many, at full depth; a `Prefill`
+        reads its own whole. None: all prompts are read whole, between two blocks up to the
+        capacity, or to as many tokens as a block has steps of all slots.
     """
 
     prompt_widths: tuple[int, ...] = ()
     groups: tuple[int, ...] = (1, 4)
     key_step: int = 128
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name, sizes in (("prompt_widths", self.prompt_widths), ("groups", self.groups)):
             if [*sizes] != sorted({*sizes}) or any(size < 1 for size in sizes):
                 raise ValueError(f"Wanted {name} of at least 1, ascending. Got {sizes}.")
-        if not self.groups or self.key_step < 1:
+        if not self.groups or self.key_step < 1 or (self.chunk is not None and self.chunk < 1):
             raise ValueError(
-                "Wanted at least one size of groups, and a key_step of at least 1. Got "
-                f"groups={self.groups}, key_step={self.key_step}."
+                "Wanted at least one size of groups, and a key_step and a chunk of at least 1. Got "
+                f"groups={self.groups}, key_step={self.key_step}, chunk={self.chunk}."
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How prompts are read together, or one after the other.
+
+    Attributes:
+      whole: at full depth, whatever the engine's `Prefill`.
+      width: tokens that each is padded to; of a chunk, if it is read in chunks.
+      longest: tokens that a prompt may have.
+      chunked: whether it is read in chunks.
+    """
+
+    whole: bool
+    width: int
+    longest: int
+    chunked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Partial:
+    """A prompt of which some chunks have been read: all tokens before `start`."""
+
+    request: Request
+    state: DecodeState
+    last: jax.Array
+    start: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,12 +88,13 @@ class Served:
 
     Attributes:
       decoder: the model.
-      params: its parameters, on one device.
+      params: its parameters.
       slots: rows.
       capacity: tokens that each can hold.
       prefill: how prompts are read; None: in full.
       steps: new tokens of each running row in a block.
       shapes: which programs there are.
+      alternatives: to each new token, that are kept.
     """
 
     decoder: Decoder
@@ -69,6 +104,7 @@ class Served:
     prefill: Prefill | None
     steps: int
     shapes: Shapes
+    alternatives: int
 
 
 def prompt_widths(capacity: int) -> tuple[int, ...]:
@@ -84,12 +120,35 @@ def prompt_widths(capacity: int) -> tuple[int, ...]:
     return (*widths, capacity)
 
 
+def _arrays(requests: Sequence[Request], *, rows: int, width: int) -> tuple[np.ndarray, ...]:
+    """Returns padded prompts, their lengths, where rows end, and seeds: a program's arguments."""
+    token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+    limits, seeds = np.ones(rows, np.int32), np.zeros(rows, np.uint32)
+    for row, request in enumerate(requests):
+        token_ids[row, : request.read.size] = request.read
+        lengths[row] = request.read.size
+        limits[row] = request.prompt.size + request.max_new_tokens
+        seeds[row] = request.seed
+    return token_ids, lengths, limits, seeds
+
+
+def _emitted(requests: Sequence[Request], *, rows: int) -> Emitted:
+    """Returns what requests have emitted elsewhere: arguments of the same programs."""
+    prompts, last = np.ones(rows, np.int32), np.full(rows, -1, np.int32)
+    for row, request in enumerate(requests):
+        prompts[row] = request.prompt.size
+        if request.emitted.size:
+            last[row] = request.emitted[-1]
+    return Emitted(prompt_lengths=prompts, last=last)  # type: ignore[arg-type]
+
+
 class Slots:
     """Rows that run in one mode, free ones among them.
 
     Attributes:
       mode: how they decode.
-      widths: that prompts may be padded to, ascending.
+      capacity: tokens of each.
+      readings: all ways to read prompts, each a program or several.
       groups: prompts that may be read together, ascending.
       room: new tokens that a row can report of a block.
     """
@@ -112,52 +171,132 @@ class Slots:
         if prefill is not None:
             prefill.check(served.decoder, kv=mode.prompt_kv)
         self.mode, prefill = canonical((mode, prefill))
-        self.room = block_room(mode, served.steps)
+        self.room, self.capacity = block_room(mode, served.steps), capacity
         self.groups = [size for size in served.shapes.groups if size <= slots] or [1]
         wanted = served.shapes.prompt_widths or prompt_widths(capacity)
-        self.widths = [width for width in wanted if width <= capacity]
-        if not self.widths:
+        wanted = [width for width in wanted if width <= capacity]
+        if not wanted:
             raise ValueError(
                 f"Wanted prompt_widths within the capacity of {capacity} tokens. Got "
                 f"{served.shapes.prompt_widths}."
             )
-        self._how = {  # On the host, once: how many tokens go deep may lie on the device.
-            shape: fastest_prefill(*shape) if prefill is None else prefill.for_shape(*shape)
-            for shape in itertools.product(self.groups, self.widths)
+        self.readings = self._all_readings(wanted, prefill, served.shapes.chunk)
+        # On the host, once: how many tokens go deep may lie on the device.
+        self._how = {
+            (reading, group): fastest_prefill(group, reading.width)
+            if reading.whole or prefill is None
+            else prefill.for_shape(group, reading.width)
+            for reading in self.readings
+            for group in self.groups
+            if not reading.chunked
         }
+        self._partial: _Partial | None = None
+        most = served.decoder.config.vocab_size
+        if not 0 <= served.alternatives <= most:
+            raise ValueError(
+                f"Wanted from 0 to {most} alternatives to each token. Got {served.alternatives}."
+            )
         self._served, self._steps = served, np.int32(served.steps)
         self._layers = split_layers(served.decoder, served.params)
         self._key_widths = key_widths(capacity, key_step=served.shapes.key_step)
-        self._rules = rules_of((), rows=slots)
-        self.state = empty_state(*self._fixed(self._rules), batch=slots, slots=capacity)
+        self._own = own_thresholds(self.mode)
+        self._rules = rules_of((), rows=slots, own=self._own)
+        sizes = {"slots": capacity, "alternatives": served.alternatives}
+        self.state = empty_state(*self._fixed(self._rules), batch=slots, **sizes)
 
-    def width_of(self, request: Request) -> int:
-        """Returns the tokens that a request's prompt is padded to."""
-        return next(width for width in self.widths if width >= request.prompt.size)
+    def _all_readings(
+        self, widths: list[int], prefill: Prefill | None, chunk: int | None
+    ) -> tuple[Reading, ...]:
+        """Returns all ways to read prompts, of each kind the shortest first."""
+        found = []
+        for whole in (True,) if prefill is None else (False, True):
+            most = chunk if whole and chunk is not None else self.capacity
+            for width in widths:
+                found.append(Reading(whole=whole, width=width, longest=min(width, most)))
+                if width >= most:
+                    break
+            if whole and chunk is not None and found[-1].longest < self.capacity:
+                all_of_it = {"longest": self.capacity, "chunked": True}
+                found.append(Reading(whole=True, width=chunk, **all_of_it))
+        return tuple(found)
 
-    def admit(self, requests: Sequence[Request], *, width: int, group: int) -> None:
-        """Reads the prompts of some requests together, and puts them into their slots.
+    def longest(self, *, whole: bool) -> int:
+        """Returns the most tokens that a prompt may have which is to be read in full, or not."""
+        return self._of_kind(whole)[-1].longest
+
+    def reading_of(self, request: Request) -> Reading:
+        """Returns how a request's prompt is read."""
+        ways = self._of_kind(request.whole_prompt)
+        return next(each for each in ways if each.longest >= request.read.size)
+
+    def _of_kind(self, whole: bool) -> list[Reading]:
+        """Returns the ways to read prompts in full, or by a `Prefill`, where there is one."""
+        return [each for each in self.readings if each.whole == whole] or [*self.readings]
+
+    def groups_of(self, reading: Reading, *, most: int | None = None) -> list[int]:
+        """Returns how many prompts may be read together, within `most` tokens if any can."""
+        groups = [1] if reading.chunked else self.groups
+        fit = [size for size in groups if most is None or size * reading.width <= most]
+        return fit or groups[:1]
+
+    def read(
+        self, requests: Sequence[Request], rows: Sequence[int], *, reading: Reading, group: int
+    ) -> bool:
+        """Reads the prompts of some requests together, or one's next chunk.
 
         Args:
-          requests: no more than `group`; their slots are free.
-          width: to pad prompts to, one of `widths`.
-          group: one of `groups`.
+          requests: no more than `group`.
+          rows: free slots, one for each.
+          reading: of all of them.
+          group: one of `groups_of` it.
+
+        Returns:
+          Whether they are in their slots; else there are chunks to come.
         """
-        token_ids, lengths = np.zeros((group, width), np.int32), np.ones(group, np.int32)
-        limits, seeds = np.ones(group, np.int32), np.zeros(group, np.uint32)
-        rows = np.full(group, self._served.slots, np.int32)  # Nowhere.
-        for row, request in enumerate(requests):
-            token_ids[row, : request.prompt.size] = request.prompt
-            lengths[row] = request.prompt.size
-            limits[row] = request.prompt.size + request.max_new_tokens
-            seeds[row] = request.seed
-            assert request.slot is not None
-            rows[row] = request.slot
-        how, rules = self._how[group, width], rules_of(requests, rows=group)
-        arrays = token_ids, lengths, limits, seeds
-        fresh = begin(*self._fixed(rules), *arrays, slots=self._served.capacity, prefill=how)
-        self.state = admit(self.state, fresh, rows, mode=self.mode)
-        self._rules = put_rules(self._rules, rules, rows)
+        if reading.chunked:
+            return self._read_chunk(requests[0], rows[0], chunk=reading.width)
+        rules = rules_of(requests, rows=group, own=self._own)
+        fresh = begin(
+            *self._fixed(rules),
+            *_arrays(requests, rows=group, width=reading.width),
+            slots=self.capacity,
+            prefill=self._how[reading, group],
+            alternatives=self._served.alternatives,
+            emitted=_emitted(requests, rows=group),
+        )
+        nowhere = [self._served.slots] * (group - len(requests))
+        self._put(fresh, rules, [*rows, *nowhere])
+        return True
+
+    def forget(self, request: Request) -> None:
+        """Drops the chunks of a prompt that were read so far, if there are any."""
+        if self._partial is not None and self._partial.request is request:
+            self._partial = None
+
+    def _read_chunk(self, request: Request, row: int, *, chunk: int) -> bool:
+        served, part = self._served, self._partial
+        fixed, emitted = (served.decoder, served.params), _emitted([request], rows=1)
+        if part is None or part.request is not request:
+            arrays = _arrays([request], rows=1, width=self.capacity)
+            sizes = {"slots": self.capacity, "alternatives": served.alternatives}
+            opened = open_prompt(*fixed, self.mode, *arrays, **sizes, emitted=emitted)
+            part = _Partial(request, *opened)
+        end = part.start + chunk
+        width = next(each for each in self._key_widths if each >= min(end, self.capacity))
+        state, last = read_chunk(
+            *fixed, part.state, part.last, np.int32(part.start), chunk=chunk, width=width
+        )
+        if end < request.read.size:
+            self._partial = _Partial(request, state, last, start=end)
+            return False
+        self._partial, rules = None, rules_of([request], rows=1, own=self._own)
+        self._put(close_prompt(*self._fixed(rules), state, last, emitted), rules, [row])
+        return True
+
+    def _put(self, fresh: DecodeState, rules: Rules, rows: Sequence[int]) -> None:
+        where = np.asarray(rows, np.int32)
+        self.state = admit(self.state, fresh, where, mode=self.mode)
+        self._rules = put_rules(self._rules, rules, where)
 
     def run(self) -> jax.Array:
         """Runs a block; returns its report, which is on its way to the host."""

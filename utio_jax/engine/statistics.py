@@ -14,6 +14,9 @@ from utio_jax.engine.requests import END_REASONS, Finished
 _KEPT = 4096
 """Requests whose times count for percentiles: the latest ones."""
 
+_TIMES = ("seconds_in_queue", "seconds_to_first_token", "seconds_between_tokens", "longest_pause")
+"""Of `Finished`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Percentiles:
@@ -56,6 +59,7 @@ class EngineStats:
       new_tokens: handed out with finished requests.
       mean_depth_decided: layers behind a new token of finished requests; None where there is none.
       mean_depth_executed: layers that ran for one, those for the sake of other rows included.
+      seconds_in_queue: from `submit` until the prompt was begun to be read.
       seconds_to_first_token: from `submit`, the wait for a slot included.
       seconds_between_tokens: mean of each request.
       longest_pause: between two events with tokens, of each request.
@@ -73,6 +77,7 @@ class EngineStats:
     new_tokens: int
     mean_depth_decided: float | None
     mean_depth_executed: float | None
+    seconds_in_queue: Percentiles
     seconds_to_first_token: Percentiles
     seconds_between_tokens: Percentiles
     longest_pause: Percentiles
@@ -86,8 +91,7 @@ class Recorder:
         self.blocks = self.groups = self.prompt_tokens = self.padded = 0
         self._tokens = self._decided = self._executed = 0
         self._ended: collections.Counter[str] = collections.Counter()
-        self._times: collections.deque[tuple[float | None, float | None, float]]
-        self._times = collections.deque(maxlen=_KEPT)
+        self._times = collections.deque[tuple[float | None, ...]](maxlen=_KEPT)
 
     def add(self, finished: Finished) -> None:
         """Notes a request that has ended."""
@@ -95,15 +99,12 @@ class Recorder:
         self._tokens += finished.token_ids.size
         self._decided += int(finished.decided.sum())
         self._executed += int(finished.executed.sum())
-        pause = finished.longest_pause
-        self._times.append(
-            (finished.seconds_to_first_token, finished.seconds_between_tokens, pause)
-        )
+        self._times.append(tuple(getattr(finished, name) for name in _TIMES))
 
     def stats(self, *, mode: str, slots: int, queued: int, running: int) -> EngineStats:
         """Returns it all."""
-        columns = zip(*self._times, strict=True) if self._times else ((), (), ())
-        first, between, pauses = map(Percentiles.of, columns)
+        columns = zip(*self._times, strict=True) if self._times else [()] * len(_TIMES)
+        times = dict(zip(_TIMES, map(Percentiles.of, columns), strict=True))
         tokens = self._tokens
         return EngineStats(
             mode=mode,
@@ -118,7 +119,5 @@ class Recorder:
             new_tokens=tokens,
             mean_depth_decided=self._decided / tokens if tokens else None,
             mean_depth_executed=self._executed / tokens if tokens else None,
-            seconds_to_first_token=first,
-            seconds_between_tokens=between,
-            longest_pause=pauses,
+            **times,
         )

@@ -190,10 +190,13 @@ class DocumentScore:
     Attributes:
       log_likelihood: `[token - 1]`, of every token but the first, in nats.
       depths: `[token - 1]`, layers that the token before it ran to predict it.
+      quality: its own sums. What passes cost, all rows of them together, is shared out over the
+        documents of a call by their tokens.
     """
 
     log_likelihood: np.ndarray
     depths: np.ndarray
+    quality: Quality = dataclasses.field(default_factory=Quality)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,6 +229,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
     profit: Profit | None = None,
+    same_rows: bool = False,
     progress: Callable[[], None] | None = None,
 ) -> TextScore:
     """Scores documents of any length in batches of a few static shapes, with the guardrails on.
@@ -244,6 +248,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
       profit: measured times; passes that are predicted not to pay run at full depth.
+      same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.
       progress: called after every batch.
 
     Raises:
@@ -264,6 +269,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     windows = [window for of_one in cut for window in of_one]
     likelihood: list[np.ndarray] = [np.zeros(0)] * len(windows)
     depths: list[np.ndarray] = [np.zeros(0, np.int32)] * len(windows)
+    qualities = [Quality()] * len(windows)
 
     def observe(_: str, batch: Batch, comparison: Comparison, decided: np.ndarray) -> None:
         for row, window in enumerate(batch.window):
@@ -271,10 +277,17 @@ def score_documents(  # noqa: PLR0913 (options, each named)
                 predicted = int(batch.lengths[row]) - 1
                 likelihood[window] = -np.asarray(comparison.nll)[row, :predicted]
                 depths[window] = decided[row, :predicted]
+                qualities[window] = _quality_of(
+                    comparison, decided, row=row, length=int(batch.lengths[row])
+                )
 
     batches = list(
         batches_of(
-            windows, rows=rows, widths=row_widths(context), vocab_size=decoder.config.vocab_size
+            windows,
+            rows=rows,
+            widths=row_widths(context),
+            vocab_size=decoder.config.vocab_size,
+            same_rows=same_rows,
         )
     )
     reasons = [
@@ -310,10 +323,37 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     return TextScore(
         documents=tuple(
             DocumentScore(
-                log_likelihood=np.concatenate(likelihood[span]), depths=np.concatenate(depths[span])
+                log_likelihood=np.concatenate(likelihood[span]),
+                depths=np.concatenate(depths[span]),
+                quality=_charged(sum(qualities[span], start=Quality()), found[""]),
             )
             for span in spans
         ),
         quality=found[""],
         fallbacks=Counter(reason for reason in reasons if reason is not None),
     )
+
+
+def _quality_of(comparison: Comparison, decided: np.ndarray, *, row: int, length: int) -> Quality:
+    """Returns the sums of one row of a batch, without what it cost."""
+    values, counts = np.unique(decided[row, :length], return_counts=True)
+    nll, nll_full, kl = (
+        float(np.asarray(each)[row].sum(dtype=np.float64))
+        for each in (comparison.nll, comparison.nll_full, comparison.kl)
+    )
+    return Quality(
+        tokens=length,
+        predicted=length - 1,
+        nll=nll,
+        nll_full=nll_full,
+        kl=kl,
+        agree=int(np.asarray(comparison.agree)[row].sum()),
+        histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
+    )
+
+
+def _charged(own: Quality, total: Quality) -> Quality:
+    """Returns a document's sums with its share, by tokens, of what all of them cost."""
+    share = own.tokens / total.tokens
+    cost = ("query_layers", "flops", "flops_full", "flops_ideal", "flops_gates")
+    return dataclasses.replace(own, **{name: share * getattr(total, name) for name in cost})

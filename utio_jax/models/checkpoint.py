@@ -55,7 +55,7 @@ from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.shipped import SHIPPED, shipped_folder
-from utio_jax.models.tensor_parallel import Sharding, place_of
+from utio_jax.models.tensor_parallel import Sharding, place_of, put
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.models.verbs import Verbs
@@ -310,7 +310,7 @@ def load(
     place = place_of(sharding, decoder.config)
     params = nest(
         {
-            name: jax.device_put(found[name].astype(dtype), place(name, leaf.shape))
+            name: put(found[name].astype(dtype), place(name, leaf.shape))
             for name, leaf in wanted.items()
         }
     )

@@ -18,7 +18,7 @@ import numpy as np
 from utio_jax.core.decoder import Params
 from utio_jax.core.files import check_shapes, flatten, nest
 from utio_jax.models.families import Rule
-from utio_jax.models.tensor_parallel import Sharding, place_of
+from utio_jax.models.tensor_parallel import Sharding, place_of, put
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 
@@ -71,11 +71,11 @@ def place_tensors(
                 piece = piece.astype(dtype, copy=False)
                 if "{layer}" in rule.source:
                     stack = params[path]
-                    piece = jax.device_put(piece, _of_slice(stack.sharding))
+                    piece = put(piece, _of_slice(stack.sharding))
                     # Else the host reads ahead, and what it has read piles up.
                     params[path] = jax.block_until_ready(_put(stack, piece, index))
                 else:
-                    params[path] = jax.device_put(piece, place(path))
+                    params[path] = put(piece, place(path))
     return decoder, nest({path: params[path] for path in shapes})
 
 

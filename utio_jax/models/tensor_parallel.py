@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from utio_jax.models.transformer import TransformerConfig
@@ -87,3 +88,13 @@ def place_of(sharding: Sharding | None, config: TransformerConfig) -> Place:
     if sharding is None or isinstance(sharding, jax.sharding.Sharding):
         return lambda path, shape: sharding
     return sharding
+
+
+def put(array: np.ndarray, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Returns an array at its place, of which each process brings its own part.
+
+    `jax.device_put` would compare the whole of it over all processes first.
+    """
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -17,6 +17,7 @@ import numpy as np
 from utio_jax.accounting.ledger import Ledger
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens
@@ -254,6 +255,7 @@ class Verbs:
         *,
         budget: float | Sequence[float] | None = None,
         max_nll_increase_pct: float | None = None,
+        slots: int | None = None,
         max_disagreement: float | None = None,
         confidence: float = 0.95,
         policies: Sequence[str] = ("learned",),
@@ -271,6 +273,8 @@ class Verbs:
           files: paths, or token ids; none of it may be reported on later.
           budget: target FLOPs over full depth's, one or several; by default 0.5, 0.6, 0.75, 0.9.
           max_nll_increase_pct: instead of budgets: least cost within this loss, in %.
+          slots: with it: cost is not FLOPs but seconds of an engine of so many slots, measured here
+            first. Let nothing else run meanwhile.
           max_disagreement: instead of budgets: least cost with at most this share of most probable
             tokens other than full depth's, promised by risk control.
           confidence: of that promise.
@@ -283,7 +287,8 @@ class Verbs:
           progress: called with what happens next.
 
         Raises:
-          ValueError: more than one goal, too little text, or see `utio_jax.calibrate`.
+          ValueError: more than one goal, too little text, times that cannot be, or see
+            `utio_jax.calibrate`.
         """
         goals = (budget, max_nll_increase_pct, max_disagreement)
         if sum(goal is not None for goal in goals) > 1:
@@ -291,6 +296,11 @@ class Verbs:
                 "Wanted one of budget, max_nll_increase_pct and max_disagreement. Got "
                 f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
                 f"max_disagreement={max_disagreement}."
+            )
+        if slots is not None and max_nll_increase_pct is None:
+            raise ValueError(
+                "Wanted max_nll_increase_pct with slots: most tokens per second within a loss. Got "
+                f"slots={slots} alone."
             )
         if out is not None and is_shipped(check_writable(calibration_file(out), "out")):
             raise ValueError(
@@ -302,7 +312,10 @@ class Verbs:
             self._fit_lens(first, tuple(exits), seed, out, progress)
         goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
         if max_nll_increase_pct is not None:
-            goal = MaxLoss(nll_increase_pct=max_nll_increase_pct)
+            clock = None
+            if slots is not None:
+                clock = EngineClock.of(self.decoder, self.params, slots=slots)
+            goal = MaxLoss(nll_increase_pct=max_nll_increase_pct, clock=clock)
         elif max_disagreement is not None:
             documents, rest = split_documents(documents, seed=seed)
             goal = MaxDisagreement(

@@ -2,7 +2,15 @@
 """Which tokens go deeper: policies, the signals that they decide by, fitted ones as files."""
 
 from utio_jax.policies.base import Boundary, Policy, Signal
-from utio_jax.policies.depth import Thresholded, given_depths, never_stops, random_depths, uniform
+from utio_jax.policies.depth import (
+    Thresholded,
+    covering_depths,
+    given_depths,
+    never_stops,
+    random_depths,
+    uniform,
+    with_depths,
+)
 from utio_jax.policies.importance import (
     attention_heat,
     embedding_outlier,
@@ -53,6 +61,7 @@ __all__ = [
     "TokenSurrogate",
     "UtioSurrogate",
     "attention_heat",
+    "covering_depths",
     "embedding_outlier",
     "given_depths",
     "load_calibration",
@@ -62,4 +71,5 @@ __all__ = [
     "surrogate_importance",
     "surrogate_table",
     "uniform",
+    "with_depths",
 ]

@@ -99,7 +99,9 @@ class Policy(Protocol):
         ...
 
 
-def exceeds(score: Float[Array, "*lead"], threshold: Float[Array, ""]) -> Bool[Array, "*lead"]:
+def exceeds(
+    score: Float[Array, "*lead"], threshold: Float[Array, ""] | Float[Array, "*#lead"]
+) -> Bool[Array, "*lead"]:
     """Returns where a score is above a threshold; NaN and +inf are above every finite one.
 
     Nothing is above +inf, and everything above -inf, whatever the score: it need not be known.

@@ -9,10 +9,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import Decoder, Params, check_depths
@@ -37,12 +39,13 @@ class Thresholded:
     Attributes:
       signal: scores tokens at each boundary.
       thresholds: one per boundary, in the score's unit; +inf stops everybody, -inf nobody. At these
-        the signal is not even asked, unless it remembers what it saw at earlier boundaries.
+        the signal is not even asked, unless it remembers what it saw at earlier boundaries. A
+        running batch may have one for each row (`per_row`).
       depths: where tokens may stop, one more than thresholds. Static.
     """
 
     signal: Signal
-    thresholds: Float[Array, " boundary"]
+    thresholds: Float[Array, " boundary"] | Float[Array, "boundary batch 1"]
     depths: tuple[int, ...] = static()
 
     @property
@@ -56,7 +59,7 @@ class Thresholded:
     def start(
         self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
     ) -> Any:
-        if self.thresholds.shape != (len(self.depths) - 1,):
+        if self.thresholds.shape[:1] != (len(self.depths) - 1,):
             raise ValueError(
                 f"Wanted a threshold for each of depths={self.depths} but the last. "
                 f"Got thresholds of shape {self.thresholds.shape}."
@@ -70,13 +73,91 @@ class Thresholded:
         return exceeds(score, self.thresholds[index]), memory
 
     def asks(self, index: int) -> bool | Bool[Array, ""]:
-        return self.signal.remembers or jnp.isfinite(self.thresholds[index])
+        return self.signal.remembers or jnp.any(jnp.isfinite(self.thresholds[index]))
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return self.signal.flops(index, decoder, params)
 
     def reads_logits(self, index: int) -> bool:
         return self.signal.reads_logits(index)
+
+    def per_row(self, thresholds: Float[Array, "batch boundary"]) -> Thresholded:
+        """Returns the policy of a batch whose rows have thresholds of their own."""
+        return dataclasses.replace(self, thresholds=thresholds.T[:, :, None])
+
+
+def covering_depths(policies: Iterable[Thresholded]) -> tuple[int, ...]:
+    """Returns the depths of any of the policies, ascending.
+
+    >>> covering_depths([uniform(6), uniform(4), uniform(8, exits=(2, 8))])
+    (2, 4, 6, 8)
+    """
+    return tuple(sorted({depth for policy in policies for depth in policy.depths}))
+
+
+def with_depths(policy: Thresholded, depths: Sequence[int]) -> Thresholded:
+    """Returns the policy that decides the same, with more boundaries at which nobody stops.
+
+    Policies of one signal, fitted for different budgets, may stop at different depths. Over the
+    depths of all of them (`covering_depths`) they differ by thresholds alone: one program has them
+    all. Beyond the policy's own last depth nobody goes.
+
+    Args:
+      policy: whose signal does not remember earlier boundaries, or has all that are before its own.
+      depths: ascending, the policy's among them.
+
+    Raises:
+      ValueError: a depth of the policy is missing, or boundaries that are new to it would change
+        what its signal remembers.
+
+    >>> with_depths(uniform(6), (4, 6, 8, 16)).thresholds.tolist()
+    [-inf, inf, inf]
+    """
+    depths = check_depths(depths)
+    thresholds = jnp.asarray(spread_thresholds(policy, depths))
+    return Thresholded(signal=policy.signal, thresholds=thresholds, depths=depths)
+
+
+def spread_thresholds(
+    policy: Thresholded, depths: tuple[int, ...]
+) -> Float[np.ndarray, " boundary"]:
+    """Returns the thresholds of `with_depths`, on the host.
+
+    Raises:
+      ValueError: see `with_depths`.
+    """
+    own = policy.depths
+    if not {*own} <= {*depths}:
+        raise ValueError(
+            f"Wanted the depths of policy {policy.name!r} among {depths}. Got {own}. Take "
+            "covering_depths of all policies."
+        )
+    if policy.signal.remembers and own[:-1] != depths[: len(own) - 1]:
+        raise ValueError(
+            f"Wanted no further boundaries before the last of {own}: signal {policy.name!r} "
+            f"remembers those that it has seen, and would decide otherwise. Got depths={depths}. "
+            "Keep its own depths."
+        )
+    thresholds = dict(zip(own, (*np.asarray(policy.thresholds), np.inf), strict=True))
+    spread = [thresholds.get(each, np.inf if each > own[-1] else -np.inf) for each in depths[:-1]]
+    return np.asarray(spread, np.float32)
+
+
+def same_signal(one: Signal, other: Signal) -> bool:
+    """Returns whether two signals give the same scores: of one class, with the same contents."""
+    mine, theirs = jax.tree.flatten(one), jax.tree.flatten(other)
+    return mine[1] == theirs[1] and all(map(_same_leaf, mine[0], theirs[0]))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    keys = [
+        jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key) for leaf in (one, other)
+    ]
+    if all(keys):
+        one, other = map(jax.random.key_data, (one, other))
+    return keys[0] == keys[1] and np.array_equal(np.asarray(one), np.asarray(other))
 
 
 def shared_program(

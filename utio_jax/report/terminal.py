@@ -102,7 +102,7 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
         "95 % interval over documents; bold where that excludes zero",
     )
     names = ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree")
-    for name in (*names, "corr. KL", "corr. depth", "of oracle"):
+    for name in (*names, "corr. KL", "corr. depth", "Gini", "of oracle"):
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     for row in rows:
         ledger, margin = row.ledger, row.hull_margin_pct
@@ -116,6 +116,7 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
             _show(ledger.agreement, ".3f"),
             _show(row.rank_correlation_kl, ".2f"),
             _show(row.rank_correlation_depth, ".2f"),
+            _show(row.harm_gini, ".2f"),
             _show(row.oracle_recovered, ".2f"),
             style="bold green" if margin is not None and margin[0] > 0 else None,
         )

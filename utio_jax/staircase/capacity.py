@@ -16,7 +16,7 @@ from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, write_prompt
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, LayerParams, Params
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
@@ -127,10 +127,19 @@ class CapacityPrefix:
                 "CapacityPrefix, through whose choices a cache would be copied whole. Use "
                 "executor=MicroBatches(), or capacities that are certain to hold all tokens."
             )
-        del only_live_keys  # K/V of hidden keys cost little here; `tokens.shown` hides them.
         batch, width, _ = tokens.x.shape
+        alone = only_live_keys or tokens.mapped is not None  # Others show nothing, or their maps'.
         rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
         gather = jax.vmap(lambda leaf, order: leaf[order])
+
+        def others_at(layer: LayerParams, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+            if tokens.mapped is None:  # Hidden.
+                config = decoder.config
+                shape = (batch, width, config.num_kv_heads, config.head_dim)
+                return jnp.zeros(shape, tokens.x.dtype), jnp.zeros(shape, tokens.x.dtype)
+            keys, values = tokens.mapped_at(index)
+            keys = rotated(decoder, layer, keys, flat(tokens.places))
+            return rows(keys, width), rows(values, width)
 
         def run(size: int) -> Callable[[], tuple[jax.Array, KVCache | None]]:
             chosen = slots.token_of_slot[:, :size]
@@ -138,25 +147,31 @@ class CapacityPrefix:
             places = jax.tree.map(lambda leaf: gather(leaf, chosen), tokens.places)
             every = jnp.broadcast_to(jnp.arange(width), (batch, width))
 
+            def put(others: jax.Array, own: jax.Array) -> jax.Array:
+                """Returns what all tokens show, where those that run show their own."""
+                mine = jnp.where(keep[..., None], rows(own, size), gather(others, chosen))
+                return jax.vmap(lambda all_, order, new: all_.at[order].set(new))(
+                    others, chosen, mine
+                )
+
             def run_one(
                 index: jax.Array, carry: tuple[jax.Array, KVCache | None]
             ) -> tuple[jax.Array, KVCache | None]:
                 x, cache = carry
                 layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
-                keys, values = (
-                    rows(y, width)
-                    for y in keys_values_of(decoder, layer, flat(x), flat(tokens.places))
-                )
-                if tokens.mapped is not None:
-                    new_keys, new_values = tokens.mapped_at(index)
-                    new_keys = rotated(decoder, layer, new_keys, flat(tokens.places))
-                    live = tokens.live[:, :, None, None]
-                    keys = jnp.where(live, keys, rows(new_keys, width))
-                    values = jnp.where(live, values, rows(new_values, width))
+                block = gather(x, chosen)
+                if alone:
+                    keys, values = others_at(layer, index)
+                    own = keys_values_of(decoder, layer, flat(block), flat(places))
+                    keys, values = map(put, (keys, values), own)
+                else:
+                    keys, values = (
+                        rows(y, width)
+                        for y in keys_values_of(decoder, layer, flat(x), flat(tokens.places))
+                    )
                 if cache is not None:
                     cache = write_prompt(cache, index, keys, values)
                 visible = mix.visible(chosen, every) & tokens.shown[:, None, :]
-                block = gather(x, chosen)
 
                 def attend(queries: jax.Array) -> jax.Array:
                     return flat(mix(rows(queries, size), keys, values, visible))
@@ -221,7 +236,7 @@ class CapacityPrefix:
         used = self.slots_run(slots)
         return Work.of(
             queries=used * layers,
-            keys_values=jnp.int32(batch * width * layers),
+            keys_values=(used if only_live_keys else jnp.int32(batch * width)) * layers,
             key_slots=used.astype(jnp.float32) * width * layers,
         )
 

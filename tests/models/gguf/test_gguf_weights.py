@@ -387,6 +387,7 @@ def test_the_command_line_takes_a_file_and_says_in_one_line_what_is_wrong(
     assert "truncated or corrupt: tensor" in line
 
 
+@pytest.mark.check
 def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
     """In a process of its own: 250 MB of float32 from 35 MB, a fifth of it the embedding."""
     program = f"""

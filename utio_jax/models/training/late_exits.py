@@ -77,7 +77,7 @@ def trunk_of(folder: str | Path, decoder: Transformer, config: TrainConfig) -> S
         raise ValueError(
             f"Wanted a checkpoint of step {config.branch_step}, the last at the constant rate of "
             f"{config.steps} steps, in {place}. Got {steps or 'none'}. Train the trunk first: "
-            f"utio-jax train --preset plain-16 --steps {config.steps} --out {folder}"
+            f"utio-jax train --preset plain-... --steps {config.steps} --out {folder}"
         )
     with ocp.CheckpointManager(place, options=ocp.CheckpointManagerOptions(read_only=True)) as kept:
         try:

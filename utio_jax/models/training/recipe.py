@@ -88,8 +88,8 @@ def run_recipe(
     if (late is None) != (trunk is None):
         raise ValueError(
             f"Wanted a trunk for late exits ({', '.join(_LATE)}), and for nothing else. Got preset "
-            f"{preset!r} and trunk {trunk}. First: utio-jax train --preset plain-16 --out TRUNK; "
-            "then --preset late-16 --trunk TRUNK."
+            f"{preset!r} and trunk {trunk}. First: utio-jax train --preset "
+            "plain-16 --out TRUNK; then --preset late-16 --trunk TRUNK."
         )
     if exit_weight is not None:
         if late is None or not exit_weight > 0:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loss behind prompts over time to the first token, for many ways of reading them.
+
+    python benchmarks/prompt_ways.py --model M --maps maps.json --stop 15 20 --rows 24 \
+        --by sinks_recent externality random none --kv mapped propagate drop --text TEXT.txt
+    python benchmarks/prompt_ways.py --shape mistral-7b --layers 4 --stop 2 --prompts 448 1900
+
+The second form has random weights and random maps: time alone. One line of JSON per way, for
+docs/draw_prompts.py; the first of each length is the full prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.calibration.prompt_choice import increase_interval, rows_of
+from utio_jax.cli.bench_subjects import random_params
+from utio_jax.core.kv_maps import KVMap, with_kv_maps
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.generate import generate
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.evaluation.prompts import continuation_losses, prompt_flops_ratio, prompt_rows
+from utio_jax.models import Transformer, load
+from utio_jax.models.presets import SHAPES, with_layers
+from utio_jax.models.training.corpus import standard_library
+from utio_jax.policies.depth import uniform
+from utio_jax.staircase.prompts import SIGNALS, PromptChoice
+
+_FOLLOWING = 64
+
+
+def main() -> None:
+    """Measures what the command line names."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", help="by default the shipped model, on its own test text")
+    parser.add_argument("--maps", type=Path)
+    parser.add_argument("--shape", choices=sorted(SHAPES))
+    parser.add_argument("--layers", type=int, default=4, help="of --shape")
+    parser.add_argument("--stop", nargs="+", type=int, required=True)
+    parser.add_argument("--deep", type=float, default=0.15)
+    parser.add_argument("--by", nargs="+", default=["sinks_recent"], choices=SIGNALS)
+    parser.add_argument("--kv", nargs="+", default=["mapped"])
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--prompts", nargs="+", type=int, default=[448])
+    parser.add_argument("--rows", type=int, default=24, help="whose loss counts; 0: none")
+    parser.add_argument("--rounds", type=int, default=7, help="of times; 0: none")
+    parser.add_argument("--batch", type=int, default=1)
+    args = parser.parse_args()
+    decoder, params, ids = subject(args)
+    for prompt in args.prompts:
+        choices: list[PromptChoice | None] = [None]
+        for stop, by, kv in itertools.product(args.stop, args.by, args.kv):
+            if kv == args.kv[0] or by == args.by[0]:  # Other kv are controls of the first choice.
+                choices.append(PromptChoice(stop=stop, deep=args.deep, by=by, kv=kv))
+        found: list[dict[str, Any]] = [
+            {"prompt": prompt, "way": "full" if choice is None else choice.label}
+            for choice in choices
+        ]
+        if ids is not None and args.rows:
+            add_losses(found, decoder, params, ids, choices, prompt=prompt, rows=args.rows)
+        if args.rounds:
+            size = {"prompt": prompt, "batch": args.batch, "rounds": args.rounds}
+            add_times(found, decoder, params, choices, **size)
+        for row in found:
+            print(json.dumps(row), flush=True)
+
+
+def subject(args: argparse.Namespace) -> tuple[Any, Any, list[np.ndarray] | None]:
+    """Returns a model, and the text that its losses are of."""
+    if args.shape:
+        plain = Transformer(with_layers(SHAPES[args.shape], args.layers))
+        maps = {stop: random_map(plain, stop) for stop in args.stop}
+        return *with_kv_maps(plain, random_params(plain, dtype="float32"), maps), None
+    model = load(args.model) if args.model else load()
+    if args.maps:
+        model = model.with_kv_maps(args.maps)
+    texts = [each.text for each in standard_library("test")] if args.text is None else []
+    if args.text is not None:
+        texts = [args.text.read_text(encoding="utf-8", errors="replace")]
+    return model.decoder, model.params, model.encode(texts)
+
+
+def random_map(decoder: Any, stop: int) -> KVMap:
+    """Returns a map of the right size that means nothing."""
+    config = decoder.config
+    shape = (config.num_layers - stop, 2, config.num_kv_heads, config.head_dim)
+    kernel = 0.02 * jax.random.normal(jax.random.key(1), (config.embed_dim, *shape))
+    return KVMap(kernel=kernel, bias=jnp.zeros(shape))
+
+
+def add_losses(
+    found: list[dict[str, Any]],
+    decoder: Any,
+    params: Any,
+    documents: list[np.ndarray],
+    choices: list[PromptChoice | None],
+    *,
+    prompt: int,
+    rows: int,
+) -> None:
+    """Adds the loss behind prompts over full depth's, and what reading them costs."""
+    cut = rows_of(documents, prompt_tokens=prompt, continuation=_FOLLOWING, count=rows)
+    batch = max(1, min(8, 4096 // prompt))
+    read = prompt_rows(cut, prompt_tokens=prompt, batch=batch, decoder=decoder)
+    full = continuation_losses(decoder, params, read, None)
+    for row, choice in zip(found, choices, strict=True):
+        row |= {"rows": read.rows, "nll_full": round(float(full.sum()) / read.tokens, 4)}
+        row |= {"nll_increase_pct": 0.0, "prompt_flops_ratio": 1.0}
+        if choice is None:
+            continue
+        mine = continuation_losses(decoder, params, read, choice)
+        ratio = prompt_flops_ratio(decoder, params, read, choice, batches=1)
+        row |= {
+            "nll_increase_pct": round(100 * float(mine.sum() / full.sum() - 1), 3),
+            "interval": [round(each, 3) for each in increase_interval(mine, full)],
+            "prompt_flops_ratio": round(ratio, 3),
+        }
+
+
+def add_times(
+    found: list[dict[str, Any]],
+    decoder: Any,
+    params: Any,
+    choices: list[PromptChoice | None],
+    *,
+    prompt: int,
+    batch: int,
+    rounds: int,
+) -> None:
+    """Adds seconds to the first token, all ways in turns with the faster full program."""
+    drawn = np.random.default_rng(0).integers(0, decoder.config.vocab_size, (batch, prompt))
+    run = partial(generate, decoder, params, drawn.tolist(), max_new_tokens=1, eos_ids=())
+    hides = Adaptive(policy=uniform(decoder.config.num_layers), kv="drop")
+
+    def program(choice: PromptChoice | None) -> Callable[[], Any]:
+        if choice is None:
+            return run
+        how = Prefill(policy=choice.policy(decoder), kv=choice.kv)
+        return partial(run, prefill=how, **({"mode": hides} if choice.kv == "drop" else {}))
+
+    programs = [*map(program, choices), partial(run, prefill=Prefill())]
+    times = np.zeros((rounds, len(programs)))
+    for call in programs:
+        call()
+    for turn in range(rounds):
+        for index, call in enumerate(programs):
+            began = time.perf_counter()
+            call()
+            times[turn, index] = time.perf_counter() - began
+    base = min((0, -1), key=lambda index: float(np.median(times[:, index])))
+    for index, row in enumerate(found):
+        ratio = times[:, base] / times[:, index]
+        low, middle, high = np.quantile(ratio, [0.25, 0.5, 0.75])
+        row |= {"seconds": round(float(np.median(times[:, index])), 5)}
+        row |= {"speed_up": round(float(middle), 3)}
+        row |= {"quartiles": [round(float(low), 3), round(float(high), 3)]}
+
+
+if __name__ == "__main__":
+    main()

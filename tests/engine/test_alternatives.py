@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The most probable tokens at the place of each new one, and log-probabilities as they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.engine import SLOTS, STEPS, Asked, engine_of, modes, pool
+from helpers.generation import lively_model, true_logits
+from helpers.marks import quick_where
+
+from utio_jax.engine import Alternatives
+
+COUNT = 5
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, ids: Any) -> str:
+        return "".join(chr(97 + i % 5) for i in map(int, ids))
+
+
+def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
+    """Holds a request to a full sort of what the oracle says of its tokens."""
+    new, layers = finished.token_ids, lively_model().decoder.config.num_layers
+    # Under lossless `decided` says who guessed; what is noted is the full model's all the same.
+    depths = finished.decided if name == "propagate" else np.full_like(new, layers)
+    logits = true_logits(lively_model(), asked.prompt, new, depths, "propagate")
+    truth = np.asarray(jax.nn.log_softmax(logits))
+    order = np.argsort(-truth, axis=1, kind="stable")[:, :COUNT]
+    best = np.take_along_axis(truth, order, axis=1)
+    found = finished.alternatives
+    np.testing.assert_allclose(found.log_probabilities, best, atol=1e-4)
+    # Two that are as probable within rounding may come in any order: then the values tell.
+    apart = np.min(np.diff(np.sort(-truth, axis=1)[:, : COUNT + 1], axis=1), axis=1) > 1e-4
+    assert np.mean(apart) > 0.8
+    np.testing.assert_array_equal(found.token_ids[apart], order[apart])
+    np.testing.assert_allclose(
+        finished.log_probabilities, truth[np.arange(new.size), new], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    "name", quick_where(lambda name: name == "plain", ["plain", "propagate", "lossless"])
+)
+def test_alternatives_are_those_of_a_full_sort(name: str, count_compiles: Any) -> None:
+    mode, prefill = modes()[name]
+    engine = engine_of(
+        lively_model(), mode, prefill, alternatives=COUNT, tokenizer=Letters(), read_late=False
+    )
+    engine.warmup()
+    asked = pool(12, seed=4)
+    with count_compiles() as compiles:
+        numbers = {
+            each.submit(engine, stop_strings=["a"] * (place % 2)): each
+            for place, each in enumerate(asked)
+        }
+        late = engine.submit([1, 2], max_new_tokens=40, eos_ids=())
+        events: dict[int, list[Any]] = {}
+        while not engine.idle:
+            for event in engine.advance():
+                events.setdefault(event.request, []).append(event)
+                if event.request == late:
+                    engine.cancel(late)
+    assert compiles.count == 0
+    for number, each in numbers.items():
+        finished = events[number][-1].finished
+        check_against_sorted(each, finished, name)
+        parts = events[number]
+        joined = Alternatives.joined([part.alternatives for part in parts])
+        np.testing.assert_array_equal(joined.token_ids, finished.alternatives.token_ids)
+        np.testing.assert_array_equal(
+            joined.log_probabilities, finished.alternatives.log_probabilities
+        )
+        np.testing.assert_array_equal(
+            np.concatenate([part.log_probabilities for part in parts]), finished.log_probabilities
+        )
+        assert all(part.log_probabilities.size == part.token_ids.size for part in parts)
+    cancelled: Any = events[late][-1]
+    assert cancelled.alternatives.token_ids.shape == (0, COUNT)
+    assert cancelled.finished.alternatives.token_ids.shape == (
+        cancelled.finished.token_ids.size,
+        COUNT,
+    )
+
+
+def test_none_cost_nothing() -> None:
+    engine = engine_of(lively_model(), modes()["plain"][0], read_late=False)
+    number = engine.submit([1, 2], max_new_tokens=3, eos_ids=())
+    (event,) = engine.advance()
+    assert event.alternatives is getattr(event.finished, "alternatives", 0) is None
+    assert event.log_probabilities.shape == (3,)
+    assert event.request == number
+    state, report = engine._rows.state, engine._rows.run()
+    assert state.tally.alternatives is None
+    assert report.shape == (SLOTS, 7 + 4 * (STEPS + 1))
+    queued = engine.submit([1], max_new_tokens=3)
+    engine.cancel(queued)
+    assert engine.drain()[queued].alternatives is None
+
+
+@pytest.mark.parametrize("count", [-1, 65])
+def test_more_than_there_are_tokens_are_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"from 0 to 64 alternatives.*Got {count}"):
+        engine_of(lively_model(), modes()["plain"][0], alternatives=count)

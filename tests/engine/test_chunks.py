@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long prompts read in chunks: what comes of them, and how long rows beside them pause."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.counting import Counting, read_counts
+from helpers.engine import (
+    CAPACITY,
+    SHAPES,
+    Asked,
+    alone,
+    assert_as_alone,
+    engine_of,
+    model64,
+    modes,
+    pool,
+)
+from helpers.generation import lively_model
+
+from utio_jax.attention.history import History
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.throttle import Throttle
+from utio_jax.models.presets import TINY
+from utio_jax.policies.signals import Position
+
+CHUNK = 8
+CHUNKED = dataclasses.replace(SHAPES, chunk=CHUNK)
+LONG = Lengths(prompt_step=48, key_step=128)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Float64: no draw or exit is as close as two ways to add up."""
+    lively_model()  # In float32, for the other tests.
+    with jax.enable_x64(True):
+        yield
+
+
+def long_pool(count: int) -> list[Asked]:
+    """Returns requests of which most have prompts of several chunks."""
+    rng, asked = np.random.default_rng(1), []
+    for place, each in enumerate(pool(count, seed=7)):
+        size = (16, 17, 41, 5, 33, 8)[place % 6]
+        prompt = rng.integers(0, 64, size).tolist()
+        asked.append(dataclasses.replace(each, prompt=prompt, new=min(each.new, 17)))
+    return asked
+
+
+def mode_of(name: str) -> Any:
+    policy = modes()["propagate"][0].policy
+    if name != "throttled":
+        return modes()[name][0]
+    throttle = Throttle(
+        signal=Position(), thresholds=jnp.full(3, -20.0), history=History(recent=4, sinks=1)
+    )
+    return Adaptive(policy=policy, throttle=throttle)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        *(pytest.param(name, marks=pytest.mark.check) for name in ("propagate", "lossless")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("packed", "drop", "full", "copies", "throttled")
+        ),
+    ],
+)
+def test_prompts_in_chunks_are_as_whole(name: str, count_compiles: Any) -> None:
+    model, mode, asked = model64(), mode_of(name), long_pool(12)
+    engine = engine_of(model, mode, shapes=CHUNKED)
+    engine.warmup()
+    with count_compiles() as compiles:
+        numbers, found = {}, {}
+        for each in asked:
+            numbers[each.submit(engine)] = each
+            found |= {e.request: e.finished for e in engine.advance() if e.finished}
+        found |= engine.drain()
+    assert compiles.count == 0
+    for number, each in numbers.items():
+        assert_as_alone(found[number], alone(model, mode, None, each, lengths=LONG))
+
+
+def test_nothing_compiles_for_any_length(count_compiles: Any) -> None:
+    engine = engine_of(lively_model(), modes()["plain"][0], shapes=CHUNKED)
+    engine.warmup()
+    longest = CAPACITY - 2  # One new token, and one that the mode may run ahead.
+    with count_compiles() as compiles:
+        for size in (1, 4, 7, 8, 9, 31, 32, 33, longest):
+            engine.submit([1] * size, max_new_tokens=1)
+        assert len(engine.drain()) == 9
+    assert compiles.count == 0
+    with pytest.raises(ValueError, match="slot of 64 tokens"):
+        engine.submit([1] * (longest + 1), max_new_tokens=1)
+
+
+def test_rows_go_on_between_chunks() -> None:
+    """A prompt of 40 tokens takes five blocks, and in each the running rows get their tokens."""
+    engine = engine_of(lively_model(), modes()["plain"][0], shapes=CHUNKED, read_late=False)
+    running = [engine.submit([1 + n], max_new_tokens=40, eos_ids=()) for n in range(2)]
+    engine.advance()
+    late = engine.submit([2] * 40, max_new_tokens=2, eos_ids=())
+    short = engine.submit([3], max_new_tokens=2, eos_ids=())
+    read, seen = [], []
+    for _ in range(6):
+        before = engine.stats().padded_prompt_tokens
+        events = {event.request: event for event in engine.advance()}
+        assert all(events[number].token_ids.size for number in running)
+        seen += [number for number in (late, short) if number in events]
+        read.append(engine.stats().padded_prompt_tokens - before)
+    # One chunk each; then the short one, in the order of submission.
+    assert read == [CHUNK] * 5 + [SHAPES.prompt_widths[0]]
+    assert seen == [late, short]
+    assert engine.stats().prompt_groups == 1 + 5 + 1
+    for number in running:
+        engine.cancel(number)
+    engine.drain()
+    # With nobody beside it, it is read at once.
+    engine.submit([2] * 40, max_new_tokens=2, eos_ids=())
+    assert [event.finished is not None for event in engine.advance()] == [True]
+
+
+def test_small_groups_stay_within_a_chunk_while_rows_run() -> None:
+    engine = engine_of(lively_model(), modes()["plain"][0], shapes=CHUNKED, slots=6)
+    for _ in range(3):
+        engine.submit([1], max_new_tokens=30, eos_ids=())
+    engine.advance()  # Nobody runs yet: a group of three.
+    assert engine.stats().padded_prompt_tokens == 3 * 4
+    for _ in range(3):
+        engine.submit([1], max_new_tokens=30, eos_ids=())
+    engine.advance()  # A group of three would be more than a chunk: two groups of one.
+    assert engine.stats().padded_prompt_tokens == 3 * 4 + 2 * 4
+    engine.drain()
+
+
+def test_a_prompt_that_ends_while_it_is_read_leaves_nothing() -> None:
+    model, (mode, _) = lively_model(), modes()["plain"]
+    engine = engine_of(model, mode, shapes=CHUNKED, slots=2)
+    beside = engine.submit([1], max_new_tokens=40, eos_ids=())
+    engine.advance()
+    cancelled = engine.submit([2] * 40, max_new_tokens=2, eos_ids=())
+    engine.advance()
+    engine.advance()
+    stats = engine.stats()
+    assert (stats.queued, stats.running) == (1, 1)
+    assert engine._rows._partial is not None
+    engine.cancel(cancelled)
+    engine.advance()
+    assert engine._rows._partial is None
+    asked = long_pool(3)[2]
+    number = asked.submit(engine)
+    engine.advance()
+    found = engine.drain()
+    assert found[beside].reason == "length"
+    assert_as_alone(found[number], alone(model, mode, None, asked, lengths=LONG))
+    assert engine.stats().ended["cancelled"] == 1
+    assert engine._rows._partial is None
+
+
+def test_only_prompts_that_are_read_in_full_are_cut() -> None:
+    engine = engine_of(lively_model(), *modes()["prompts"], shapes=CHUNKED)
+    with pytest.raises(ValueError, match="its prompt into 8. Got a prompt of 40"):
+        engine.submit([1] * 40, max_new_tokens=2)
+    number = engine.submit([1] * 40, max_new_tokens=2, eos_ids=(), whole_prompt=True)
+    assert engine.drain()[number].token_ids.size == 2
+
+
+def test_chunks_cost_their_tokens() -> None:
+    model, layers = lively_model(), TINY.num_layers
+    engine = engine_of(
+        type(model)(Counting(model.decoder.config), model.params),
+        modes()["plain"][0],
+        shapes=dataclasses.replace(CHUNKED, key_step=CAPACITY),
+        read_late=False,
+    )
+    engine.submit([1] * 20, max_new_tokens=1, eos_ids=())
+    read_counts()
+    engine.drain()
+    counts = read_counts()
+    assert counts["queries"] == layers * 3 * CHUNK
+    assert counts["unembed"] == 1
+    assert engine.stats().padded_prompt_tokens == 3 * CHUNK
+    assert engine.stats().prompt_tokens == 20

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests with depth policies of their own: each gets what it gets alone with that policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
+from helpers.generation import lively_model
+from helpers.models import gated
+
+from utio_jax.attention.history import History
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.throttle import Throttle
+from utio_jax.engine import Engine, planning
+from utio_jax.policies import (
+    Patience,
+    SoftmaxGap,
+    Thresholded,
+    covering_depths,
+    random_depths,
+    uniform,
+    with_depths,
+)
+
+
+def chance(*shares: float, depths: tuple[int, ...]) -> Thresholded:
+    return random_depths(jnp.asarray(shares), key=jax.random.key(1), depths=depths)
+
+
+BUDGETS: dict[str, Any] = {
+    "own": None,
+    "full": "full",
+    "shallow": chance(0.6, 0.4, depths=(1, 2)),
+    "deep": chance(0.4, 0.6, depths=(2, 4)),
+    "no way": chance(1.0, depths=(2,)),
+    "all": chance(0.2, 0.5, 0.3, depths=(1, 2, 4)),
+}
+OWN = chance(0.5, 0.5, depths=(1, 4))
+
+
+def serving(**options: Any) -> Adaptive:
+    """Returns a mode that has the depths of all budgets."""
+    policies = [each for each in BUDGETS.values() if isinstance(each, Thresholded)]
+    return Adaptive(policy=with_depths(OWN, covering_depths([OWN, *policies])), **options)
+
+
+def of_budget(name: str, **options: Any) -> Any:
+    """Returns the mode in which one request gets alone what it gets in the engine."""
+    policy = BUDGETS[name]
+    return Plain() if policy == "full" else Adaptive(policy=policy or OWN, **options)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Float64: no draw or exit is as close as two ways to add up."""
+    lively_model()  # In float32, for the other tests.
+    with jax.enable_x64(True):
+        yield
+
+
+def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:
+    """Returns what comes of requests of all budgets in turn, which run side by side."""
+    numbers, found, names = {}, {}, list(BUDGETS)
+    for place, each in enumerate(asked):
+        policy = BUDGETS[names[place % len(names)]]
+        numbers[each.submit(engine, policy=policy)] = place
+        if place % 3 == 2:
+            found |= {each.request: each.finished for each in engine.advance() if each.finished}
+    found |= engine.drain()
+    return {numbers[number]: finished for number, finished in found.items()}
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"pack": (1, 2)}, marks=pytest.mark.check),
+        pytest.param({"kv": "drop"}, marks=pytest.mark.slow),
+        pytest.param({"kv": "full", "catch_up": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) -> None:
+    model, mode = model64(), serving(**options)
+    one_mode = {name: value for name, value in options.items() if name != "pack"}
+    asked, names = pool(18, seed=2), list(BUDGETS)
+    engine = engine_of(model, mode)
+    engine.warmup()
+    with count_compiles() as compiles:
+        found = mixed(engine, asked)
+    assert compiles.count == 0
+    seen = set[int]()
+    for place, each in enumerate(asked):
+        budget = of_budget(names[place % len(names)], **one_mode)
+        assert_as_alone(found[place], alone(model, budget, None, each))
+        seen |= {*found[place].decided[1:].tolist()}
+    assert seen == {1, 2, 4}
+    full = [found[place] for place in range(len(asked)) if names[place % len(names)] == "full"]
+    assert all(np.all(each.decided == 4) for each in full)
+
+
+def test_more_boundaries_change_no_decision() -> None:
+    policy = chance(0.5, 0.5, depths=(2, 4))
+    wide = with_depths(policy, (1, 2, 3, 4, 6))
+    assert wide.depths == (1, 2, 3, 4, 6)
+    half = float(policy.thresholds[0])
+    np.testing.assert_array_equal(wide.thresholds, [-np.inf, half, -np.inf, np.inf])
+    assert wide.signal is policy.signal
+    assert covering_depths([policy, uniform(3)]) == (2, 3, 4)
+    with pytest.raises(ValueError, match=r"among \(1, 2\). Got \(2, 4\). Take covering_depths"):
+        with_depths(policy, (1, 2))
+    with pytest.raises(ValueError, match="Wanted strictly increasing"):
+        with_depths(policy, (4, 2))
+
+
+def test_a_signal_that_remembers_keeps_the_boundaries_before() -> None:
+    policy = Thresholded(signal=Patience(), thresholds=jnp.asarray([-1.0, -1.0]), depths=(2, 4, 6))
+    longer = with_depths(policy, (2, 4, 6, 8))
+    np.testing.assert_array_equal(longer.thresholds, [-1, -1, np.inf])
+    with pytest.raises(ValueError, match=r"'patience' remembers.*Got depths=\(1, 2, 4, 6\)"):
+        with_depths(policy, (1, 2, 4, 6))
+    with pytest.raises(ValueError, match="'patience' remembers"):
+        with_depths(policy, (2, 3, 4, 6))
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_policies_that_the_mode_cannot_serve_are_refused() -> None:
+    model = lively_model()
+
+    def refused(message: str, mode: Any, policy: Any) -> None:
+        engine = engine_of(model, mode)
+        with pytest.raises(ValueError, match=message):
+            engine.submit([1], max_new_tokens=1, policy=policy)
+        assert engine.idle
+
+    deep = BUDGETS["deep"]
+    refused(r"Adaptive\(policy=...\).*Got mode 'plain'", Plain(), deep)
+    refused("Got mode 'lossless'", modes()["lossless"][0], deep)
+    refused(r"depths among \(1, 4\).*Got \(2, 4\)", Adaptive(policy=OWN), deep)
+    refused("own signal, 'random'.*Got one of 'softmax_gap'", serving(),
+            Thresholded(signal=SoftmaxGap(), thresholds=jnp.zeros(1), depths=(2, 4)))  # fmt: skip
+    other = random_depths([0.5, 0.5], key=jax.random.key(2), depths=(2, 4))
+    refused("or of other weights", serving(), other)
+    refused("ends at all 4 layers.*depths=.1, 2", Adaptive(policy=BUDGETS["shallow"]), "full")
+    refused('"full" or None. Got .half', serving(), "half")
+    throttle = Throttle(
+        signal=OWN.signal, thresholds=jnp.full(3, -jnp.inf), history=History(recent=4, sinks=1)
+    )
+    watched = Adaptive(policy=BUDGETS["all"], throttle=throttle)
+    refused(r"depths=\(1, 2, 4\), at which the mode's throttle watches", watched, deep)
+
+
+@pytest.mark.check
+def test_full_depth_needs_no_policy_where_tokens_are_the_full_models() -> None:
+    for name in ("plain", "lossless"):
+        engine = engine_of(lively_model(), modes()[name][0])
+        number = engine.submit([1, 2], max_new_tokens=3, eos_ids=(), policy="full")
+        assert engine.drain()[number].token_ids.size == 3
+
+
+def test_signals_are_the_same_by_contents() -> None:
+    """A calibration that was loaded twice has other arrays of the same numbers."""
+    model = lively_model()
+    policy = gated(model)
+    engine = engine_of(model, Adaptive(policy=policy))
+    copied = dataclasses.replace(policy, signal=jax.tree.map(jnp.array, policy.signal))
+    engine.submit([1], max_new_tokens=2, policy=copied)
+    changed = dataclasses.replace(
+        policy, signal=jax.tree.map(lambda leaf: leaf + 1e-3, policy.signal)
+    )
+    with pytest.raises(ValueError, match="or of other weights"):
+        engine.submit([1], max_new_tokens=2, policy=changed)
+    engine.drain()
+
+
+@pytest.mark.check
+def test_a_plan_that_chose_plain_decoding_runs_all_layers_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
+        if isinstance(mode, Plain):
+            return 1.0
+        deep = bool(np.all(np.asarray(mode.policy.thresholds) == -np.inf))
+        return 5.0 if deep else 2.0
+
+    monkeypatch.setattr(planning, "_seconds", seconds)
+    engine = engine_of(lively_model(), serving())
+    engine.warmup(histogram={1: 0.5, 4: 0.5})
+    assert engine.stats().mode == "plain"
+    asked = pool(len(BUDGETS), seed=2)
+    found = mixed(engine, asked)
+    for place, each in enumerate(asked):
+        assert_as_alone(found[place], alone(lively_model(), Plain(), None, each))

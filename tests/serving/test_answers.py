@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server answers is what `generate` says: texts, depths, log-probabilities, streams."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.cases import run_dense
+from helpers.serving import CONTEXT, Running, budgets_of, by_importance, chat, completion
+
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.sampling import Chain, Greedy, MinP, PerRowSampling, Temperature, TopK, TopP
+from utio_jax.decoding.text import new_text
+from utio_jax.models import Model
+
+LENGTHS = Lengths(prompt_step=64, key_step=CONTEXT)
+PROMPTS = ("def mean(values):\n    return", "x", "class Server:", "naïve € 😀 text\n")
+NEW = 24
+
+DEPTHS: dict[str, tuple[dict[str, Any], Any, bool]] = {
+    "as it is": ({}, 0.5, False),
+    "deeper": ({"budget": 0.8}, 0.8, False),
+    "whole prompt": ({"prompt_budget": 1}, 0.5, True),
+    "plain": ({"mode": "plain"}, None, False),
+    "all in full": ({"mode": "plain", "prompt_budget": 1.0}, None, True),
+    "said out loud": ({"mode": "adaptive", "budget": 0.5, "prompt_budget": 0.6}, 0.5, False),
+}
+"""What requests say of depth; the budget that this means, None for all; prompts in full or not."""
+
+DRAWS: dict[str, tuple[dict[str, Any], Any]] = {
+    "greedy": ({"temperature": 0}, Greedy()),
+    "drawn": ({"temperature": 0.8, "seed": 7}, Temperature(0.8)),
+    "default": ({"temperature": None, "seed": 2**32 + 3}, Temperature(1.0)),
+    "chain": (
+        {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": -1},
+        Chain((Temperature(1.5), TopK(40), TopP(0.9), MinP(0.01))),
+    ),
+    "nothing cut": ({"temperature": 1.1, "top_k": -1, "top_p": 1, "seed": 0}, Temperature(1.1)),
+}
+
+
+@pytest.fixture(scope="module")
+def model(server: Running) -> Model:
+    found = server.server.service.model.text
+    assert isinstance(found, Model)
+    return found
+
+
+@functools.cache
+def _policies(model: Any) -> Any:
+    return budgets_of(model)
+
+
+def alone(model: Model, prompt: Any, depth: str, draw: str, *, new: int = NEW) -> Generated:
+    """Returns what `generate` makes of one prompt under the words of a request."""
+    _, budget, whole = DEPTHS[depth]
+    fields, method = DRAWS[draw]
+    ids = model.encode([prompt])[0] if isinstance(prompt, str) else prompt
+    return generate(
+        model.decoder,
+        model.params,
+        [ids],
+        mode=Plain() if budget is None else Adaptive(policy=budgets_of(model)[budget]),
+        prefill=None if whole else by_importance(),
+        sampling=PerRowSampling.of([method]),
+        seeds=[fields.get("seed", 0) % 2**32],
+        max_new_tokens=new,
+        lengths=LENGTHS,
+    )
+
+
+def together(server: Running, path: str, bodies: list[Any]) -> list[Any]:
+    """Returns the answers to requests that are all sent at once."""
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        found = list(pool.map(functools.partial(server.ask, path), bodies))
+    assert {each.status for each in found} == {200}, [each.body for each in found]
+    return [each.body for each in found]
+
+
+@pytest.mark.check
+def test_requests_of_all_kinds_get_what_generate_gives_each_alone(
+    server: Running, model: Model
+) -> None:
+    cases = list(itertools.product(DEPTHS, DRAWS))
+    bodies = []
+    for place, (depth, draw) in enumerate(cases):
+        utio = {**DEPTHS[depth][0], "depths": True}
+        fields = {"max_tokens": NEW, "return_token_ids": True, **DRAWS[draw][0], "utio": utio}
+        bodies.append(completion(PROMPTS[place % 4], **fields))
+    answers = together(server, "/v1/completions", bodies)
+    for place, ((depth, draw), answer) in enumerate(zip(cases, answers, strict=True)):
+        prompt = PROMPTS[place % 4]
+        wanted = alone(model, prompt, depth, draw)
+        (choice,) = answer["choices"]
+        case = (depth, draw)
+        assert choice["token_ids"] == wanted.token_ids[0].tolist(), case
+        ids = model.encode([prompt])[0]
+        assert choice["text"] == new_text(model.tokenizer, ids, wanted.token_ids[0]), case
+        assert choice["finish_reason"] == {"eos": "stop"}.get(
+            wanted.finish_reasons[0], wanted.finish_reasons[0]
+        )
+        pieces, depths = choice["utio"]["pieces"], choice["utio"]["depths"]
+        assert "".join(pieces) == choice["text"], "pieces joined are the text"
+        assert len(pieces) == len(depths)
+        assert {*depths} <= {*wanted.decided[0].tolist()}
+        usage = answer["usage"]
+        assert usage["prompt_tokens"] == ids.size
+        assert usage["completion_tokens"] == wanted.token_ids[0].size
+        assert usage["total_tokens"] == ids.size + wanted.token_ids[0].size
+        said = usage["utio"]
+        assert said["mean_depth_decided"] == pytest.approx(wanted.decided[0].mean())
+        assert said["mean_depth_executed"] >= said["mean_depth_decided"]
+        assert said["seconds_to_first_token"] >= said["seconds_in_queue"] >= 0
+
+
+def test_usage_says_how_deep_it_ran_and_whose_log_probabilities_these_are(
+    server: Running,
+) -> None:
+    told = ("mode", "policy", "budget", "prompt_budget", "layers", "logprobs_of")
+    wanted = {
+        "as it is": ("adaptive", "learned", 0.5, 0.6, 4, "routed"),
+        "deeper": ("adaptive", "learned", 0.8, 0.6, 4, "routed"),
+        "whole prompt": ("adaptive", "learned", 0.5, 1, 4, "routed"),
+        "plain": ("plain", None, None, 0.6, 4, "routed"),
+        "all in full": ("plain", None, None, 1, 4, "full"),
+        "said out loud": ("adaptive", "learned", 0.5, 0.6, 4, "routed"),
+    }
+    bodies = [completion("x", max_tokens=2, utio=DEPTHS[name][0]) for name in wanted]
+    for name, answer in zip(wanted, together(server, "/v1/completions", bodies), strict=True):
+        said = answer["usage"]["utio"]
+        assert tuple(said[each] for each in told) == wanted[name], name
+        assert "prompt_logprobs_of" not in said
+    echoed = completion("x y", max_tokens=1, echo=True, logprobs=1, utio={"mode": "plain"})
+    said = server.ask("/v1/completions", echoed).body["usage"]["utio"]
+    assert (said["prompt_logprobs_of"], said["logprobs_of"]) == ("full", "routed")
+
+
+def full_log_softmax(model: Model, ids: list[int]) -> np.ndarray:
+    """Returns `[token, vocab]` in float64 from one full pass."""
+    row, length = np.zeros((1, CONTEXT), np.int32), np.asarray([len(ids)], np.int32)
+    row[0, : len(ids)] = ids
+    (x,) = run_dense(model.decoder, model.params, row, length, depths=(4,))
+    logits = np.asarray(model.decoder.unembed(model.params, x)[0, : len(ids)], np.float64)
+    top = logits.max(-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+PLAIN = {"mode": "plain", "prompt_budget": 1}
+
+
+def test_log_probabilities_are_those_of_a_full_pass(server: Running, model: Model) -> None:
+    body = completion(PROMPTS[0], max_tokens=12, logprobs=5, echo=True, return_token_ids=True)
+    answer = server.ask("/v1/completions", {**body, "utio": PLAIN, "temperature": 1, "seed": 4})
+    (choice,) = answer.body["choices"]
+    prompt, ids = model.encode([PROMPTS[0]])[0].tolist(), choice["token_ids"]
+    assert ids[: len(prompt)] == prompt
+    assert len(ids) == len(prompt) + 12
+    truth, logs = full_log_softmax(model, ids), choice["logprobs"]
+    assert choice["text"].startswith(PROMPTS[0])
+    assert [logs["token_logprobs"][0], logs["top_logprobs"][0]] == [None, None]
+    chosen = [truth[place, token] for place, token in enumerate(ids[1:])]
+    np.testing.assert_allclose(logs["token_logprobs"][1:], chosen, atol=2e-4)
+    names = [model.tokenizer.decode([token]) for token in ids]
+    assert logs["tokens"] == names
+    starts = np.cumsum([0, *map(len, names[:-1])]).tolist()
+    assert logs["text_offset"][: len(prompt)] == starts[: len(prompt)]
+    for place, token in enumerate(ids[1:]):
+        told = logs["top_logprobs"][place + 1]
+        # As lm-eval compares: whether the token was the most probable one.
+        largest = max(told.values())
+        best = truth[place].max()
+        assert largest == pytest.approx(best, abs=2e-4)
+        assert (logs["token_logprobs"][place + 1] == largest) == bool(
+            truth[place, token] >= best - 1e-9
+        )
+        top = sorted(truth[place], reverse=True)[:5]
+        assert all(
+            min(abs(value - each) for each in [*top, chosen[place]]) < 2e-4
+            for value in told.values()
+        )
+
+
+def test_a_prompt_is_scored_without_a_new_token(server: Running, model: Model) -> None:
+    texts = [PROMPTS[0], PROMPTS[2]]
+    answer = server.completion(texts, max_tokens=0, echo=True, logprobs=1, n=2).body
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
+    for choice in answer["choices"]:
+        text = texts[choice["index"] // 2]
+        ids = model.encode([text])[0].tolist()
+        truth = full_log_softmax(model, ids)
+        wanted = [truth[place, token] for place, token in enumerate(ids[1:])]
+        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"][1:], wanted, atol=2e-4)
+        assert choice["text"] == text
+        assert choice["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 0
+    silent = server.completion(texts, max_tokens=0, echo=True).body
+    assert [each["text"] for each in silent["choices"]] == texts
+    assert silent["choices"][0]["logprobs"] is None
+
+
+def test_token_ids_are_prompts_too(server: Running, model: Model) -> None:
+    rows = [model.encode([text])[0].tolist() for text in PROMPTS[:2]]
+    said, ids = server.completion(list(PROMPTS[:2])).body, server.completion(rows).body
+    assert [each["text"] for each in said["choices"]] == [each["text"] for each in ids["choices"]]
+    (one,) = server.completion(rows[1]).body["choices"]
+    assert one["text"] == said["choices"][1]["text"]
+    echoed = server.completion(rows[0], echo=True, max_tokens=0).body
+    assert echoed["choices"][0]["text"] == PROMPTS[0]
+
+
+def whole_of(events: list[Any], *, chat: bool = False) -> dict[int, str]:
+    """Returns the texts of a stream's choices, by their index."""
+    assert events[-1] == "[DONE]"
+    texts: dict[int, str] = {}
+    for event in events[:-1]:
+        for choice in event["choices"]:
+            text = choice["delta"].get("content", "") if chat else choice["text"]
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stream_joined_is_the_whole_answer(server: Running, seed: int) -> None:
+    """The model writes bytes: characters are split over tokens, and tokens over blocks."""
+    body = completion(
+        PROMPTS[seed % 4], max_tokens=40, temperature=1, seed=seed, n=2, return_token_ids=True
+    )
+    body |= {"utio": {"depths": True}, "logprobs": 2}
+    whole = server.ask("/v1/completions", body).body
+    events = list(
+        server.stream("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+    )
+    texts = whole_of(events)
+    assert texts == {each["index"]: each["text"] for each in whole["choices"]}
+    parts = [choice for event in events[:-1] for choice in event["choices"]]
+    for index in range(2):
+        mine = [part for part in parts if part["index"] == index]
+        choice = whole["choices"][index]
+        assert len(mine) > 1, "it came in pieces"
+        assert [part["finish_reason"] for part in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        assert [*chain.from_iterable(part["token_ids"] for part in mine)] == choice["token_ids"]
+        for part in mine:
+            assert "".join(part["utio"]["pieces"]) == part["text"]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            parts_of = [part["logprobs"][name] for part in mine]
+            assert [*chain.from_iterable(parts_of)] == choice["logprobs"][name]
+    usage = events[-2]
+    assert usage["choices"] == []
+    timeless = [
+        {key: value for key, value in each["usage"].items() if key != "utio"}
+        for each in (usage, whole)
+    ]
+    assert timeless[0] == timeless[1]
+    assert len({event["id"] for event in events[:-1]}) == 1
+
+
+def test_characters_are_never_sent_in_halves(server: Running) -> None:
+    """Two bytes of a character in two blocks: the first block's text ends before it."""
+    found = 0
+    for seed in range(200):
+        body = completion("x", max_tokens=24, temperature=2.5, seed=seed, utio=PLAIN)
+        text = server.ask("/v1/completions", body).body["choices"][0]["text"]
+        if not any(ord(letter) > 127 and letter != "\ufffd" for letter in text):
+            continue
+        found += 1
+        parts = [
+            each["choices"][0]["text"]
+            for each in server.stream("/v1/completions", body)
+            if each != "[DONE]"
+        ]
+        assert "".join(parts) == text
+        if found == 5:
+            return
+    raise AssertionError("The model wrote too few characters of several bytes.")
+
+
+def test_a_stop_string_ends_a_text_and_is_not_shown(server: Running) -> None:
+    plain = server.completion("x", max_tokens=40).body["choices"][0]["text"]
+    stop = plain[11:14]
+    assert "\ufffd" not in stop
+    kept = plain[: plain.index(stop)]
+    for stops in (stop, [stop], ["never said", stop, "nor this", "nor that"]):
+        body = completion("x", max_tokens=40, stop=stops, utio={"depths": True})
+        (choice,) = server.ask("/v1/completions", body).body["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (kept, "stop")
+        assert "".join(choice["utio"]["pieces"]) == kept
+        events = list(server.stream("/v1/completions", body))
+        assert whole_of(events) == {0: kept}
+        pieces = [
+            piece
+            for event in events[:-1]
+            for each in event["choices"]
+            for piece in each["utio"]["pieces"]
+        ]
+        assert "".join(pieces) == kept
+    held = plain[-3:] + "!"  # Begins at the very end: it has to be let go.
+    (choice,) = server.completion("x", max_tokens=40, stop=held).body["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (plain, "length")
+
+
+def test_tokens_end_a_text_where_they_are_told_to(server: Running, model: Model) -> None:
+    body = completion("x", max_tokens=20, return_token_ids=True)
+    ids = server.ask("/v1/completions", body).body["choices"][0]["token_ids"]
+    (choice,) = server.ask("/v1/completions", {**body, "stop_token_ids": [ids[6]]}).body["choices"]
+    assert choice["token_ids"] == ids[: ids.index(ids[6]) + 1]
+    assert choice["finish_reason"] == "stop"
+    end = model.decoder.config.eos_ids[0]
+    drawn = {**body, "temperature": 60.0, "top_k": 300, "max_tokens": 200}
+    seed = 0
+    (choice,) = server.ask("/v1/completions", {**drawn, "seed": seed}).body["choices"]
+    while choice["token_ids"][-1] != end:
+        seed += 1
+        assert seed < 40
+        (choice,) = server.ask("/v1/completions", {**drawn, "seed": seed}).body["choices"]
+    assert (choice["token_ids"].count(end), choice["finish_reason"]) == (1, "stop")
+    on = server.ask("/v1/completions", {**drawn, "seed": seed, "ignore_eos": True}).body["choices"]
+    assert len(on[0]["token_ids"]) == 200
+    assert on[0]["token_ids"][: len(choice["token_ids"])] == choice["token_ids"]
+
+
+def test_choices_are_drawn_with_seeds_in_a_row(server: Running) -> None:
+    drawn = {"temperature": 1, "max_tokens": 12}
+    one = [
+        server.completion("x", seed=seed, **drawn).body["choices"][0]["text"] for seed in (5, 6, 7)
+    ]
+    many = server.completion(["y", "x"], seed=5, n=3, **drawn).body
+    assert [each["index"] for each in many["choices"]] == [*range(6)]
+    assert [each["text"] for each in many["choices"][3:]] == one
+    assert len({*one}) == 3
+    assert many["usage"]["completion_tokens"] == 6 * 12
+    sizes = [
+        each["usage"]["prompt_tokens"]
+        for each in (server.completion(text, max_tokens=1).body for text in ("x", "y"))
+    ]
+    assert many["usage"]["prompt_tokens"] == sum(sizes)
+    free = {server.completion("x", **drawn).body["choices"][0]["text"] for _ in range(4)}
+    assert len(free) > 1, "without a seed draws differ"
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": [{"type": "text", "text": "How "}, {"type": "text", "text": "so"}]},
+]
+
+
+def test_a_chat_is_answered_as_the_models_own_chat(server: Running, model: Model) -> None:
+    plain = [*CONVERSATION[:3], {"role": "user", "content": "How so"}]
+    wanted = model.chat(plain, max_new_tokens=16, lengths=LENGTHS)
+    body = {"model": "small", "messages": CONVERSATION, "temperature": 0, "utio": PLAIN}
+    body |= {"max_completion_tokens": 16, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    answer = server.ask("/v1/chat/completions", body).body
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": wanted.text, "refusal": None}
+    assert answer["object"] == "chat.completion"
+    logs = choice["logprobs"]["content"]
+    found = [each["logprob"] for each in logs]
+    np.testing.assert_allclose(found, wanted.generated.log_probabilities[0], atol=2e-4)
+    assert all(len(each["top_logprobs"]) == 2 for each in logs)
+    assert all(each["top_logprobs"][0]["logprob"] == each["logprob"] for each in logs)
+    for each in logs:
+        assert each["bytes"] == (None if "\ufffd" in each["token"] else [*each["token"].encode()])
+    events = list(server.stream("/v1/chat/completions", body))
+    assert whole_of(events, chat=True) == {0: wanted.text}
+    first = events[0]
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"][0]["delta"]["role"] == "assistant"
+    assert all("role" not in event["choices"][0]["delta"] for event in events[1:-1])
+    developer = [{**CONVERSATION[0], "role": "developer"}, *CONVERSATION[1:]]
+    again = server.ask("/v1/chat/completions", {**body, "messages": developer}).body
+    assert again["choices"][0]["message"] == choice["message"]
+    # Without a limit it goes on as far as there is room.
+    endless = {**body, "max_completion_tokens": None, "max_tokens": None, "ignore_eos": True}
+    usage = server.ask("/v1/chat/completions", endless).body["usage"]
+    assert usage["total_tokens"] == server.server.service.reader.room
+
+
+@pytest.fixture
+def without_chat(server: Running) -> Iterator[None]:
+    service = server.server.service
+    kept = service.model
+    service.model = service.reader.model = dataclasses.replace(kept, chat=None)
+    yield
+    service.model = service.reader.model = kept
+
+
+def test_a_model_without_a_template_says_so(server: Running, without_chat: None) -> None:
+    found = server.ask("/v1/chat/completions", chat("Hello"))
+    assert (found.status, found.error["code"]) == (400, "no_chat_template")
+    assert "/v1/completions" in found.error["message"]
+
+
+def test_what_a_template_refuses_is_told(server: Running) -> None:
+    body = chat("x") | {"messages": [{"role": "tool", "content": "42"}]}
+    found = server.ask("/v1/chat/completions", body)
+    assert (found.status, found.error["param"]) == (400, "messages")
+    assert "No tools" in found.error["message"]
+
+
+def test_texts_become_tokens_and_tokens_texts(server: Running, model: Model) -> None:
+    for text in (*PROMPTS, "\x00\x01 a\tb", "日本語 का ñ"):
+        opened = server.ask("/tokenize", {"prompt": text}).body
+        assert opened["tokens"] == model.encode([text])[0].tolist()
+        assert opened["count"] == len(opened["tokens"])
+        assert opened["max_model_len"] == CONTEXT
+        bare = server.ask("/tokenize", {"prompt": text, "add_special_tokens": False}).body
+        assert [0, *bare["tokens"]] == opened["tokens"]
+        back = server.ask("/detokenize", {"tokens": bare["tokens"]}).body
+        assert back == {"prompt": text}
+    assert server.ask("/detokenize", {"tokens": []}).body == {"prompt": ""}
+    marked = server.ask("/detokenize", {"tokens": [0]}).body["prompt"]
+    assert marked == "<|endoftext|>"
+    spelled = {"prompt": marked, "add_special_tokens": False}
+    assert server.ask("/tokenize", spelled).body["tokens"] == [0], "as lm-eval asks for its id"
+    said = server.ask("/tokenize", {"messages": CONVERSATION}).body
+    wanted = model.chat_template.render([*CONVERSATION[:3], {"role": "user", "content": "How so"}])
+    assert server.ask("/detokenize", {"tokens": said["tokens"]}).body["prompt"] == wanted
+    info = server.ask("/tokenizer_info").body
+    assert info["eos_token"] == "<|endoftext|>"
+    assert info["chat_template"] == model.chat_template.template

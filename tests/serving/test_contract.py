@@ -1,0 +1,734 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients count on besides texts: errors, limits, keys, ends, logs, counters."""
+
+from __future__ import annotations
+
+import base64
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from helpers.serving import Client, Running, chat, completion, read_all
+
+from utio_jax.serving import Address, Limits, Server
+from utio_jax.serving.keys import Keys
+from utio_jax.serving.schema import _NOTHING
+
+SECRET = "a prompt that nobody shall read in a log"
+
+
+def raw(body: bytes | str, **headers: Any) -> bytes:
+    """Returns the bytes of a completion's request."""
+    data = body if isinstance(body, bytes) else body.encode()
+    named = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(data)}
+    named |= {"Connection": "close"}
+    named |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"{name}: {value}\r\n" for name, value in named.items()]
+    return b"POST /v1/completions HTTP/1.1\r\n" + "".join(lines).encode() + b"\r\n" + data
+
+
+def with_(**fields: Any) -> bytes:
+    return json.dumps({**completion("x"), **fields}).encode()
+
+
+GOOD = '"model": "small", "prompt": "x"'
+BODIES: dict[str, tuple[Any, str | None]] = {
+    "nothing": (b"", None),
+    "no JSON": (b"{", None),
+    "no text": (b"\xff\xfe{}", None),
+    "a list": (b"[1]", None),
+    "a number": (b"1", None),
+    "null": (b"null", None),
+    "no model": (b'{"prompt": "x"}', "model"),
+    "no prompt": (b'{"model": "small"}', "prompt"),
+    "deep": (b'{"model": "small", "prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", None),
+    "deep and ignored": ("{" + GOOD + ', "a": ' + "[" * 900 + "]" * 900 + "}", None),
+    "a long number": ("{" + GOOD + ', "seed": ' + "9" * 5000 + "}", None),
+    "a large number": ("{" + GOOD + ', "seed": ' + "9" * 400 + "}", "seed"),
+    "a large float": ("{" + GOOD + ', "top_p": ' + "9" * 400 + "}", "top_p"),
+    "NaN": ("{" + GOOD + ', "temperature": NaN}', "temperature"),
+    "infinity": ("{" + GOOD + ', "temperature": 1e999}', "temperature"),
+    "minus infinity": ("{" + GOOD + ', "top_p": -Infinity}', "top_p"),
+    "NaN among penalties": ("{" + GOOD + ', "presence_penalty": NaN}', "presence_penalty"),
+    "a text as number": (with_(max_tokens="8"), "max_tokens"),
+    "a truth as number": (with_(max_tokens=True), "max_tokens"),
+    "a fraction": (with_(max_tokens=1.5), "max_tokens"),
+    "below zero": (with_(max_tokens=-1), "max_tokens"),
+    "no new token": (with_(max_tokens=0), "max_tokens"),
+    "too hot": (with_(temperature=101), "temperature"),
+    "too cold": (with_(temperature=1e-40), "temperature"),
+    "top_p of nothing": (with_(top_p=0), "top_p"),
+    "top_k of -2": (with_(top_k=-2), "top_k"),
+    "min_p of 2": (with_(min_p=2), "min_p"),
+    "n of 0": (with_(n=0), "n"),
+    "n of 9": (with_(n=9), "n"),
+    "a huge seed": (with_(seed=2**63), "seed"),
+    "many alternatives": (with_(logprobs=6), "logprobs"),
+    "stream as a word": (with_(stream="yes"), "stream"),
+    "options without a stream": (with_(stream_options={"include_usage": True}), "stream_options"),
+    "an empty stop": (with_(stop=""), "stop"),
+    "an empty stop among others": (with_(stop=["a", ""]), "stop"),
+    "a stop that is a number": (with_(stop=[1]), "stop"),
+    "five stops": (with_(stop=[*"abcde"]), "stop"),
+    "10^5 stops": (with_(stop=["a"] * 10**5), "stop"),
+    "a long stop": (with_(stop="a" * 257), "stop"),
+    "an empty prompt": (with_(prompt=""), "prompt"),
+    "no prompts": (with_(prompt=[]), "prompt"),
+    "an empty prompt of tokens": (with_(prompt=[[]]), "prompt"),
+    "65 prompts": (with_(prompt=["x"] * 65), "prompt"),
+    "a mixed prompt": (with_(prompt=["x", 1]), "prompt"),
+    "an id out of range": (with_(prompt=[1, 300]), "prompt"),
+    "an id below zero": (with_(prompt=[-1]), "prompt"),
+    "an id of 2**31": (with_(prompt=[2**31]), "prompt"),
+    "an id that is a truth": (with_(prompt=[True]), "prompt"),
+    "ids out of range in the second": (with_(prompt=[[1], [2, 2**31 - 1]]), "prompt"),
+    "half a character": ('{"model": "small", "prompt": "a\\ud800"}', "prompt"),
+    "half a character as stop": ("{" + GOOD + ', "stop": "\\ud800"}', "stop"),
+    "a stop token below zero": (with_(stop_token_ids=[-1]), "stop_token_ids"),
+    "too many stop tokens": (with_(stop_token_ids=[*range(9)]), None),
+    "too long": (with_(max_tokens=10**6), None),
+    "a prompt that is too long": (with_(prompt="x" * 4000), None),
+    "another mode": (with_(utio={"mode": "lossless"}), "utio.mode"),
+    "an unknown mode": (with_(utio={"mode": "fast"}), "utio"),
+    "an unknown depth option": (with_(utio={"depth": 3}), "utio"),
+    "another budget": (with_(utio={"budget": 0.7}), "utio.budget"),
+    "a budget of plain": (with_(utio={"mode": "plain", "budget": 0.5}), "utio.budget"),
+    "another prompt budget": (with_(utio={"prompt_budget": 0.5}), "utio.prompt_budget"),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies_that_are_wrong_are_refused_with_the_field(server: Running, name: str) -> None:
+    body, param = BODIES[name]
+    data = body if isinstance(body, bytes) else body.encode()
+    if name == "deep and ignored":
+        assert server.ask("/v1/completions", data).status in (200, 400)
+        return
+    found = server.ask("/v1/completions", data)
+    assert found.status == 400, found.body
+    assert found.error["type"] == "invalid_request_error"
+    assert found.error["param"] == param, found.body
+    assert len(found.error["message"]) < 1000
+    assert "pydantic" not in found.error["message"]
+
+
+REFUSED: dict[str, Any] = {
+    "best_of": 2,
+    "frequency_penalty": 0.5,
+    "logit_bias": {"5": 1},
+    "suffix": "end",
+    "tools": [{"type": "function"}],
+    "response_format": {"type": "json_object"},
+    "min_tokens": 3,
+    "guided_json": {},
+    "chat_template": "{{ x }}",
+    "reasoning_effort": "low",
+    "allowed_token_ids": [],
+}
+
+
+def test_fields_that_would_be_missed_are_refused_by_name(server: Running) -> None:
+    for name, value in REFUSED.items():
+        for path, body in (("completions", completion("x")), ("chat/completions", chat("x"))):
+            found = server.ask(f"/v1/{path}", {**body, name: value})
+            assert found.status == 400, name
+            assert (found.error["param"], found.error["code"]) == (name, "unsupported")
+            assert name in found.error["message"]
+
+
+def test_fields_that_change_nothing_and_unknown_ones_are_let_pass(server: Running) -> None:
+    plain = server.completion("x").body["choices"]
+    harmless = {name: values[0] for name, values in _NOTHING.items() if values}
+    harmless |= {name: None for name, values in _NOTHING.items() if not values}
+    fields = {"store": False, "metadata": {"a": "\u00e9"}, "whatever": [1, {"b": None}], "": 1}
+    assert server.completion("x", **harmless, **fields, user="me").body["choices"] == plain
+    for name, values in _NOTHING.items():  # 0 is no answer to a question of text, nor False to 0.
+        if values and values[0] is False:
+            assert server.completion("x", **{name: True}).status == 400
+
+
+MESSAGES: dict[str, Any] = {
+    "none": [],
+    "texts": ["Hello"],
+    "no role": [{"content": "x"}],
+    "an unknown role": [{"role": "judge", "content": "x"}],
+    "an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+    "a number": [{"role": "user", "content": 3}],
+    "half a character": [{"role": "user", "content": "HALF"}],
+    "half a name": [{"role": "user", "content": "x", "name": "HALF"}],
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_conversations_that_are_none_are_refused(server: Running, name: str) -> None:
+    body = json.dumps(chat("x") | {"messages": MESSAGES[name]}).replace("HALF", "\\ud800")
+    found = server.ask("/v1/chat/completions", body.encode())
+    if name == "half a name" and found.status == 200:
+        return  # The template does not say it.
+    assert (found.status, found.error["param"]) == (400, "messages")
+    wanted = chat("x", top_logprobs=2)
+    assert server.ask("/v1/chat/completions", wanted).error["param"] == "top_logprobs"
+
+
+def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
+    cases = (
+        ("/v1/nothing", "POST", 404),
+        ("/v1/completions", "GET", 405),
+        ("/v1/models", "POST", 405),
+        ("/health", "DELETE", 405),
+        ("/v1/models/other", "GET", 404),
+        ("/../etc/passwd", "GET", 404),
+        ("/v1/models/%ff%00", "GET", 404),
+    )
+    for path, method, status in cases:
+        found = server.ask(path, {} if method == "POST" else None, method=method)
+        assert (found.status, found.error["type"]) == (status, "invalid_request_error"), path
+    bare = server.ask("/version", method="POST")
+    assert (bare.status, bare.error["code"]) == (405, "method_not_allowed")
+    other = server.ask("/v1/completions", completion("x") | {"model": "gpt"})
+    assert (other.status, other.error["code"], other.error["param"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
+    assert "'small'" in other.error["message"]
+    half = server.ask("/v1/completions", b'{"model": "\\ud800", "prompt": "x"}')
+    assert (half.status, half.error["param"]) == (404, "model")
+
+
+def test_sizes_and_kinds_of_bodies(server: Running) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        found = server.ask("/v1/completions", with_(), headers={"Content-Type": kind})
+        assert (found.status, found.error["code"]) == (415, "unsupported_media_type")
+    for _ in range(3):
+        large = server.ask("/v1/completions", with_(user="x" * 10_000_000))
+        assert (large.status, large.error["code"]) == (413, "request_too_large")
+    # It says nothing of its size, and does not end.
+    chunk = b"10000\r\n" + b" " * 2**16 + b"\r\n"
+    with server.connect() as connection:
+        head = raw(b"", Transfer_Encoding="chunked").replace(b"Content-Length: 0\r\n", b"")
+        connection.sendall(head)
+        with contextlib.suppress(OSError):
+            for _ in range(160):  # 10 MB.
+                connection.sendall(chunk)
+        found = read_all(connection)
+    assert found == b"" or b" 413 " in found.split(b"\r\n")[0]
+    server.wait_for(lambda: server.lines[-1].get("status") == 413)
+
+
+def status_of(answer: bytes) -> int:
+    """Returns the status, and checks that there is an error object behind it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert set(json.loads(body)) == {"error"}
+    return int(head.split(b" ", 2)[1])
+
+
+def test_what_is_no_request_is_told_so(server: Running) -> None:
+    cases = {
+        "no HTTP": b"\x16\x03\x01\x02\x00\x01 hello\r\n\r\n",
+        "no host": b"GET /health HTTP/1.1\r\n\r\n",
+        "a size that is none": raw(with_(), Content_Length="1e3"),
+        "two sizes": raw(with_()).replace(b"Host: x", b"Host: x\r\nContent-Length: 3"),
+        "a header without end": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 2**17,
+        "many headers": b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 9000 + b"\r\n",
+        "a chunk that is none": raw(b"zz\r\n", Transfer_Encoding="chunked"),
+    }
+    for name, data in cases.items():
+        with server.connect() as connection:
+            with contextlib.suppress(OSError):
+                connection.sendall(data)
+            found = read_all(connection)
+        # What is closed with bytes unread may be lost on the way.
+        if name in ("a header without end", "many headers") and not found:
+            continue
+        assert 400 <= status_of(found) < 500, (name, found)
+
+
+def test_a_size_that_is_a_lie_ends(server: Running) -> None:
+    with server.limited(body_seconds=0.4):
+        found = server.raw(raw(with_(), Content_Length=10**5))
+        assert status_of(found) == 408
+    shorter = server.raw(raw(with_(), Content_Length=9))
+    assert status_of(shorter) == 400, "nine bytes are no JSON"
+    with server.connect() as connection:  # Less than said, and gone.
+        connection.sendall(raw(with_(), Content_Length=10**5))
+    server.wait_for(lambda: server.server.gate.open_requests == 0)
+    assert server.completion("x").status == 200
+
+
+@pytest.fixture
+def keys(server: Running, tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "keys"
+    file.write_text("# one each\n\n" + hashed("kiwi") + " anna\n" + hashed("second") + "\n")
+    gate: Any = server.server.gate
+    gate._keys = Keys(file)
+    yield file
+    gate._keys = None
+
+
+def hashed(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def test_only_those_with_a_key_are_let_in(server: Running, keys: Path) -> None:
+    def status(authorization: str | None, path: str = "/v1/models") -> int:
+        headers = {} if authorization is None else {"Authorization": authorization}
+        found = server.ask(path, headers=headers)
+        if found.status == 401:
+            assert found.error["code"] == "invalid_api_key"
+            assert found.headers["www-authenticate"] == "Bearer"
+        return found.status
+
+    for good in ("Bearer kiwi", "bearer second", "Bearer  kiwi "):
+        assert status(good) == 200, good
+    wrong = (
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer third",
+        "Basic first",
+        "first",
+        "Bearer " + hashed("kiwi"),
+        "Bearer k\xefwi",
+        "Bearer kiwi second",
+    )
+    for each in wrong:
+        assert status(each) == 401, each
+        assert (
+            server.ask("/v1/completions", with_(), headers={"Authorization": each or ""}).status
+            == 401
+        )
+    for path in ("/v1/models/small", "/tokenizer_info", "/nothing"):
+        assert status(None, path) == 401
+    for path in ("/health", "/ready", "/metrics", "/version", "/openapi.json", "/"):
+        assert status(None, path) == 200
+    server.ask("/v1/models", headers={"Authorization": "Bearer kiwi"})
+    server.wait_for(lambda: server.lines[-1].get("key") == "anna")
+    written = json.dumps(server.lines)
+    assert "kiwi" not in written
+    assert hashed("kiwi") not in written
+
+
+def test_a_key_that_is_taken_out_is_refused_from_then_on(server: Running, keys: Path) -> None:
+    def status(key: str) -> int:
+        return server.ask("/v1/models", headers={"Authorization": f"Bearer {key}"}).status
+
+    assert [status("kiwi"), status("second")] == [200, 200]
+    keys.write_text(hashed("second") + "\n")
+    assert [status("kiwi"), status("second")] == [401, 200]
+    keys.write_text(hashed("third_") + "\n")  # As many bytes, in the same moment.
+    assert [status("second"), status("third_")] == [401, 200]
+    replaced = keys.with_suffix(".new")
+    replaced.write_text(hashed("fourth") + "\n")
+    replaced.rename(keys)
+    assert [status("third_"), status("fourth")] == [401, 200]
+    keys.write_text("half a li")
+    assert status("fourth") == 401
+    keys.unlink()
+    assert status("fourth") == 401
+    keys.write_text(hashed("fourth") + "\n")
+    assert status("fourth") == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "at least one key"),
+        ("# nothing\n", "at least one key"),
+        ("secret\n", "64 hex digits.*line 1"),
+        (hashed("a") + "\n" + hashed("b")[:-1] + "\n", "line 2"),
+        (hashed("a") + " two names\n", "line 1"),
+    ],
+)
+def test_files_of_keys_that_are_none_are_refused(tmp_path: Path, text: str, match: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(ValueError, match=match):
+        Keys(tmp_path / "keys")
+    with pytest.raises(ValueError, match="Wanted a file of keys"):
+        Keys(tmp_path / "nothing")
+
+
+def test_addresses_that_others_reach_want_keys() -> None:
+    for host in ("0.0.0.0", "::", "192.168.1.1", "example.org"):
+        with pytest.raises(ValueError, match="Wanted keys for an address"):
+            Address(host=host)
+        assert Address(host=host, insecure=True).host == host
+    for host in ("127.0.0.1", "::1", "localhost"):
+        assert Address(host=host).host == host
+    with pytest.raises(ValueError, match="a port of 0 to 65535"):
+        Address(port=70_000)
+    with pytest.raises(ValueError, match="Wanted limits of at least 1"):
+        Limits(queue_requests=0)
+    with pytest.raises(ValueError, match="more than 0 seconds"):
+        Limits(header_seconds=0)
+
+
+def test_a_port_that_is_taken_is_named(server: Running) -> None:
+    model = server.server.service.model
+    with pytest.raises(ValueError, match=r"cannot be had.*Name another port"):
+        Server(model, address=Address(port=server.place[1]))
+
+
+@contextlib.contextmanager
+def asked(server: Client, *bodies: dict[str, Any], **headers: str) -> Iterator[list[Any]]:
+    """Sends completions side by side; their answers are in the list once it is left."""
+    answers: list[Any] = []
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        found = [
+            pool.submit(server.ask, "/v1/completions", body, headers=headers) for body in bodies
+        ]
+        yield answers
+        answers += [each.result() for each in found]
+
+
+def open_tasks(server: Running) -> int:
+    return server.server.worker.open_tasks
+
+
+def test_a_key_has_so_many_open_requests(server: Running, keys: Path) -> None:
+    anna = {"Authorization": "Bearer kiwi"}
+    with server.limited(key_requests=2), server.slowed(0.05):
+        with asked(server, *[completion("x", max_tokens=64)] * 2, **anna) as answers:
+            server.wait_for(lambda: open_tasks(server) == 2)
+            third = server.ask("/v1/completions", with_(), headers=anna)
+            other = server.ask(
+                "/v1/completions", with_(), headers={"Authorization": "Bearer second"}
+            )
+        assert [each.status for each in answers] == [200, 200]
+        assert (third.status, third.error["type"]) == (429, "rate_limit_error")
+        assert third.headers["retry-after"] == "1"
+        assert other.status == 200
+        assert server.ask("/v1/completions", with_(), headers=anna).status == 200
+
+
+def test_a_full_queue_is_told_and_when_to_come_again(server: Running) -> None:
+    slots = server.server.service.slots
+    long = completion("x", max_tokens=64)
+    with server.limited(queue_requests=1), server.slowed(0.05):
+        with asked(server, *[long] * (slots + 1)) as answers:
+            server.wait_for(lambda: open_tasks(server) == slots + 1)
+            full = server.completion("x")
+            assert (full.status, full.error["code"]) == (503, "overloaded")
+            assert 1 <= int(full.headers["retry-after"]) <= 60
+        assert [each.status for each in answers] == [200] * (slots + 1)
+        never = server.completion("x", n=slots + 2)
+        assert (never.status, "at most" in never.error["message"]) == (400, True)
+    with server.limited(queue_tokens=40), server.slowed(0.05):
+        with asked(server, *[long] * (slots + 1)) as answers:
+            server.wait_for(lambda: open_tasks(server) == slots + 1)
+            server.wait_for(lambda: len(server.server.worker.waiting) == 1)
+            assert server.completion("x" * 60).status == 503
+        assert [each.status for each in answers] == [200] * (slots + 1)
+        assert server.completion("x" * 60).status == 200, "alone it may be larger"
+
+
+def test_an_answer_that_takes_too_long_ends(server: Running) -> None:
+    long = completion("x", max_tokens=200)
+    with server.limited(request_seconds=1.0), server.slowed(0.2):
+        found = server.ask("/v1/completions", long)
+        assert (found.status, found.error["code"]) == (504, "request_timeout")
+        assert found.headers["x-should-retry"] == "false"
+        events = list(server.stream("/v1/completions", long))
+    assert len(events) > 1
+    assert events[-1]["error"]["code"] == "request_timeout", "and no [DONE]"
+    server.wait_for(server.settled)
+
+
+def test_a_silent_stream_says_that_it_is_alive(server: Running) -> None:
+    with server.limited(ping_seconds=0.02), server.slowed(0.15):
+        events = list(server.stream("/v1/completions", completion("x", max_tokens=16)))
+    assert events.count(": ping") > 3
+    assert events[-1] == "[DONE]"
+    with server.limited(ping_seconds=0.02), server.slowed(0.15):
+        whole = server.completion("x", max_tokens=16)
+    texts = [each["choices"][0]["text"] for each in events if isinstance(each, dict)]
+    assert "".join(texts) == whole.body["choices"][0]["text"]
+
+
+def leave(server: Client, body: dict[str, Any], *, chunks: int) -> None:
+    """Asks, takes so many chunks of the answer, and hangs up."""
+    with server.connect() as connection:
+        connection.sendall(raw(json.dumps(body)))
+        seen = b""
+        while seen.count(b"data: ") < chunks:
+            part = connection.recv(4096)
+            assert part
+            seen += part
+
+
+@pytest.mark.parametrize("chunks", [3, 0], ids=["stream", "whole"])
+def test_a_client_that_leaves_frees_its_slot_within_two_blocks(
+    server: Running, chunks: int
+) -> None:
+    before, seen = server.counters(), len(server.lines)
+    body = completion("x", max_tokens=200, stream=chunks > 0, n=2)
+    with server.slowed(0.1):
+        leave(server, body, chunks=chunks)
+        server.wait_for(lambda: len(server.lines) > seen)  # It was noticed.
+        server.wait_for(lambda: open_tasks(server) == 0, seconds=5)
+        blocks = server.engine.stats().blocks
+        server.wait_for(lambda: server.engine.idle, seconds=5)
+        assert server.engine.stats().blocks - blocks <= 2
+    name = 'utio_ended_total{reason="cancelled"}'
+    server.wait_for(lambda: server.counters()[name] == before[name] + 2)
+    server.wait_for(server.settled)
+    (line,) = server.lines[seen:]
+    assert (line["status"], line["left"]) == (200 if chunks else 0, "ClientLeftError")
+
+
+def test_counters_and_logs_tell_of_each_request_and_never_what_was_said(
+    server: Running,
+) -> None:
+    before, seen = server.counters(), len(server.lines)
+    named = {"X-Request-Id": "mine-1"}
+    body = completion(SECRET, user=SECRET, ignore_eos=True, utio={"mode": "plain"})
+    whole = server.ask("/v1/completions", body, headers=named)
+    assert whole.headers["x-request-id"] == "mine-1"
+    assert whole.headers["x-content-type-options"] == "nosniff"
+    assert whole.body["id"] == "cmpl-mine-1"
+    list(server.stream("/v1/completions", body))
+    server.ask("/v1/completions", {**body, "stop": SECRET * 20})
+    server.ask("/v1/chat/completions", chat(SECRET) | {"tools": [SECRET]})
+    server.ask("/v1/completions", json.dumps(body).encode()[:-3])
+    server.ask("/tokenize", {"prompt": SECRET})
+    odd = server.ask("/tokenize", {"prompt": "x"}, headers={"X-Request-Id": "a b\tc"})
+    assert re.fullmatch("[0-9a-f]{32}", odd.headers["x-request-id"])
+    server.ask("/v1/completions", {**body, "model": SECRET})
+    server.ask("/health")
+    server.wait_for(lambda: len(server.lines) == seen + 8)
+    lines = server.lines[seen:]
+    assert SECRET not in json.dumps(lines)
+    assert [line["status"] for line in lines] == [200, 200, 400, 400, 400, 200, 200, 404]
+    assert {line["event"] for line in lines} == {"request"}
+    first = lines[0]
+    assert (first["id"], first["path"], first["new_tokens"]) == ("mine-1", "/v1/completions", 8)
+    assert (first["mode"], first["mean_depth"]) == ("plain", 4)
+    assert first["seconds"] >= first["seconds_to_first_token"] > 0
+    assert len({line["id"] for line in lines}) == 8
+    after = server.counters()
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grown('utio_http_requests_total{path="/v1/completions",status="200"}') == 2
+    assert grown('utio_http_requests_total{path="/v1/completions",status="400"}') == 2
+    assert grown("utio_new_tokens_total") == 16
+    assert grown('utio_ended_total{reason="length"}') == 2
+    assert grown("utio_time_to_first_token_seconds_count") == 2
+    assert after["utio_mean_depth_layers_sum"] > before["utio_mean_depth_layers_sum"]
+    assert after["utio_slots"] == 4
+
+
+def test_a_fault_of_the_server_is_told_and_logged_without_the_prompt(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(body: Any) -> Any:
+        raise KeyError(body.prompt)
+
+    monkeypatch.setattr(server.server.service.reader, "completion", broken)
+    found = server.completion(SECRET)
+    assert (found.status, found.error["code"]) == (500, "internal_error")
+    assert found.headers["x-request-id"]
+    server.wait_for(lambda: server.faults)
+    (line,) = server.faults
+    assert (line["status"], line["fault"]) == (500, "KeyError")
+    assert SECRET not in json.dumps(line)
+    server.lines.remove(line)  # Meant to be.
+
+
+def test_what_the_engine_refuses_is_that_requests_error_alone(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = server.engine
+    submit = engine.submit
+    for error, status in ((ValueError("Wanted less."), 400), (TypeError("odd"), 500)):
+
+        def refusing(prompt: Any, *, error: Any = error, **options: Any) -> int:
+            if options["seed"] == 666:
+                raise error
+            return submit(prompt, **options)
+
+        monkeypatch.setattr(engine, "submit", refusing)
+        assert server.completion("x", seed=666).status == status
+        assert server.completion("x", seed=667).status == 200
+    server.wait_for(server.settled)
+    server.wait_for(lambda: server.faults)
+    server.lines[:] = [line for line in server.lines if "fault" not in line]
+
+
+def test_models_are_listed_with_what_may_be_asked_for(server: Running) -> None:
+    listed = server.ask("/v1/models").body
+    (card,) = listed["data"]
+    assert listed["object"] == "list"
+    assert server.ask("/v1/models/small").body == card
+    assert (card["id"], card["object"], card["max_model_len"]) == ("small", "model", 256)
+    assert card["utio"] == {
+        "mode": "adaptive",
+        "layers": 4,
+        "policy": "learned",
+        "budget": 0.5,
+        "budgets": [0.5, 0.8],
+        "prompt_budget": 0.6,
+        "chat": True,
+        "context_length": 256,
+    }
+
+
+def test_life_and_the_page(server: Running) -> None:
+    assert server.ask("/health").body == {"status": "ok"}
+    assert server.ask("/ready").body == {"status": "ready"}
+    assert "jax" in server.ask("/version").body
+    schema = server.ask("/openapi.json").body
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= {*schema["paths"]}
+    page = server.ask("/")
+    policy = page.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    text = page.body.decode()
+    for tag in ("style", "script"):
+        inner = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)
+        assert len(inner) == text.count(f"<{tag}") == 1
+        digest = base64.b64encode(hashlib.sha256(inner[0].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert not re.search(r"\son\w+=|\sstyle=|https?://|<link|<img|src=", text)
+
+
+@pytest.fixture
+def official(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client:
+        yield client
+
+
+def test_openais_client_completes(server: Running, official: openai.OpenAI) -> None:
+    given: Any = {"model": "small", "prompt": "def f(x):", "max_tokens": 12, "temperature": 0}
+    found = official.completions.create(**given, n=2, logprobs=3, echo=True)
+    wanted = server.completion("def f(x):", max_tokens=12).body["choices"][0]["text"]
+    assert [each.text for each in found.choices] == ["def f(x):" + wanted] * 2
+    logs = found.choices[0].logprobs
+    assert logs is not None
+    assert logs.token_logprobs is not None
+    assert logs.tokens is not None
+    assert logs.text_offset is not None
+    assert logs.top_logprobs is not None
+    sizes = {len(each) for each in (logs.tokens, logs.token_logprobs, logs.text_offset)}
+    assert sizes == {found.usage.prompt_tokens + 12} if found.usage else None
+    stream = official.completions.create(
+        **given, stream=True, stream_options={"include_usage": True}, seed=3
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == wanted
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+    assert {model.id for model in official.models.list()} == {"small"}
+    assert official.models.retrieve("small").owned_by == "utio-jax"
+
+
+def test_openais_client_chats(server: Running, official: openai.OpenAI) -> None:
+    given: Any = {"model": "small", "messages": [{"role": "user", "content": "Hello"}]}
+    given |= {"max_completion_tokens": 12, "temperature": 0}
+    found = official.chat.completions.create(**given, logprobs=True, top_logprobs=2, n=2)
+    wanted = server.ask("/v1/chat/completions", chat("Hello", max_tokens=12)).body
+    text = wanted["choices"][0]["message"]["content"]
+    assert [each.message.content for each in found.choices] == [text] * 2
+    assert found.choices[0].finish_reason == "length"
+    logs = found.choices[0].logprobs
+    assert logs is not None
+    assert logs.content is not None
+    assert len(logs.content) == 12
+    assert found.usage is not None
+    assert found.usage.total_tokens == found.usage.prompt_tokens + 24
+    assert (found.usage.model_extra or {})["utio"]["mode"] == "adaptive"
+    chunks = list(official.chat.completions.create(**given, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "length"
+    budget = {"utio": {"budget": 0.8}}
+    deeper = official.chat.completions.create(**given, extra_body=budget)
+    assert deeper.usage is not None
+    assert (deeper.usage.model_extra or {})["utio"]["budget"] == 0.8
+
+
+def test_openais_client_is_told_what_is_wrong(
+    server: Running, official: openai.OpenAI, keys: Path
+) -> None:
+    with pytest.raises(openai.AuthenticationError) as unknown:
+        official.models.list()
+    assert unknown.value.code == "invalid_api_key"
+    client = official.with_options(api_key="kiwi")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt", prompt="x")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(model="small", prompt="x", best_of=3)
+    assert (wrong.value.param, wrong.value.code) == ("best_of", "unsupported")
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="small", prompt="x", max_tokens=10_000)
+    assert long.value.code == "context_length_exceeded"
+    with server.limited(request_seconds=1.0), server.slowed(0.2):
+        with pytest.raises(openai.InternalServerError) as late:  # Not tried again: once in the log.
+            client.with_options(max_retries=3).completions.create(
+                model="small", prompt="x", max_tokens=200
+            )
+        assert late.value.status_code == 504
+        server.wait_for(lambda: server.lines[-1].get("status") == 504)
+        assert server.lines[-2]["status"] != 504
+        with pytest.raises(openai.APIError, match="longer than this server"):
+            list(
+                client.completions.create(
+                    model="small", prompt="x", max_tokens=200, stream=True, temperature=0
+                )
+            )
+
+
+def test_openais_client_comes_again_where_the_queue_was_full(
+    server: Running, official: openai.OpenAI
+) -> None:
+    slots = server.server.service.slots
+    long = completion("x", max_tokens=40)
+    with (
+        server.limited(queue_requests=1),
+        server.slowed(0.1),
+        asked(server, *[long] * (slots + 1)),
+    ):
+        server.wait_for(lambda: open_tasks(server) == slots + 1)
+        seen = len(server.lines)
+        with pytest.raises(openai.InternalServerError) as full:
+            official.completions.create(model="small", prompt="x", max_tokens=2)
+        assert full.value.status_code == 503
+        found = official.with_options(max_retries=10).completions.create(
+            model="small", prompt="x", max_tokens=2, temperature=0
+        )
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 2
+    server.wait_for(lambda: len(_short(server.lines[seen:])) > 2)  # Written after the answer.
+    statuses = [line["status"] for line in _short(server.lines[seen:])]
+    assert statuses.count(503) >= 2
+    assert statuses.count(200) == 1
+
+
+def _short(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the lines of requests that were refused, or came to two tokens."""
+    return [line for line in lines if line.get("new_tokens") in (None, 2)]
+
+
+def test_openais_client_leaves(server: Running, official: openai.OpenAI) -> None:
+    with server.slowed(0.05):
+        stream = official.completions.create(
+            model="small", prompt="x", max_tokens=200, stream=True, temperature=0
+        )
+        for place, _ in enumerate(stream):
+            if place == 2:
+                break
+        stream.close()
+        server.wait_for(lambda: open_tasks(server) == 0, seconds=5)
+    server.wait_for(server.settled)
+    assert server.counters()['utio_ended_total{reason="cancelled"}'] >= 1
+    server.wait_for(lambda: server.lines[-1].get("left") == "ClientLeftError")

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""lm-eval's `local-completions`, with its remote tokenizer, finds what `utio-jax lm-eval` finds."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.serving import CONTEXT, Running, served_model, small_folder
+from helpers.tasks import write_tasks
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from utio_jax.cli.lm_eval import _settings
+from utio_jax.cli.main import main
+from utio_jax.decoding.base import Plain
+
+pytestmark = pytest.mark.check
+
+QUESTIONS = [
+    {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
+    {"context": "import os\nimport ", "choices": ["==", "sys", ")))"]},
+    {"context": "naïve € class Policy:\n    def run(self", "choices": ["(self", "ing of", "):"]},
+    {"context": "for index in range(10", "choices": ["[[", "):", " the"]},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose texts open with no token: the remote tokenizer never adds one."""
+    return small_folder(tmp_path_factory.mktemp("bare"), bos_id=None)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    options: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}, "prefill": None}
+    running = Running(served_model(folder, mode=Plain(), prompt_budget=None, **options))
+    yield running
+    running.close()
+    assert not running.faults
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a task of each kind on one local file."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rows = [{**each, "label": place % 3} for place, each in enumerate(QUESTIONS)]
+    generation = {"until": ["\n", "e"], "max_gen_toks": 24}
+    return write_tasks(folder, rows, generation=generation)
+
+
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:ResourceWarning")
+def test_every_item_is_what_our_own_command_finds(
+    server: Running, folder: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "ours.json"
+    names = ["choose", "read", "write"]
+    arguments = ["lm-eval", "--model", str(folder), "--mode", "full", "--batch", "4"]
+    arguments += ["--tasks", *names, "--include-path", str(tasks), "--out", str(out)]
+    assert main(arguments) == 0
+    ours = json.loads(out.read_text())["samples"]
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    with _settings(offline=True):
+        found: Any = simple_evaluate(
+            model="local-completions",
+            model_args={
+                "base_url": f"{server.url}/v1/completions",
+                "model": "small",
+                "max_length": CONTEXT,
+                "num_concurrent": 4,
+            },
+            tasks=[*names],
+            task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+            bootstrap_iters=0,
+        )
+    assert server.counters()['utio_http_requests_total{path="/tokenize",status="200"}'] > 0
+    for name in names:
+        theirs = found["samples"][name]
+        assert [each["doc_id"] for each in theirs] == [each["doc_id"] for each in ours[name]]
+        for their, our in zip(theirs, ours[name], strict=True):
+            for one, other in zip(their["filtered_resps"], our["filtered_resps"], strict=True):
+                if name == "write":
+                    assert one == other
+                elif name == "read":
+                    assert float(one) == pytest.approx(float(other), rel=1e-4)
+                else:
+                    score, greedy = one
+                    assert score == pytest.approx(other[0], rel=1e-4)
+                    assert str(greedy) == str(other[1])
+    metrics = json.loads(out.read_text())["results"]
+    assert found["results"]["choose"]["acc,none"] == metrics["choose"]["acc,none"]

@@ -1,0 +1,747 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of the server: what its file may hold, and what a person meets in a real browser.
+
+Tests with the marker `browser` drive a headless Chromium (`make test-browser`). Those that take
+`page` ask nothing of the server but its protocol, so they run against each of SERVERS, and against
+a server that runs already: UTIO_PAGE_URL=http://127.0.0.1:8000/ make test-browser.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from helpers.browser import Page, Token, headless_chromium
+from helpers.page_server import (
+    PAGE,
+    StandIn,
+    content_policy,
+    inline_texts,
+    refusal_body,
+    stand_in_server,
+    usage_chunk,
+)
+from helpers.serving import Running
+
+from utio_jax.cli.serve import Serve
+from utio_jax.engine import Shapes
+
+HTML = PAGE.read_text()
+NOTHING = "\u2013"  # What a figure says before there is one.
+
+
+class Elements(HTMLParser):
+    """Every opening tag of the page, with its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(HTML)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+    def named(self, *tags: str) -> list[dict[str, str | None]]:
+        return [attributes for tag, attributes in self.found if tag in tags]
+
+
+# --- the file
+
+
+def test_the_page_is_one_file_with_one_style_and_one_script() -> None:
+    elements = Elements()
+    assert elements.named("style") == [{}]
+    assert elements.named("script") == [{}]
+    assert not elements.named("link", "img", "iframe", "object", "embed", "base", "audio", "video")
+    for tag, attributes in elements.found:
+        barred = {"style", "src", "srcdoc", "href", "action", "formaction"} & set(attributes)
+        barred |= {name for name in attributes if name.startswith("on")}
+        assert not barred, (tag, barred)
+    assert not re.findall(r"https?:|//\w|@import|url\(", HTML)
+
+
+def test_the_hashes_of_style_and_script_are_those_that_a_browser_computes() -> None:
+    # A browser reads CRLF as LF before it hashes; the hash of the file would then be another.
+    assert b"\r" not in PAGE.read_bytes()
+    texts = inline_texts(HTML)
+    assert [len(texts["style"]), len(texts["script"])] == [1, 1]
+    assert all(text.strip() for (text,) in texts.values())
+    policy = content_policy(HTML)
+    assert len(re.findall(r"'sha256-[A-Za-z0-9+/]{43}='", policy)) == 2
+    assert "unsafe" not in policy
+
+
+def test_the_script_writes_text_as_text_and_keeps_nothing() -> None:
+    ((script,), (style,)) = (inline_texts(HTML)[tag] for tag in ("script", "style"))
+    barred = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function"
+    barred += r"|DOMParser|createContextualFragment|setHTML|setTimeout\(\s*[\"']"
+    assert not re.findall(barred, script)
+    assert not re.findall(r"localStorage|sessionStorage|indexedDB|cookie|location", script)
+    assert not re.findall(r"expression\(|javascript:", script + style)
+
+
+def test_every_input_has_a_label_and_every_reference_an_element() -> None:
+    elements = Elements()
+    ids = [attributes["id"] for _, attributes in elements.found if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    labelled = {attributes["for"] for attributes in elements.named("label")}
+    boxes = elements.named("input", "select", "textarea")
+    assert boxes
+    assert {attributes.get("id") for attributes in boxes} == labelled
+    for _, attributes in elements.found:
+        for name in ("aria-labelledby", "aria-describedby", "for"):
+            if name in attributes:
+                assert attributes[name] in ids, attributes
+    ((script,),) = (inline_texts(HTML)["script"],)
+    sought = set(re.findall(r'\bfind\("([a-z-]+)"\)', script))
+    assert sought
+    assert sought <= set(ids)
+
+
+def scheme(name: str) -> dict[str, str]:
+    """The colours of the light or of the dark scheme, by name."""
+    ((style,),) = (inline_texts(HTML)["style"],)
+    light, dark = style.split("prefers-color-scheme: dark")
+    colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", light.partition("*,")[0]))
+    if name == "dark":
+        colours |= re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", dark.partition("*,")[0])
+    return colours
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2 defines it."""
+    shares = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares]
+    return sum(weight * x for weight, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(first: str, second: str) -> float:
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("name", ["light", "dark"])
+def test_text_is_legible_on_every_depth_and_depth_is_told_by_lightness_alone(name: str) -> None:
+    colours = scheme(name)
+    scale = [colours[f"scale-{i}"] for i in range(4)]
+    for ground in (*scale, colours["sheet"], colours["ground"], colours["wrong-ground"]):
+        assert contrast(colours["text"], ground) >= 4.5
+    for text in ("quiet", "accent", "wrong"):
+        assert contrast(colours[text], colours["sheet"]) >= 4.5
+    assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
+    # Whoever sees no hue still sees the order: each colour is clearly darker, or lighter, than
+    # the one before.
+    steps = [luminance(b) / luminance(a) for a, b in itertools.pairwise(scale)]
+    if name == "light":
+        assert max(steps) < 0.85
+    else:
+        assert min(steps) > 1.2
+
+
+# --- in a browser: any server
+
+
+@contextlib.contextmanager
+def shipped_server() -> Iterator[Running]:
+    """The real one, of the shipped model with a depth per token."""
+    running = Running(
+        Serve(mode="adaptive").served(),
+        slots=2,
+        capacity=1024,
+        shapes=Shapes(prompt_widths=(256,), groups=(1,), key_step=512),
+    )
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+SERVERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "stand-in": stand_in_server,
+    "shipped": shipped_server,
+}
+if os.environ.get("UTIO_PAGE_URL"):
+    SERVERS = {"given": lambda: contextlib.nullcontext(os.environ["UTIO_PAGE_URL"])}
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with headless_chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+@pytest.fixture
+def expected() -> list[str]:
+    """Patterns of what the console will be told; a test adds those it provokes."""
+    return []
+
+
+@pytest.fixture
+def open_page(chromium: Any, expected: list[str]) -> Iterator[Callable[[str], Page]]:
+    """Opens pages; afterwards the console has no complaint and no other host was asked."""
+    pages: list[Page] = []
+
+    def opened(url: str) -> Page:
+        pages.append(Page(chromium, url))
+        return pages[-1]
+
+    yield opened
+    complaints, strangers = pages[-1].complaints(), pages[-1].strangers()
+    chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    chromium.get("about:blank")
+    assert [text for text in complaints if not any(re.search(e, text) for e in expected)] == []
+    for pattern in expected:
+        assert any(re.search(pattern, text) for text in complaints), pattern
+    assert strangers == []
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def served_url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a server has its page."""
+    with SERVERS[request.param]() as server:
+        yield server if isinstance(server, str) else server.url
+
+
+@pytest.fixture
+def page(open_page: Callable[[str], Page], served_url: str) -> Page:
+    """The page of any server, with completions rather than a chat."""
+    page = open_page(served_url)
+    page.wait_for_model()
+    if page.shows("chat"):
+        page.click("chat")
+    return page
+
+
+def colours_of(tokens: list[Token]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for token in tokens:
+        assert token.depth is not None, token
+        found.setdefault(token.depth, set()).add(token.background)
+    return found
+
+
+@pytest.mark.browser
+def test_each_depth_has_one_colour_of_its_own(page: Page) -> None:
+    page.generate("def mean(", max_tokens=24)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    assert not page.shows("wrong")
+    tokens = page.tokens()
+    colours = colours_of(tokens)
+    assert all(len(each) == 1 for each in colours.values()), colours
+    assert len(set.union(*colours.values())) == len(colours)
+    layers = int(re.findall(r"(\d+) layers", page.text("facts"))[0])
+    for token in tokens:
+        assert token.title.startswith(f"{token.depth} of {layers} layers")
+        assert "log-probability" in token.title
+    assert page.shows("legend")
+    assert page.run("return document.querySelectorAll('.column').length") == layers
+
+
+@pytest.mark.browser
+def test_figures_are_filled_in(page: Page) -> None:
+    page.generate("def mean(", max_tokens=24)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    assert page.text("tokens") == "24" or page.text("finish") == "stop"
+    assert page.text("finish") in ("length", "stop")
+    assert float(page.text("rate")) > 0
+    assert re.fullmatch(r"\d+ ms|\d+\.\d\d s", page.text("first"))
+    assert float(page.text("depth")) > 0
+    assert re.match(r"of \d+", page.text("depth-note"))
+    assert page.text("status").startswith(f"Done: {page.text('tokens')} tokens")
+
+
+@pytest.mark.browser
+def test_the_keyboard_generates_stops_and_reads_depths(page: Page) -> None:
+    page.write("max-tokens", str(page.many_tokens()))
+    page.write("prompt", "def mean(")
+    page.press(page.keys.CONTROL, page.keys.ENTER)
+    page.wait(page.tokens, "the first tokens")
+    page.press(page.keys.ESCAPE)
+    page.wait(page.idle, "the end")
+    assert page.text("finish") == "stopped"
+    assert page.run("return document.activeElement.id") == "prompt"
+    assert page.element("prompt").get_property("value") == "def mean("
+    page.run("document.getElementById('answers').focus()")
+    tokens = page.tokens()
+    right, left = page.keys.ARROW_RIGHT, page.keys.ARROW_LEFT
+    for key, index in ((right, 0), (right, 1), (left, 0), (left, 0)):
+        page.press(key)
+        assert page.run("return document.activeElement.textContent") == tokens[index].text
+        assert page.text("readout").endswith(tokens[index].title)
+
+
+@pytest.mark.browser
+def test_stop_ends_the_answer_and_another_can_be_had(page: Page) -> None:
+    page.generate("def mean(", max_tokens=page.many_tokens())
+    page.wait(page.tokens, "the first tokens")
+    page.click("stop")
+    page.wait(page.idle, "the end")
+    assert page.text("finish") == "stopped"
+    assert 0 < int(page.text("tokens")) < page.many_tokens()
+    page.generate("def mean(", max_tokens=8)
+    page.wait(lambda: page.idle() and page.text("finish") in ("length", "stop"), "an answer")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [320, 375, 700, 1400])
+def test_nothing_is_wider_than_the_window(page: Page, width: int) -> None:
+    page.command(
+        "Emulation.setDeviceMetricsOverride",
+        width=width, height=800, deviceScaleFactor=1, mobile=width < 600,
+    )  # fmt: skip
+    page.generate("word" * 100, max_tokens=48)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    assert page.run("return innerWidth") == width
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    panel = "const panel = document.getElementById('answers'); "
+    assert page.run(panel + "return panel.scrollWidth <= panel.clientWidth")
+
+
+# --- in a browser: what only the stand-in does
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    with stand_in_server() as server:
+        yield server
+
+
+@pytest.fixture
+def visit(open_page: Callable[[str], Page], stand_in: StandIn) -> Callable[[], Page]:
+    """Opens the stand-in's page once the test has told it what to be."""
+
+    def visited() -> Page:
+        page = open_page(stand_in.url)
+        page.wait_for_model()
+        return page
+
+    return visited
+
+
+@pytest.fixture
+def clock(chromium: Any) -> Iterator[Callable[[float], None]]:
+    """Stops the clock of pages opened from now on; a call sets it, in seconds."""
+    frozen = "window.testClock = 0; performance.now = () => 1000 * window.testClock;"
+    made = chromium.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": frozen})
+    yield lambda now: chromium.execute_script(f"window.testClock = {now}")
+    chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", made)
+
+
+@pytest.mark.browser
+def test_figures_follow_the_clock_and_the_depths(
+    stand_in: StandIn, clock: Callable[[float], None], visit: Callable[[], Page]
+) -> None:
+    page = visit()
+    stand_in.take_over()
+    clock(10.0)
+    page.generate("def", max_tokens=6)
+    page.wait(lambda: stand_in.asked, "the request")
+    assert [page.text(name) for name in ("rate", "depth", "first", "tokens")] == [NOTHING] * 4
+
+    clock(10.25)  # The first two tokens after a quarter of a second.
+    stand_in.send_text("a", "b", depths=(4, 16))
+    page.wait(lambda: page.answer() == "ab", "two tokens")
+    assert page.text("first") == "250 ms"
+    assert page.text("tokens") == "2"
+    assert page.text("depth") == "10.0"
+    assert (page.text("rate"), page.text("rate-note")) == ("8.0", "with the prompt")
+
+    clock(10.75)  # Then two in half a second: four a second; the quarter belongs to the prompt.
+    stand_in.send_text("c", "", depths=(8, 8))
+    page.wait(lambda: page.text("tokens") == "4", "four tokens, one without text")
+    assert page.answer() == "abc"
+    assert page.text("depth") == "9.0"
+    assert (page.text("rate"), page.text("rate-note")) == ("4.0", "after the first")
+    assert page.text("finish") == NOTHING
+    assert page.element("columns").get_attribute("aria-label") == (
+        "1 token at 4 of 16 layers, 2 tokens at 8 of 16 layers, 1 token at 16 of 16 layers"
+    )
+
+    clock(11.75)
+    stand_in.send_text("d", "e", depths=(1, 2), finish_reason="length")
+    clock(15.0)  # What comes after the last token slows nothing.
+    stand_in.send(
+        usage_chunk(
+            1200, 6, mean_depth_decided=6.75, mean_depth_executed=8.25, seconds_in_queue=0.125
+        )
+    )
+    stand_in.send("[DONE]")
+    stand_in.end()
+    page.wait(page.idle, "the end")
+    assert page.answer() == "abcde"
+    assert page.text("first-note") == "125 ms in the queue"
+    assert (page.text("tokens"), page.text("tokens-note")) == ("6", "after 1,200 of prompt")
+    assert (page.text("depth"), page.text("depth-note")) == ("6.8", "of 16; 8.3 executed")
+    assert (page.text("finish"), page.text("finish-note")) == ("length", "as long as allowed")
+
+
+@pytest.mark.browser
+def test_text_appears_while_the_answer_is_written(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    page = visit()
+    stand_in.take_over()
+    page.generate("def")
+    assert page.element("answers").get_attribute("aria-busy") == "true"
+    assert not page.idle()
+    stand_in.send_bytes(b": ping\n\n: ping\n\n")
+    stand_in.send_text(" one", depths=(3,))
+    page.wait(lambda: page.answer() == " one", "the first piece, before the others are written")
+    stand_in.send_text(" two", depths=(16,))
+    page.wait(lambda: page.answer() == " one two", "the second")
+    assert len({token.background for token in page.tokens()}) == 2
+    stand_in.send_text(finish_reason="stop")
+    stand_in.send("[DONE]")
+    page.wait(page.idle, "the end, though the connection is still open")
+    assert page.text("finish") == "stop"
+    assert page.element("answers").get_attribute("aria-busy") == "false"
+    stand_in.end()
+
+
+@pytest.mark.browser
+def test_a_stream_may_be_cut_anywhere(stand_in: StandIn, visit: Callable[[], Page]) -> None:
+    page = visit()
+    stand_in.take_over()
+    page.generate("def")
+    first = b'data: {"choices":[{"text":"a","utio":{"pieces":["a"],"depths":[1]}}]}\n\n'
+    chunk = b'data: {"choices":[{"text":"\xc3\xa9 \xf0\x9f\x8c\xb1","finish_reason":"stop",'
+    chunk += b'"utio":{"pieces":["\xc3\xa9"," \xf0\x9f\x8c\xb1"],"depths":[2,3]}}]}\r\n\r\n'
+    # In a letter of two bytes, in one of four, in the line's end, and between the two ends.
+    cuts = (chunk.index(b"\xa9"), chunk.index(b"\x8c"), len(chunk) - 3, len(chunk) - 2)
+    for number, cut in enumerate(cuts, start=1):
+        stand_in.send_bytes(first + chunk[:cut])
+        # What came before the cut has been read, so the rest cannot come with it.
+        shown = "aé \N{SEEDLING}" * (number - 1) + "a"
+        page.wait(lambda shown=shown: page.answer() == shown, "what is complete")
+        stand_in.send_bytes(chunk[cut:])
+        page.wait(lambda shown=shown: page.answer() != shown, "the rest")
+    stand_in.send_bytes(b"data:[DONE]\n\n")
+    stand_in.end()
+    page.wait(page.idle, "the end")
+    shown = [(token.text, token.depth) for token in page.tokens()]
+    assert shown == [("a", 1), ("é", 2), (" \N{SEEDLING}", 3)] * len(cuts)
+
+
+@pytest.mark.browser
+def test_stop_closes_the_connection(stand_in: StandIn, visit: Callable[[], Page]) -> None:
+    page = visit()
+    stand_in.take_over()
+    page.generate("def", max_tokens=1000)
+    stand_in.send_text(" one", depths=(3,))
+    page.wait(page.tokens, "the first piece")
+    assert not stand_in.left.is_set()
+    page.click("stop")
+    assert stand_in.left.wait(10)
+    page.wait(page.idle, "the end")
+    assert page.answer() == " one"
+    assert (page.text("finish"), page.text("finish-note")) == ("stopped", "by you")
+    assert not page.shows("wrong")
+
+
+@pytest.mark.browser
+def test_what_the_model_writes_is_text(stand_in: StandIn, visit: Callable[[], Page]) -> None:
+    # Without the policy, which would stop a script by itself.
+    stand_in.policy = False
+    stand_in.models[0]["id"] = "<b>bold</b>"
+    page = visit()
+    stand_in.take_over()
+    attack = "<img src='x' onerror='window.broken = 1'>"
+    page.generate(attack)
+    pieces = (attack, "<script>window.broken = 1</script>", "</span></p><b>bold</b>", "&lt;")
+    stand_in.send_text(*pieces, depths=(1, 2, 3, 4))
+    stand_in.send({"error": {"message": attack, "type": attack}})
+    stand_in.end()
+    page.wait(page.idle, "the end")
+    assert page.answer() == "".join(pieces)
+    assert page.text("completion") == attack + "".join(pieces)
+    assert page.text("wrong-message") == attack
+    assert page.text("name") == "<b>bold</b>"
+    assert page.run("return document.querySelectorAll('img, b, main script').length") == 0
+    assert page.run("return window.broken === undefined")
+
+
+@pytest.mark.browser
+def test_an_error_in_mid_stream_is_shown(stand_in: StandIn, visit: Callable[[], Page]) -> None:
+    page = visit()
+    stand_in.take_over()
+    page.generate("def")
+    stand_in.send_text(" one", depths=(3,))
+    stand_in.send({"error": {"message": "The engine stopped.", "type": "server_error",
+                             "param": None, "code": "engine"}})  # fmt: skip
+    stand_in.end()
+    page.wait(page.idle, "the end")
+    assert page.shows("wrong")
+    assert page.text("wrong-message") == "The engine stopped."
+    assert page.text("wrong-detail") == "server_error · code: engine"
+    assert page.answer() == " one"
+    assert page.text("finish") == "error"
+
+    page.click("generate")  # The next answer takes the error away.
+    page.wait(lambda: len(stand_in.asked) == 2, "the request")
+    assert not page.shows("wrong")
+    assert page.answer() == ""
+    stand_in.send_text(" two", depths=(3,), finish_reason="stop")
+    stand_in.end()  # No [DONE]: the connection was cut.
+    page.wait(page.idle, "the end")
+    assert page.text("wrong-message") == "The stream ended before the answer was complete."
+
+
+@pytest.mark.browser
+def test_a_refused_request_says_why(
+    stand_in: StandIn, visit: Callable[[], Page], expected: list[str]
+) -> None:
+    expected += ["status of 429", "status of 502"]
+    page = visit()
+    body = refusal_body("Wanted room in the queue.", type="overloaded", param="max_tokens")
+    stand_in.refusal = (429, {"Retry-After": "3"}, body)
+    page.generate("def")
+    page.wait(lambda: page.shows("wrong"), "the error")
+    assert page.text("wrong-message") == "Wanted room in the queue."
+    assert page.text("wrong-detail") == "overloaded · param: max_tokens · try again in 3 s"
+    assert page.idle()
+    stand_in.refusal = (502, {}, b"<html>Bad gateway</html>")
+    page.click("generate")
+    page.wait(lambda: "502" in page.text("wrong-message"), "the error")
+    assert "html" not in page.text("wrong-message")
+
+
+@pytest.mark.browser
+def test_a_server_that_is_gone_is_named(
+    stand_in: StandIn, visit: Callable[[], Page], expected: list[str]
+) -> None:
+    expected.append("ERR_FAILED|ERR_INTERNET_DISCONNECTED|ERR_CONNECTION_REFUSED")
+    page = visit()
+    nothing = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    page.command("Network.enable")
+    page.command("Network.emulateNetworkConditions", offline=True, **nothing)
+    try:
+        page.generate("def")
+        page.wait(lambda: page.shows("wrong"), "the error")
+    finally:
+        page.command("Network.emulateNetworkConditions", offline=False, **nothing)
+    assert page.text("wrong-message") == "The server does not answer. Is it still running?"
+    assert stand_in.asked == []
+
+
+@pytest.mark.browser
+def test_a_key_is_asked_for_when_the_server_wants_one_and_is_not_kept(
+    stand_in: StandIn, open_page: Callable[[str], Page], expected: list[str]
+) -> None:
+    expected.append("status of 401")
+    stand_in.key = "first secret"
+    page = open_page(stand_in.url)
+    page.wait(lambda: page.shows("key"), "the box for the key")
+    page.write("key", "wrong")
+    page.press(page.keys.ENTER)
+    page.wait(lambda: "did not accept" in page.text("key-hint"), "the wrong key to be refused")
+    assert page.shows("key")
+    page.write("key", "first secret")
+    page.press(page.keys.ENTER)
+    page.wait_for_model()
+    assert not page.shows("key")
+
+    stand_in.key = "second secret"  # Asked for again in the middle, and the request goes on.
+    page.generate("def", max_tokens=4)
+    page.wait(lambda: page.shows("key"), "the box for the key")
+    assert stand_in.asked == []
+    page.write("key", "second secret")
+    page.press(page.keys.ENTER)
+    page.wait(lambda: page.idle() and page.tokens(), "the answer")
+    assert [asked.key for asked in stand_in.asked] == ["second secret"]
+    assert stand_in.asked[0].body["prompt"] == "def"
+    assert not page.shows("key")
+
+    stand_in.key = "third secret"
+    page.click("generate")
+    page.wait(lambda: page.shows("key"), "the box for the key")
+    stand_in.key = None  # A server that asks for none any more: the empty box goes.
+    page.click("generate")
+    page.wait(lambda: len(stand_in.asked) == 2 and page.idle(), "the answer")
+    assert not page.shows("key")
+    stand_in.key = "third secret"
+
+    kept = "return JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])"
+    assert "secret" not in page.run(kept)
+    assert "secret" not in page.driver.page_source
+    page.driver.refresh()
+    page.wait(lambda: page.shows("key"), "the box for the key, since nothing was kept")
+
+
+@pytest.mark.browser
+def test_a_server_without_a_key_shows_no_box_for_one(visit: Callable[[], Page]) -> None:
+    assert not visit().shows("key")
+
+
+@pytest.mark.browser
+def test_the_request_says_what_the_boxes_say(stand_in: StandIn, visit: Callable[[], Page]) -> None:
+    page = visit()
+    page.generate("def", max_tokens=4)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    options = "return [...document.querySelectorAll('#budget option')].map((o) => o.value)"
+    assert page.run(options) == ["0.4", "0.5", "0.6", "0.8"]
+    page.write("temperature", "0")
+    page.write("seed", "17")
+    page.element("budget").send_keys("0.4")
+    page.element("prompt-budget").send_keys("1")
+    page.write("prompt", "x =")
+    page.click("generate")
+    page.wait(lambda: len(stand_in.asked) == 2 and page.idle(), "an answer")
+    first, second = (asked.body for asked in stand_in.asked)
+    assert first == {
+        "model": "stand-in-16",
+        "prompt": "def",
+        "max_tokens": 4,
+        "temperature": 0.7,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": 1,
+        "utio": {"budget": 0.6, "prompt_budget": 0.5, "depths": True},
+    }
+    assert second == first | {
+        "prompt": "x =",
+        "temperature": 0,
+        "seed": 17,
+        "utio": {"budget": 0.4, "prompt_budget": 1, "depths": True},
+    }
+
+
+@pytest.mark.browser
+def test_a_plain_server_offers_no_budget_and_no_chat(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    stand_in.models[0]["utio"] |= {
+        "mode": "plain", "budgets": [], "budget": None, "prompt_budget": None,
+    }  # fmt: skip
+    page = visit()
+    for name in ("budget", "prompt-budget", "budget-hint", "chat", "model", "anew"):
+        assert not page.shows(name), name
+    page.generate("def", max_tokens=4)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    assert stand_in.asked[0].body["utio"] == {"depths": True}
+
+
+@pytest.mark.browser
+def test_an_answer_without_depths_is_shown_without_colour(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    page = visit()
+    stand_in.take_over()
+    page.generate("def")
+    stand_in.send_text(" one two", finish_reason="stop")
+    stand_in.send(usage_chunk(1, 2))
+    stand_in.send("[DONE]")
+    stand_in.end()
+    page.wait(page.idle, "the end")
+    (token,) = page.tokens()
+    assert (token.text, token.depth, token.background) == (" one two", None, "rgba(0, 0, 0, 0)")
+    assert page.text("tokens") == "2"
+    assert page.text("depth") == NOTHING
+
+
+@pytest.mark.browser
+def test_a_chat_is_kept_until_a_new_one_is_begun(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    stand_in.models[0]["utio"]["chat"] = True
+    page = visit()
+    stand_in.take_over()
+    assert page.shows("chat")
+    assert page.element("chat").is_selected()
+
+    def turn(message: str, reply: str) -> Any:
+        number = len(stand_in.asked)
+        page.generate(message)
+        page.wait(lambda: len(stand_in.asked) > number, "the request")
+        stand_in.send({"choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+        stand_in.send({"choices": [{"index": 0, "delta": {"content": reply},
+                                    "finish_reason": "stop",
+                                    "utio": {"pieces": [reply], "depths": [5]}}]})  # fmt: skip
+        stand_in.send("[DONE]")
+        stand_in.end()
+        page.wait(page.idle, "the end")
+        assert stand_in.asked[-1].path == "/v1/chat/completions"
+        assert stand_in.asked[-1].body["logprobs"] is True
+        assert page.element("prompt").get_property("value") == ""
+        return stand_in.asked[-1].body["messages"]
+
+    first = [{"role": "user", "content": "Hello"}]
+    assert turn("Hello", "Hi.") == first
+    first += [{"role": "assistant", "content": "Hi."}, {"role": "user", "content": "More"}]
+    assert turn("More", "No.") == first
+    assert page.text("conversation") == "YouHellostand-in-16Hi.YouMorestand-in-16No."
+
+    # What was stopped before a word came is not part of it, and can be said again.
+    page.generate("Wait")
+    page.wait(lambda: len(stand_in.asked) == 3, "the request")
+    page.click("stop")
+    page.wait(page.idle, "the end")
+    assert page.element("prompt").get_property("value") == "Wait"
+    assert "Wait" not in page.text("conversation")
+
+    page.click("chat")  # Completions in between have no part in it either.
+    assert not page.shows("conversation")
+    page.generate("def")
+    page.wait(lambda: len(stand_in.asked) == 4, "the request")
+    assert stand_in.asked[-1].path == "/v1/completions"
+    stand_in.send_text(" x", depths=(3,))
+    stand_in.send("[DONE]")
+    stand_in.end()
+    page.wait(page.idle, "the end")
+    page.click("chat")
+    assert page.shows("conversation")
+    page.click("anew")
+    assert page.text("conversation") == ""
+    assert turn("Again", "Yes.") == [{"role": "user", "content": "Again"}]
+
+
+@pytest.mark.browser
+def test_several_models_can_be_chosen_from(stand_in: StandIn, visit: Callable[[], Page]) -> None:
+    other = {"mode": "plain", "layers": 4, "budgets": [], "budget": None, "prompt_budget": None}
+    stand_in.models.append(stand_in.models[0] | {"id": "small-4", "utio": other})
+    page = visit()
+    assert page.shows("budget")
+    page.element("model").send_keys("small-4")
+    page.wait(lambda: page.text("name") == "small-4", "the other model")
+    assert not page.shows("budget")
+    assert page.run("return document.querySelectorAll('.column').length") == 4
+    page.generate("def", max_tokens=4)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    assert stand_in.asked[0].body["model"] == "small-4"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("name", ["light", "dark"])
+def test_colours_follow_the_scheme_of_the_system(visit: Callable[[], Page], name: str) -> None:
+    page = visit()
+    features = [{"name": "prefers-color-scheme", "value": name}]
+    page.command("Emulation.setEmulatedMedia", features=features)
+    page.generate("def", max_tokens=40)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    # The ends of the scale are colours of the style sheet, given back as shares of one.
+    shown = {token.depth: token.background for token in page.tokens()}
+    for depth, end in ((1, "scale-0"), (16, "scale-3")):
+        colour = scheme(name)[end]
+        wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+        drawn = page.run(
+            "const context = document.createElement('canvas').getContext('2d');"
+            f"context.fillStyle = {shown[depth]!r}; context.fillRect(0, 0, 1, 1);"
+            "return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);"
+        )
+        assert drawn == pytest.approx(wanted, abs=1)
+
+
+@pytest.mark.browser
+def test_an_empty_prompt_is_not_sent(stand_in: StandIn, visit: Callable[[], Page]) -> None:
+    page = visit()
+    page.generate("  ")
+    assert page.text("status") == "Write a prompt first."
+    assert page.run("return document.activeElement.id") == "prompt"
+    assert stand_in.asked == []

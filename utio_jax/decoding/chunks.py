@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Long prompts, read a chunk at a time, so that rows that run beside them go on in between.
+
+    row = open_prompt(*fixed, token_ids, lengths, limits, seeds, slots=512)
+    for start in range(0, lengths.max(), 64):
+        row, last = read_chunk(decoder, params, row, last, start, chunk=64, width=...)
+    row = close_prompt(*fixed, row, last)     # what `begin` returns
+
+A chunk runs all layers on its tokens, and attends to the keys and values of those before it. So
+what comes out is what `begin` makes of whole prompts at full depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.loop import first_tokens, unread
+from utio_jax.decoding.sampling import Sampling
+from utio_jax.decoding.segments import block_at, run_segment
+from utio_jax.decoding.state import DecodeState, Emitted, PerRowStopRules, StopRules
+
+
+@partial(jax.jit, static_argnames=("decoder", "slots", "alternatives"))
+def open_prompt(  # noqa: PLR0913 (arrays of one batch)
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    limits: Int[Array, " batch"],
+    seeds: UInt32[Array, " batch"],
+    *,
+    slots: int,
+    alternatives: int = 0,
+    emitted: Emitted | None = None,
+) -> tuple[DecodeState, Float[Array, "batch dim"]]:
+    """Returns the state of prompts that no layer has read yet, and room for their last states.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      mode: that they will decode in.
+      token_ids: right-padded prompts.
+      lengths: tokens of each, at least 1.
+      limits: lengths at which rows will end.
+      seeds: one per row.
+      slots: tokens that a row can hold.
+      alternatives: to each new token, noted in the tally.
+      emitted: what rows had emitted before; None: nothing.
+    """
+    arrays, sizes = (token_ids, lengths, limits, seeds), {"slots": slots}
+    sizes["alternatives"] = alternatives
+    state = unread(decoder, params, mode, *arrays, **sizes, emitted=emitted)
+    return state, jnp.zeros_like(decoder.embed(params, token_ids[:, 0], lengths * 0))
+
+
+@partial(jax.jit, static_argnames=("decoder", "chunk", "width"), donate_argnames=("state", "last"))
+def read_chunk(
+    decoder: Decoder,
+    params: Params,
+    state: DecodeState,
+    last: Float[Array, "batch dim"],
+    start: Int[Array, ""],
+    *,
+    chunk: int,
+    width: int,
+) -> tuple[DecodeState, Float[Array, "batch dim"]]:
+    """Returns the state once the next tokens of its prompts have run all layers.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      state: from `open_prompt`; all tokens before `start` have been read. Donated.
+      last: the state of each prompt's last token, where it was read. Donated.
+      start: position of the first token to read.
+      chunk: tokens to read of each row. Static.
+      width: slots to attend over, at least `start + chunk`, or all of the row's. Static.
+    """
+    ahead = start + jnp.arange(chunk, dtype=jnp.int32)[None, :]
+    lengths = state.lengths[:, None]
+    valid = jnp.broadcast_to(ahead, (lengths.shape[0], chunk)) < lengths
+    positions = jnp.where(valid, ahead, 0)  # Some decoders have no position behind the last.
+    token_ids = jnp.take_along_axis(state.token_ids, positions, axis=1)
+    with jax.named_scope("prefill_chunk"):
+        x, cache = run_segment(
+            decoder,
+            params,
+            state.cache,
+            decoder.embed(params, token_ids, positions),
+            block_at(decoder, positions, valid),
+            start=0,
+            stop=decoder.config.num_layers,
+            width=width,
+        )
+    mine = valid & (ahead == lengths - 1)
+    found = jnp.sum(jnp.where(mine[:, :, None], x, 0), axis=1, dtype=x.dtype)
+    last = jnp.where(jnp.any(mine, axis=1)[:, None], found, last)
+    return dataclasses.replace(state, cache=cache), last
+
+
+@partial(jax.jit, static_argnames=("decoder",), donate_argnames="state")
+def close_prompt(
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    sampling: Sampling,
+    stops: StopRules | PerRowStopRules,
+    state: DecodeState,
+    last: Float[Array, "batch dim"],
+    emitted: Emitted | None = None,
+) -> DecodeState:
+    """Returns the state after the first new token of each row, its prompt having been read.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      mode: as in `open_prompt`.
+      sampling: how tokens are drawn.
+      stops: what ends rows.
+      state: from `read_chunk`. Donated.
+      last: likewise.
+      emitted: as in `open_prompt`.
+    """
+    setting = Setting(
+        decoder=decoder,
+        params=params,
+        sampling=sampling,
+        stops=stops,
+        width=state.token_ids.shape[1],
+    )
+    logits = decoder.unembed(params, last).astype(jnp.float32)
+    depth = jnp.full_like(state.lengths, decoder.config.num_layers)
+    return first_tokens(setting, mode, state, logits, depth=depth, emitted=emitted)

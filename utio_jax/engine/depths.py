@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depth policies of single requests, as thresholds on the depths of the engine's mode.
+
+Thresholds are arrays of the running batch, a row for each slot: a request's budget compiles
+nothing, and rows of all budgets step side by side.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from utio_jax.core.decoder import Decoder
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Mode
+from utio_jax.policies.depth import Thresholded, same_signal, spread_thresholds
+
+RequestPolicy = Thresholded | Literal["full"] | None
+"""How deep one request's tokens run: as its policy says, all layers, or as the mode's own says."""
+
+
+def own_thresholds(mode: Mode) -> Float[np.ndarray, " boundary"] | None:
+    """Returns the thresholds of a mode's own policy; None where it has none to change."""
+    if not isinstance(mode, Adaptive) or not isinstance(mode.policy, Thresholded):
+        return None
+    return np.asarray(mode.policy.thresholds, np.float32)
+
+
+def thresholds_of(
+    policy: RequestPolicy, mode: Mode, decoder: Decoder
+) -> Float[np.ndarray, " boundary"] | None:
+    """Returns a request's thresholds at the boundaries of the mode; None where there are none.
+
+    Args:
+      policy: of the request.
+      mode: of all requests.
+      decoder: the model.
+
+    Raises:
+      ValueError: the mode has no such policy, another signal, or not all of the depths; or with a
+        throttle, which watches the mode's boundaries, others than the policy's.
+    """
+    own = own_thresholds(mode)
+    if policy is None or (policy == "full" and mode.exact):
+        return own
+    if not isinstance(mode, Adaptive) or not isinstance(mode.policy, Thresholded) or own is None:
+        raise ValueError(
+            "Wanted an engine with mode=Adaptive(policy=...) and thresholds in it, for a request "
+            f"with a policy of its own. Got mode {mode.name!r}. Leave the policy out."
+        )
+    depths, signal = mode.policy.depths, mode.policy.signal
+    if policy == "full":
+        if depths[-1] != decoder.config.num_layers:
+            raise ValueError(
+                f"Wanted a mode that ends at all {decoder.config.num_layers} layers, for a request "
+                f"at full depth. Got depths={depths}. Make the engine's mode with "
+                "with_depths(policy, ...) over further ones."
+            )
+        return np.full_like(own, -np.inf)
+    if not isinstance(policy, Thresholded):
+        raise ValueError(
+            f'Wanted a policy of thresholds, "full" or None. Got {policy!r:.80}. Fitted ones are '
+            "in Calibration.policy(name, budget)."
+        )
+    if not same_signal(policy.signal, signal):
+        raise ValueError(
+            f"Wanted a policy of the mode's own signal, {signal.name!r}: requests differ by "
+            f"thresholds alone. Got one of {policy.signal.name!r}, or of other weights. Serve it "
+            "from an engine of its own."
+        )
+    if mode.throttle is not None and policy.depths != depths:
+        raise ValueError(
+            f"Wanted depths={depths}, at which the mode's throttle watches. Got {policy.depths}. "
+            "Take with_depths(policy, depths), or an engine without a throttle."
+        )
+    if not {*policy.depths} <= {*depths}:
+        raise ValueError(
+            f"Wanted a policy with depths among {depths}, which the engine was made with. Got "
+            f"{policy.depths}. Make its mode with with_depths(policy, covering_depths(policies))."
+        )
+    return spread_thresholds(policy, depths)
+
+
+def with_thresholds(
+    mode: Mode, thresholds: Float[Array | np.ndarray, "slot boundary"] | None
+) -> Mode:
+    """Returns the mode with thresholds for each row; None: as it is."""
+    if thresholds is None:
+        return mode
+    assert isinstance(mode, Adaptive)
+    assert isinstance(mode.policy, Thresholded)
+    return dataclasses.replace(mode, policy=mode.policy.per_row(jnp.asarray(thresholds)))

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An OpenAI-compatible HTTP server over one engine: completions, chat, streams, depth per token."""
+
+from utio_jax.core.extras import missing_library
+
+try:
+    import fastapi  # noqa: F401
+    import prometheus_client  # noqa: F401
+    import uvicorn  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing_library(error, "utio_jax.serving") from error
+
+from utio_jax.serving.hosts import follow_server
+from utio_jax.serving.limits import Limits
+from utio_jax.serving.model import Chat, ServedModel
+from utio_jax.serving.replicas import Station
+from utio_jax.serving.run import Address, Server
+
+__all__ = ["Address", "Chat", "Limits", "ServedModel", "Server", "Station", "follow_server"]

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What requests may say, as pydantic models; and what is refused by name, since it would be missed.
+
+Unknown fields are let pass, as OpenAI's own server does it. Fields that other servers know, and
+that would change the text, get an error: a client that sends them counts on them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Id], Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1)]
+
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo_prompt": (False,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "functions": ([],),
+    "function_call": ("none",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "prompt_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "prompt_embeds": (),
+}
+"""Fields of other servers that are not there, with the values that change nothing."""
+
+
+class Strict(BaseModel):
+    """A body: types are what they say, numbers are finite, further fields are kept."""
+
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="after")
+    def _refuses_by_name(self) -> Strict:
+        for name, value in (self.model_extra or {}).items():
+            if name in _NOTHING and value is not None and value not in _NOTHING[name]:
+                raise ValueError(
+                    f"{name} is not supported here, and would change the text. Leave it out."
+                )
+        return self
+
+
+class UtioOptions(BaseModel):
+    """How deep a request's tokens run, within what the operator allows."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    mode: Literal["plain", "adaptive", "lossless"] | None = Field(
+        None, description="plain is full depth; others as the server was started."
+    )
+    budget: float | None = Field(None, description="FLOPs over full depth: one of the model's.")
+    prompt_budget: float | None = Field(None, description="1 reads the prompt in full.")
+    depths: bool = Field(False, description="Whether choices say how deep each token ran.")
+
+
+class StreamOptions(BaseModel):
+    """What comes with a stream."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = None
+
+
+class _Generation(Strict):
+    """What completions and chats have in common."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    min_p: float | None = Field(None, ge=0, le=1)
+    n: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Stop | list[Stop] | None = None
+    stop_token_ids: list[Id] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    return_token_ids: bool | None = None
+    utio: UtioOptions | None = None
+
+
+class CompletionRequest(_Generation):
+    """`POST /v1/completions`."""
+
+    prompt: str | Ids | list[str] | list[Ids]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """What one side of a conversation said."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Returns the message as templates take it: one text, and `system` for `developer`."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(p.text for p in content or ())
+        role = "system" if self.role == "developer" else self.role
+        name = (self.model_extra or {}).get("name")
+        named = {"name": name} if isinstance(name, str) else {}
+        return {"role": role, "content": text, **named}
+
+
+class ChatRequest(_Generation):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=0)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+
+
+class TokenizeRequest(Strict):
+    """`POST /tokenize`: of a text, or of messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(Strict):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[Id]
