@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents a second of one Ray actor beside the same command without Ray.
 
-    python benchmarks/ray_rate.py --documents 4000       # in an environment with utio-jax[ray]
+    python benchmarks/ray_rate.py --documents 2560       # in an environment with utio-jax[ray]
 
-Each runs a corpus of n and of 3n documents, alternating; what the larger one takes longer is free
-of start, loading and compilation. Documents are random tokens of the shipped model. Prints a line
-of JSON: rates, their ratio, and `steal`, the share of processor time that the hypervisor gave to
-others. Measure on an idle machine: what other programs take is not seen.
+In turns, each runs a corpus; the rate is that between the first and the last group of documents
+that is committed, so it is free of start, loading and compilation. Documents are random tokens of
+the shipped model. Prints a line of JSON: rates, their ratio, and `steal`, the share of processor
+time that the hypervisor gave to others. Measure on an idle machine: what other programs take is
+not seen.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
+from pyarrow import parquet
 
 
 def write_corpus(file: Path, documents: int, *, longest: int) -> Path:
@@ -40,53 +41,44 @@ def processor_times() -> dict[str, float]:
     return dict(zip(names, map(float, line.split()[1:9]), strict=True))
 
 
-def seconds_of(corpus: Path, out: Path, *options: str) -> float:
-    """Returns how long a run takes, from its start to its end."""
-    started = time.perf_counter()
+def rate_of(corpus: Path, out: Path, *options: str) -> float:
+    """Returns documents a second of a run, between its first and its last committed group."""
     subprocess.run(
         [sys.executable, "-m", "utio_jax", "score", str(corpus), "--out", str(out), *options],
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    return time.perf_counter() - started
+    groups = sorted(
+        (file.stat().st_mtime, parquet.read_metadata(file).num_rows)
+        for file in (out / "rows").rglob("*.parquet")
+    )
+    if len(groups) < 3:
+        raise SystemExit(
+            f"Wanted three groups of documents at least. Got {len(groups)}. Take more --documents."
+        )
+    return sum(rows for _, rows in groups[1:]) / (groups[-1][0] - groups[0][0])
 
 
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=4000, help="of the smaller corpus")
+    parser.add_argument("--documents", type=int, default=2560, help="in groups of 256")
     parser.add_argument("--longest", type=int, default=256, help="tokens of a document, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="stdlib-16")
+    parser.add_argument("--actor-cpus", type=int, help="of the actor; by default all")
     asked = parser.parse_args()
-    ways = {"local": (), "actor": ("--ray", "local")}
+    cpus = () if asked.actor_cpus is None else ("--actor-cpus", str(asked.actor_cpus))
+    ways = {"local": (), "actor": ("--ray", "local", *cpus)}
     rates: dict[str, list[float]] = {way: [] for way in ways}
     before = processor_times()
     with tempfile.TemporaryDirectory() as name:
-        folder, counts = Path(name), (asked.documents, 3 * asked.documents)
-        corpora = [
-            write_corpus(folder / f"{count}.jsonl", count, longest=asked.longest)
-            for count in counts
-        ]
-        for way, options in ways.items():  # What compiles for the first time is kept, maybe.
-            out = folder / f"{way}-warm"
-            seconds_of(corpora[0], out, "--model", asked.model, *options)
+        folder = Path(name)
+        corpus = write_corpus(folder / "corpus.jsonl", asked.documents, longest=asked.longest)
         for number in range(asked.rounds):
             for way, options in ways.items():
-                short, long = (
-                    seconds_of(
-                        corpus,
-                        folder / f"{way}-{number}-{corpus.stem}",
-                        *("--model", asked.model, *options),
-                    )
-                    for corpus in corpora
-                )
-                if long <= short:
-                    raise SystemExit(
-                        f"Wanted a larger corpus to take longer. Got {short:.0f} and {long:.0f} "
-                        "seconds. Take more --documents, and an idle machine."
-                    )
-                rates[way].append((counts[1] - counts[0]) / (long - short))
+                out = folder / f"{way}-{number}"
+                rates[way].append(rate_of(corpus, out, "--model", asked.model, *options))
     spent = {kind: after - before[kind] for kind, after in processor_times().items()}
     found = {way: statistics.median(each) for way, each in rates.items()}
     print(
