@@ -7,6 +7,7 @@ from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import SIGNALS
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
+from utio_jax.calibration.layer_sets import fit_prompt_sets
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.online import adapt
 from utio_jax.calibration.risk import control, split_documents
@@ -30,6 +31,7 @@ __all__ = [
     "compare",
     "control",
     "fit_lens",
+    "fit_prompt_sets",
     "fit_select",
     "harm_gini",
     "rank_correlation",

@@ -17,6 +17,7 @@ from utio_jax.policies.importance import (
     predictive_entropy,
     surrogate_importance,
 )
+from utio_jax.policies.layer_sets import LayerSets, given_sets, random_sets, skip_decode
 from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
@@ -44,6 +45,7 @@ __all__ = [
     "Entropy",
     "Hazard",
     "KeepFirst",
+    "LayerSets",
     "Learned",
     "MaxProbability",
     "Patience",
@@ -64,10 +66,13 @@ __all__ = [
     "covering_depths",
     "embedding_outlier",
     "given_depths",
+    "given_sets",
     "load_calibration",
     "never_stops",
     "predictive_entropy",
     "random_depths",
+    "random_sets",
+    "skip_decode",
     "surrogate_importance",
     "surrogate_table",
     "uniform",
