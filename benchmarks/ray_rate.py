@@ -62,11 +62,12 @@ def rate_of(corpus: Path, out: Path, *options: str) -> float:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--documents", type=int, default=2560, help="in groups of 256")
+    parser.add_argument("--documents", type=int, default=2560, help="of the corpus")
     parser.add_argument("--longest", type=int, default=256, help="tokens of a document, at most")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="stdlib-16")
     parser.add_argument("--actor-cpus", type=int, help="of the actor; by default all")
+    parser.add_argument("--group", type=int, default=256, help="documents that share passes")
     asked = parser.parse_args()
     cpus = () if asked.actor_cpus is None else ("--actor-cpus", str(asked.actor_cpus))
     ways = {"local": (), "actor": ("--ray", "local", *cpus)}
@@ -78,7 +79,8 @@ def main() -> None:
         for number in range(asked.rounds):
             for way, options in ways.items():
                 out = folder / f"{way}-{number}"
-                rates[way].append(rate_of(corpus, out, "--model", asked.model, *options))
+                common = ("--model", asked.model, "--group", str(asked.group))
+                rates[way].append(rate_of(corpus, out, *common, *options))
     spent = {kind: after - before[kind] for kind, after in processor_times().items()}
     found = {way: statistics.median(each) for way, each in rates.items()}
     print(
