@@ -62,6 +62,10 @@ def look(
     return None, Thought(start=begin, tokens=len(new) - begin, forced=0, ended_by="open")
 
 
+known: dict[Any, np.ndarray] = {}
+"""Logits behind texts of which every token has run all layers."""
+
+
 def by_hand(
     model: Any, prompt: list[int], rule: Thinking | None, depths: np.ndarray, kv: str
 ) -> tuple[list[int], list[float], Thought | None]:
@@ -69,7 +73,11 @@ def by_hand(
     new: list[int] = []
     doubts: list[float] = []
     while len(new) < NEW:
-        logits = true_logits(model, prompt, np.asarray([*new, 0]), depths[: len(new) + 1], kv)[-1]
+        text = (*prompt, *new), kv
+        if kv != "full" or text not in known:
+            told = np.asarray([*new, 0])
+            known[text] = true_logits(model, prompt, told, depths[: len(new) + 1], kv)[-1]
+        logits = known[text]
         chances = np.asarray(jax.nn.softmax(logits), np.float64)
         due = None if rule is None else look(rule, prompt, new, doubts)[0]
         new.append(int(np.argmax(logits)) if due is None else int(due))

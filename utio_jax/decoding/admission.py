@@ -63,7 +63,7 @@ def empty_state(
     state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
     setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=1)
     state = mode.start(setting, state)
-    state = dataclasses.replace(state, thinking=begin_thinking(setting, state))
+    state = begin_thinking(setting, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 

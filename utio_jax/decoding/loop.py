@@ -274,17 +274,18 @@ def first_tokens(
       emitted: as in `unread`.
     """
     state = dataclasses.replace(state, cache=fill(state.cache, state.lengths))
-    state = dataclasses.replace(state, thinking=begin_thinking(setting, state))
+    state = begin_thinking(setting, state)
     state = mode.start(setting, state)
     return emit_drawn(setting, state, logits, decided=depth, executed=depth, emitted=emitted)
 
 
-def begin_thinking(setting: Setting, state: DecodeState) -> ThinkingState | None:
-    """Returns what rows know of thinking before their first new token; None without rules."""
+def begin_thinking(setting: Setting, state: DecodeState) -> DecodeState:
+    """Returns the state with what rows know of thinking before their first new token, if any."""
     rules = setting.stops.thinking
     if rules is None:
-        return None
-    return ThinkingState.start(rules, state.lengths, slots=state.token_ids.shape[1])
+        return state
+    thinking = ThinkingState.start(rules, state.lengths, slots=state.token_ids.shape[1])
+    return dataclasses.replace(state, thinking=thinking, limits=rules.limits(state.limits))
 
 
 def unread(  # noqa: PLR0913 (arrays of one batch)

@@ -84,6 +84,11 @@ class ThinkingRules:
     begin: Progress
     recent: Float[Array | np.ndarray, "batch window"]
 
+    def limits(self, limits: Int[Array, " batch"]) -> Int[Array, " batch"]:
+        """Returns lengths at which rows end, those included whose answer has begun elsewhere."""
+        ended, answer = jnp.asarray(self.begin.ended), jnp.asarray(self.answer)
+        return jnp.minimum(limits, jnp.where(ended < NEVER, ended + answer, limits))
+
 
 @pytree
 class ThinkingState:
