@@ -2,12 +2,12 @@
 """Thinking that stops when the model is sure, beside fixed budgets and chance at equal tokens.
 
     make out/llm/SmolLM2-135M-Instruct.Q4_1.gguf
-    python benchmarks/stopping.py [--calibrate 128] [--test 64] [--max-changed 0.15]
+    python benchmarks/stopping.py [--calibrate 64] [--test 40] [--max-changed 0.25]
 
 Questions are made here: which of four things is an animal, a fruit ...? A worked example shows the
-form: a sentence on each thing, then the answer. Thinking may end behind each sentence. Calibrate and
-test questions share no list of things. `--out` keeps traces: with them there, nothing is decoded
-but the check of the fitted rule.
+form: a sentence on each thing, then the answer. Thinking may end behind each sentence. No two
+questions are alike. `--out` keeps traces: with them there, nothing is decoded but the check of the
+fitted rule.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def means(traces: list[StopTrace], threshold: float) -> tuple[float, float]:
 
 
 def by_chance(traces: list[StopTrace], tokens: float, *, draws: int = 400) -> tuple[float, float]:
-    """Returns tokens and changed answers of stopping at each cue with one chance, at most `tokens`."""
+    """Returns tokens and changed answers of stopping at each cue with one chance, near `tokens`."""
     rng = np.random.default_rng(0)
     best = (float("inf"), 0.0)
     for chance in np.linspace(0, 1, 81):
@@ -129,12 +129,12 @@ def main() -> None:
     """Prints a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="out/llm/SmolLM2-135M-Instruct.Q4_1.gguf")
-    parser.add_argument("--calibrate", type=int, default=128)
-    parser.add_argument("--test", type=int, default=64)
-    parser.add_argument("--max-changed", type=float, default=0.15)
+    parser.add_argument("--calibrate", type=int, default=64)
+    parser.add_argument("--test", type=int, default=40)
+    parser.add_argument("--max-changed", type=float, default=0.25)
     parser.add_argument("--measure", default="entropy")
     parser.add_argument("--window", type=int, default=4)
-    parser.add_argument("--budget", type=int, default=40)
+    parser.add_argument("--budget", type=int, default=32)
     parser.add_argument("--answer", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/stopping.npz"))
     args = parser.parse_args()
@@ -148,7 +148,7 @@ def main() -> None:
     prompts = model.encode(texts)
     options: dict[str, Any] = {
         "eos_ids": (),
-        "lengths": Lengths(prompt_step=128, key_step=256),
+        "lengths": Lengths(prompt_step=96, key_step=144),
         "batch": 16,
     }
     traces, seconds = traced(args, model, prompts, rule, options)

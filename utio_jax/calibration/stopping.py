@@ -8,9 +8,9 @@
 
 A trace is a prompt that was thought to its end, and the answer that the forced end would have given
 at each cue. From it follows what any threshold would have done. Half of the traces make a ladder of
-thresholds, the other half tests it from the safe end (`utio_jax.calibration.risk.control`); a prompt
-is one unit, its risk 0 or 1. Conformal risk control at cues of the text, as LYNX does it, with a
-bound that holds at a confidence instead of on average.
+thresholds, the other half tests it from the safe end (`utio_jax.calibration.risk.control`); a
+prompt is one unit, its risk 0 or 1. As LYNX asks at cues of the text and chooses a threshold by
+conformal prediction, but with a bound that holds at a confidence.
 """
 
 from __future__ import annotations
