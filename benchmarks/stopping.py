@@ -85,7 +85,7 @@ def traced(args: Any, model: Any, prompts: list[Any], rule: Thinking, options: A
         arrays |= {f"{name}_{i}": getattr(each, name) for name in ("tokens", "uncertainty")}
         arrays[f"changed_{i}"] = each.changed
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(args.out, **arrays)
+    np.savez(args.out, **arrays)  # type: ignore[arg-type]
     return found, seconds
 
 

@@ -239,6 +239,12 @@ def test_rows_without_a_rule_and_no_rules_at_all_are_the_plain_loop(model) -> No
     assert mixed.thought[0].answer == slice(0, None)
 
 
+@pytest.mark.check
+def test_rows_on_a_mesh_think_as_without_it(model, rules, wanted) -> None:
+    mesh = jax.make_mesh((1,), ("data",))
+    check(run(model, PROMPTS, max_new_tokens=NEW, thinking=rules[0], mesh=mesh), wanted[0])
+
+
 def test_an_answer_counts_from_behind_the_end_and_the_text_ends_within_its_limit(model) -> None:
     rule = Thinking(end_ids=[1, 2], max_tokens=5, max_answer_tokens=3)
     result = run(model, PROMPTS, max_new_tokens=NEW, thinking=rule)

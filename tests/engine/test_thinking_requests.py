@@ -87,7 +87,7 @@ def test_requests_think_as_alone_and_compile_nothing(
             assert found.thought is None
         else:
             assert found.thought == wanted.thought[0]
-            causes.add(found.thought.ended_by)
+            causes.add(wanted.thought[0].ended_by)
     assert causes >= {"budget", "confidence"}
 
 

@@ -366,6 +366,7 @@ def emit(
     logits = logits.astype(jnp.float32)
     total = jax.nn.logsumexp(logits, axis=-1)
     if thinking is not None and rules is not None:
+        starts, stops_at = (jnp.asarray(ids)[:, None] for ids in (rules.start, rules.end))
         found = follow(
             rules,
             thinking,
@@ -373,8 +374,8 @@ def emit(
             positions,
             fresh,
             limits,
-            starts=_ends_sequence(known, positions, state.prompt_lengths, rules.start[:, None]),
-            ends=_ends_sequence(known, positions, state.prompt_lengths, rules.end[:, None]),
+            starts=_ends_sequence(known, positions, state.prompt_lengths, starts),
+            ends=_ends_sequence(known, positions, state.prompt_lengths, stops_at),
             uncertainty=measures(rules, logits, total),
         )
         thinking, limits, is_last = found.state, found.limits, found.last
