@@ -18,6 +18,7 @@ from helpers.generation import lively_model
 from helpers.lines import joined
 from helpers.models import Model, live_params
 
+from utio_jax.decoding import Confidence, Thinking
 from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
 from utio_jax.engine import LedEngine, follow
 from utio_jax.engine import led as subject
@@ -181,6 +182,10 @@ def test_a_request_arrives_as_it_was_sent(method: Any) -> None:
         "eos_ids": ends,
         "sequences": sequences,
         "thresholds": np.asarray([-np.inf, 0.1], np.float32),
+        "thinking": Thinking(
+            end_ids=(3, 4), confidence=Confidence(threshold=float("inf"), cue_ids=(1,))
+        ),
+        "emitted_uncertainty": np.asarray([0.5, 2.0], np.float32),
     }
     request = Request(**known)
     found = unpack(json.loads(json.dumps(pack(request))), alternatives=5)

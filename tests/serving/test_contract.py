@@ -578,6 +578,7 @@ def test_models_are_listed_with_what_may_be_asked_for(server: Running) -> None:
         "budgets": [0.5, 0.8],
         "prompt_budget": 0.6,
         "chat": True,
+        "thinking": False,
         "context_length": 256,
     }
 

@@ -12,6 +12,13 @@ from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.online import adapt
 from utio_jax.calibration.risk import control, split_documents
 from utio_jax.calibration.selection import FittedSelect, fit_select, see_all
+from utio_jax.calibration.stopping import (
+    FittedStop,
+    StopTrace,
+    fit_stop,
+    replay_stops,
+    trace_stops,
+)
 from utio_jax.calibration.studies import ExitStudy, harm_gini, rank_correlation, study_exits
 
 __all__ = [
@@ -21,10 +28,12 @@ __all__ = [
     "EngineClock",
     "ExitStudy",
     "FittedSelect",
+    "FittedStop",
     "Goal",
     "LensConfig",
     "MaxDisagreement",
     "MaxLoss",
+    "StopTrace",
     "adapt",
     "advise",
     "calibrate",
@@ -33,9 +42,12 @@ __all__ = [
     "fit_lens",
     "fit_prompt_sets",
     "fit_select",
+    "fit_stop",
     "harm_gini",
     "rank_correlation",
+    "replay_stops",
     "see_all",
     "split_documents",
     "study_exits",
+    "trace_stops",
 ]

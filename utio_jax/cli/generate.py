@@ -15,13 +15,14 @@ import tyro
 from utio_jax.cli.corpus import OfCorpus, maker
 from utio_jax.cli.modes import OfDecoding
 from utio_jax.cli.options import progress_bar, read_token_ids
+from utio_jax.cli.thinking import OfThinking
 
 if TYPE_CHECKING:
     from utio_jax.cluster.generation import PromptContinuer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(OfCorpus, OfDecoding):
+class Generate(OfCorpus, OfDecoding, OfThinking):
     """Continues prompts; the text is coloured by depth, and timed against plain decoding.
 
     With --corpus and --out prompts come from files and go through an engine, a row each.
@@ -65,7 +66,7 @@ class Generate(OfCorpus, OfDecoding):
         model, sampling = self.load(), self.sampling()
         mode, prefill, budget = self.decoding_mode(model)
         prompts, eos_ids, tokenizer = self._encoded(model)
-        fallbacks = dict[str, int]()
+        thinking, fallbacks = self.thinking(tokenizer), dict[str, int]()
         if self.profit is not None:
             reason = self._no_profit(model, self.profit, rows=len(prompts))
             if reason is not None:
@@ -93,6 +94,7 @@ class Generate(OfCorpus, OfDecoding):
                 max_new_tokens=self.max_new_tokens,
                 seeds=self.seed,
                 eos_ids=eos_ids,
+                thinking=thinking,
             )
 
         generated = decode(mode)
@@ -120,6 +122,7 @@ class Generate(OfCorpus, OfDecoding):
             "throttled": [layers.tolist() for layers in generated.throttled],
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
+            "thought": [dataclasses.asdict(told) for told in generated.thought],
             **measured.to_dict(),
         }
 
@@ -130,6 +133,9 @@ class Generate(OfCorpus, OfDecoding):
             token_ids=self.token_ids,
             profit=self.profit,
             rounds=self.rounds - 1,
+            think_end=self.think_end,
+            max_thinking_tokens=self.max_thinking_tokens is not None,
+            sure_below=self.sure_below is not None,
         )
         if (self.out is None) != (not self.corpus):
             raise ValueError(

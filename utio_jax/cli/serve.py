@@ -13,10 +13,11 @@ from typing import Any
 
 from utio_jax.cli.corpus import maker
 from utio_jax.cli.options import OfModel, OfProcesses, calibration_of, repeat_verdict
+from utio_jax.cli.thinking import OfThinking
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(OfModel, OfProcesses):
+class Serve(OfModel, OfProcesses, OfThinking):
     """Serves a model over HTTP as OpenAI's API: completions, chat, streams.
 
     Logs are lines of JSON on stderr. It ends by SIGTERM or Ctrl-C, once open requests are answered;
@@ -24,6 +25,8 @@ class Serve(OfModel, OfProcesses):
 
     With --distributed, in several processes with the same options, the model is split over the
     devices of all of them. Process 0 listens; if one is lost, all end.
+
+    With --think-end, requests may say how long they think; budgets here are of those that do not.
 
     Attributes:
       mode: plain, the model as it is; adaptive, a depth per token; lossless, the plain model's
@@ -166,6 +169,7 @@ class Serve(OfModel, OfProcesses):
             chat=_chat_of(model),
             prefill=prefill,
             prompt_budget=None if prefill is None else self.prompt_budget,
+            thinking=self.thinking(model.tokenizer),
             special_tokens=_special_tokens(model),
             **routing,
         )

@@ -20,6 +20,7 @@ from utio_jax.decoding.sampling import (
 )
 from utio_jax.decoding.select import Context, Select, Selected, read_context, select
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
+from utio_jax.decoding.thinking import Confidence, Thinking, Thought
 from utio_jax.decoding.throttle import Throttle
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "CatchUp",
     "Chain",
     "Chunk",
+    "Confidence",
     "Context",
     "Controller",
     "Drop",
@@ -50,6 +52,8 @@ __all__ = [
     "Setting",
     "Temperature",
     "TextChunk",
+    "Thinking",
+    "Thought",
     "Throttle",
     "TopK",
     "TopP",

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Setting
-from utio_jax.decoding.loop import unread
+from utio_jax.decoding.loop import begin_thinking, unread
 from utio_jax.decoding.sampling import Sampling
 from utio_jax.decoding.state import RELEASED, DecodeState, PerRowStopRules, StopRules
 from utio_jax.devices.rows import PerDevice, put_rows
@@ -63,6 +63,7 @@ def empty_state(
     state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
     setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=1)
     state = mode.start(setting, state)
+    state = begin_thinking(setting, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 

@@ -26,6 +26,7 @@ from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.state import REASONS, DecodeState
+from utio_jax.decoding.thinking import Thinking, Thought, thought_of
 from utio_jax.devices.rows import check_mesh
 
 
@@ -39,6 +40,7 @@ class DecodeOptions(TypedDict, total=False):
     seeds: int | Sequence[int]
     lengths: Lengths
     prefill: Prefill | None
+    thinking: Thinking | Sequence[Thinking | None] | None
     mesh: Mesh | None
 
 
@@ -89,6 +91,9 @@ class Generated:
       mode: the mode's name.
       num_layers: of the model.
       group: rows that step together, on one device; the last ones may be empty.
+      thought: how each row has thought; empty where none was given a `Thinking`.
+      uncertainty: of the distribution that each new token was taken from, `[new]`: the measure of
+        its row's `Thinking`; likewise.
     """
 
     token_ids: tuple[np.ndarray, ...]
@@ -118,6 +123,8 @@ class Generated:
     mode: str
     num_layers: int
     group: int
+    thought: tuple[Thought, ...] = ()
+    uncertainty: tuple[np.ndarray, ...] = ()
 
     @property
     def acceptance(self) -> float | None:
@@ -146,6 +153,11 @@ class Generated:
             name: tuple(row[:count] for row, count in zip(getattr(self, name), counts, strict=True))
             for name in ("token_ids", "decided", "executed", "log_probabilities", "throttled")
         }
+        if self.thought:
+            rows = zip(self.uncertainty, self.thought, counts, strict=True)
+            pairs = [(noted[:count], thought.first(count)) for noted, thought, count in rows]
+            noted, thought = zip(*pairs, strict=True)
+            cut |= {"uncertainty": noted, "thought": thought}
         return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
 
 
@@ -185,6 +197,7 @@ def generate(  # noqa: PLR0913 (options, each named)
     prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     chunk: int = 16,
+    thinking: Thinking | Sequence[Thinking | None] | None = None,
     mesh: Mesh | None = None,
 ) -> Generated:
     """Returns new tokens for each prompt.
@@ -209,6 +222,8 @@ def generate(  # noqa: PLR0913 (options, each named)
       stop_when: ends a row when it returns True: called on the host with the row's number and its
         new tokens so far, after every `chunk` of them. The row keeps what it has by then.
       chunk: new tokens per row between two such calls. None are made without `stop_when`.
+      thinking: how long rows may think before their answer, or a list with a rule, or None, for
+        each prompt; see `utio_jax.decoding.Thinking`.
       mesh: splits the rows over its axis "data"; those of one device step together, and wait for no
         others.
 
@@ -232,6 +247,7 @@ def generate(  # noqa: PLR0913 (options, each named)
         prefill=prefill,
         chunk=max_new_tokens if stop_when is None else chunk,
         stop_when=stop_when,
+        thinking=thinking,
         mesh=mesh,
     )
     return _collect(state, mode, lengths, rows=len(prompts), devices=check_mesh(mesh))
@@ -297,6 +313,15 @@ def _collect(
     if state.prompt is not None:
         prompt_depths = _cut(np.asarray(state.prompt.depths)[:rows], np.zeros_like(starts), starts)
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
+    thought, uncertainty = (), ()
+    if state.thinking is not None:
+        now = state.thinking.progress
+        progress = np.stack([now.began, now.forced_at, now.ended, now.cause], axis=1)
+        thought = tuple(
+            thought_of(row, prompt=int(start), length=int(end))
+            for row, start, end in zip(progress[:rows], starts, ends, strict=True)
+        )
+        uncertainty = _cut(np.asarray(state.thinking.uncertainty)[:rows], starts, ends)
     return Generated(
         token_ids=_cut(known, starts, ends),
         finish_reasons=tuple(REASONS[reason] for reason in reasons),
@@ -325,6 +350,8 @@ def _collect(
         mode=mode.name,
         num_layers=model_layers,
         group=all_rows // devices,
+        thought=thought,
+        uncertainty=uncertainty,
     )
 
 

@@ -33,6 +33,8 @@ from utio_jax.decoding.state import (
     empty_tally,
     end_rows,
 )
+from utio_jax.decoding.thinking import Thinking
+from utio_jax.decoding.thinking_state import ThinkingState, check_thinking
 from utio_jax.devices.rows import PerDevice, Rows, check_mesh, over_rows, place
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
@@ -112,6 +114,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     lengths: Lengths = Lengths(),
     prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
+    thinking: Thinking | Sequence[Thinking | None] | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[DecodeState]:
     """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
@@ -144,6 +147,9 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         stop_sequences,
         rows=len(rows),
         vocab_size=config.vocab_size,
+    )
+    stops = dataclasses.replace(
+        stops, thinking=check_thinking(thinking, rows, vocab_size=config.vocab_size)
     )
 
     ends = np.asarray([row.size for row in rows], np.int32)
@@ -268,8 +274,18 @@ def first_tokens(
       emitted: as in `unread`.
     """
     state = dataclasses.replace(state, cache=fill(state.cache, state.lengths))
+    state = begin_thinking(setting, state)
     state = mode.start(setting, state)
     return emit_drawn(setting, state, logits, decided=depth, executed=depth, emitted=emitted)
+
+
+def begin_thinking(setting: Setting, state: DecodeState) -> DecodeState:
+    """Returns the state with what rows know of thinking before their first new token, if any."""
+    rules = setting.stops.thinking
+    if rules is None:
+        return state
+    thinking = ThinkingState.start(rules, state.lengths, slots=state.token_ids.shape[1])
+    return dataclasses.replace(state, thinking=thinking, limits=rules.limits(state.limits))
 
 
 def unread(  # noqa: PLR0913 (arrays of one batch)

@@ -16,6 +16,7 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.documents import check_ids
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
+from utio_jax.decoding.thinking_state import ThinkingRules, ThinkingState, follow, measures
 
 REASONS = ("running", "eos", "stop", "length", "released")
 """Why a row ended, indexed by `DecodeState.reason`; a released one is free for another prompt."""
@@ -29,10 +30,12 @@ class StopRules:
     Attributes:
       eos_ids: each of these ends it at once; padded with -1.
       sequences: token sequences that end it, padded on the left with -1.
+      thinking: how long each row may think; None: no row has a rule.
     """
 
     eos_ids: Int[Array, " eos"]
     sequences: Int[Array, "sequence longest"]
+    thinking: ThinkingRules | None = dataclasses.field(default=None, metadata={"row_axis": 0})
 
 
 @pytree
@@ -43,10 +46,12 @@ class PerRowStopRules:
       eos_ids: each of a row's ends it at once; padded with -1.
       sequences: token sequences that end it, padded on the left with -1; where a row has fewer of
         them than others, sequences of -2, which nothing ends with.
+      thinking: how long each may think; None: no row has a rule.
     """
 
     eos_ids: Int[Array, "batch eos"] = dataclasses.field(metadata={"row_axis": 0})
     sequences: Int[Array, "batch sequence longest"] = dataclasses.field(metadata={"row_axis": 0})
+    thinking: ThinkingRules | None = dataclasses.field(default=None, metadata={"row_axis": 0})
 
 
 def stop_rules(
@@ -273,6 +278,7 @@ class DecodeState:
       memory: what the mode remembers, any pytree; its fields say where rows lie.
       prompt: how prompts were read, where not by the dense program, and where all rows were read
         together.
+      thinking: how far rows have come with it; None where none has a rule.
     """
 
     token_ids: Int[Array, "batch slot"] = dataclasses.field(metadata={"row_axis": 0})
@@ -285,6 +291,7 @@ class DecodeState:
     tally: Tally = dataclasses.field(metadata={"row_axis": 0})
     memory: Any
     prompt: PromptPass | None = dataclasses.field(default=None, metadata={"row_axis": 0})
+    thinking: ThinkingState | None = dataclasses.field(default=None, metadata={"row_axis": 0})
 
     @property
     def active(self) -> Bool[Array, " batch"]:
@@ -327,7 +334,8 @@ def emit(
 ) -> DecodeState:
     """Returns the state with new tokens in the active rows, cut where a row ends.
 
-    The token that ends a row is kept.
+    The token that ends a row is kept. Where thinking has to end, the token that comes next of the
+    forced sequence stands instead of the first new one, and further ones are dropped.
 
     Args:
       state: before.
@@ -339,6 +347,9 @@ def emit(
       executed: likewise.
     """
     batch, new = token_ids.shape
+    thinking, rules, limits = state.thinking, stops.thinking, state.limits
+    if thinking is not None and rules is not None:
+        token_ids, counts = thinking.forced(rules, state.lengths, token_ids, counts)
     row = jnp.arange(batch, dtype=jnp.int32)[:, None]
     offsets = jnp.arange(new, dtype=jnp.int32)[None, :]
     positions = state.lengths[:, None] + offsets
@@ -352,6 +363,23 @@ def emit(
     is_eos = jnp.any(token_ids[:, :, None] == eos_ids[:, None, :], axis=-1)
     is_stop = _ends_sequence(known, positions, state.prompt_lengths, sequences)
     is_last = positions + 1 >= state.limits[:, None]
+    logits = logits.astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    if thinking is not None and rules is not None:
+        starts, stops_at = (jnp.asarray(ids)[:, None] for ids in (rules.start, rules.end))
+        found = follow(
+            rules,
+            thinking,
+            token_ids,
+            positions,
+            fresh,
+            limits,
+            starts=_ends_sequence(known, positions, state.prompt_lengths, starts),
+            ends=_ends_sequence(known, positions, state.prompt_lengths, stops_at),
+            uncertainty=measures(rules, logits, total),
+        )
+        thinking, limits, is_last = found.state, found.limits, found.last
+        fresh, counts = found.kept, jnp.sum(found.kept, axis=1, dtype=jnp.int32)
     ends = (is_eos | is_stop | is_last) & fresh
     ended = jnp.any(ends, axis=1)
     first = jnp.argmax(ends, axis=1).astype(jnp.int32)
@@ -360,9 +388,7 @@ def emit(
     reason = jnp.take_along_axis(reasons, first[:, None], axis=1)[:, 0]
 
     kept = jnp.where(offsets < counts[:, None], slots, state.token_ids.shape[1])
-    logits = logits.astype(jnp.float32)
     chosen = jnp.take_along_axis(logits, token_ids[:, :, None], axis=-1)[:, :, 0]
-    total = jax.nn.logsumexp(logits, axis=-1)
     likelihood, alternatives = chosen - total, state.tally.alternatives
     if alternatives is not None:
         alternatives = alternatives.put(row, kept, logits - total[:, :, None])
@@ -377,8 +403,10 @@ def emit(
         state,
         token_ids=known,
         lengths=state.lengths + counts,
+        limits=limits,
         reason=jnp.where(ended, reason, state.reason),
         tally=tally,
+        thinking=thinking,
     )
 
 

@@ -112,6 +112,11 @@ def run_block(  # noqa: PLR0913 (static and traced apart, for jit)
             leaf.at[rows, slots].get(mode="clip").reshape(slots.shape[0], -1)
             for leaf in (chosen.token_ids, bits)
         ]
+    if state.thinking is not None:
+        bits = jax.lax.bitcast_convert_type(state.thinking.uncertainty, jnp.int32)
+        notes.append(bits.at[rows, slots].get(mode="clip"))
+        now = state.thinking.progress
+        notes.append(jnp.stack([now.began, now.forced_at, now.ended, now.cause], axis=1))
     return state, jnp.concatenate([jnp.stack(counts, axis=1), *notes], axis=1)
 
 
@@ -172,6 +177,9 @@ class RowReport:
       reason: `"running"`, or why the row ended.
       alternatives: to each token; None where there are none.
       counts: `steps`, `token_layers`, `drafts` and `accepted` of the row since it was admitted.
+      uncertainty: of the distribution that each token was taken from; None where requests bring no
+        `Thinking`.
+      progress: `began`, `forced_at`, `ended` and `cause` of the row's thinking; likewise.
     """
 
     token_ids: Int[np.ndarray, " new"]
@@ -181,6 +189,8 @@ class RowReport:
     reason: str
     alternatives: Alternatives | None
     counts: dict[str, int]
+    uncertainty: Float[np.ndarray, " new"] | None = None
+    progress: tuple[int, ...] | None = None
 
     def first(self, count: int) -> RowReport:
         """Returns the report of the first tokens alone."""
@@ -195,13 +205,28 @@ class RowReport:
         cut: dict[str, Any] = {name: getattr(self, name)[kept] for name in names}
         if self.alternatives is not None:
             cut["alternatives"] = self.alternatives.cut(kept)
+        if self.uncertainty is not None:
+            cut["uncertainty"] = self.uncertainty[kept]
         return dataclasses.replace(self, **cut)
 
 
 def read_report(
-    report: Int[np.ndarray, "slot column"], slot: int, *, room: int, alternatives: int = 0
+    report: Int[np.ndarray, "slot column"],
+    slot: int,
+    *,
+    room: int,
+    alternatives: int = 0,
+    thinking: bool = False,
 ) -> RowReport:
-    """Returns what one slot's row reports, of so many alternatives to each token."""
+    """Returns what one slot's row reports, of so many alternatives to each token.
+
+    Args:
+      report: of a block.
+      slot: whose row it is.
+      room: of the block.
+      alternatives: to each token.
+      thinking: whether rows report of it.
+    """
     row = np.array(report[slot])  # A copy: on CPU the array is a view of the device's.
     head = 3 + len(_TALLIED)
     since, length, reason = map(int, row[:3])
@@ -217,6 +242,10 @@ def read_report(
         )
         chosen = Alternatives(token_ids=ids, log_probabilities=values.view(np.float32))
         chosen = chosen.cut(slice(length - since))
+    noted, progress = None, None
+    if thinking:
+        noted = row[-4 - room : -4][: length - since].view(np.float32)
+        progress = tuple(int(place) for place in row[-4:])
     return RowReport(
         alternatives=chosen,
         token_ids=tokens,
@@ -225,4 +254,6 @@ def read_report(
         log_probabilities=bits.view(np.float32),
         reason=REASONS[reason],
         counts={name: int(n) for name, n in zip(_TALLIED, row[3:head], strict=True)},
+        uncertainty=noted,
+        progress=progress,
     )

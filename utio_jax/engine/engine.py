@@ -31,6 +31,7 @@ from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, PerRowSampling
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
+from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.planning import plan_mode, planned
@@ -68,6 +69,7 @@ class Engine:
         read_late: bool | None = None,
         shapes: Shapes = Shapes(),
         alternatives: int = 0,
+        thinking: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Makes an engine without requests.
@@ -88,6 +90,8 @@ class Engine:
           shapes: which programs there are.
           alternatives: how many of the most probable tokens are noted at the place of each new one,
             for all requests. They cost a search of the vocabulary in each step.
+          thinking: whether requests may bring a `Thinking`. Each step then looks once more through
+            its logits; without it nothing changes.
           clock: seconds; for deadlines and statistics.
 
         Raises:
@@ -104,6 +108,7 @@ class Engine:
             steps=steps,
             shapes=shapes,
             alternatives=alternatives,
+            thinking=thinking,
         )
         self._rows = self._make_rows(mode)
         self._asked_for = mode  # As given: a plan may fall back to another one.
@@ -137,6 +142,8 @@ class Engine:
         policy: RequestPolicy = None,
         whole_prompt: bool = False,
         emitted: Sequence[int] | np.ndarray = (),
+        thinking: Thinking | None = None,
+        emitted_uncertainty: Sequence[float] | np.ndarray = (),
     ) -> int:
         """Returns the number of a request that waits for a slot from now on.
 
@@ -159,12 +166,16 @@ class Engine:
             positions of draws, `max_new_tokens` and what ends it are those of the whole request.
             Read at full depth: under `Adaptive`, and of prompts that a `prefill` reads, what comes
             may differ from the uncut request's; else it is the same.
+          thinking: how long it may think before its answer, in an engine made with `thinking=True`.
+          emitted_uncertainty: of each emitted token, as its events told; wanted where a confidence
+            may end its thinking.
 
         Raises:
           ValueError: it can never fit, more stops than there is room for, stop strings without a
             tokenizer, a deadline that has passed, emitted tokens that have ended it, a chain of
             sampling methods in an order that a row cannot have, a policy that the mode cannot
-            serve, or see `utio_jax.generate`.
+            serve, a `Thinking` where the engine takes none, emitted tokens without the uncertainty
+            that its confidence asks for, or see `utio_jax.generate`.
         """
         config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
         (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
@@ -205,6 +216,7 @@ class Engine:
                 "Wanted emitted tokens of a request that has not ended. Got "
                 f"{known.size} of at most {max_new_tokens}, the last of them {known[-1:].tolist()}."
             )
+        noted = self._checked_thinking(thinking, known, emitted_uncertainty)
         request = Request(
             number=next(self._numbers),
             prompt=prompt,
@@ -218,12 +230,39 @@ class Engine:
             text=text,
             whole_prompt=whole_prompt,
             alternatives=self._served.alternatives,
+            thinking=thinking,
+            emitted_uncertainty=noted,
             submitted=now,
             expires=math.inf if deadline is None else now + deadline,
         )
         self._known[request.number] = request
         self._queue.append(request)
         return request.number
+
+    def _checked_thinking(
+        self,
+        thinking: Thinking | None,
+        emitted: np.ndarray,
+        uncertainty: Sequence[float] | np.ndarray,
+    ) -> np.ndarray:
+        """Returns the uncertainty of emitted tokens, once the rule is known to be one."""
+        noted = np.asarray(uncertainty, np.float32)
+        if thinking is None:
+            return np.zeros(0, np.float32)
+        if not self._served.thinking:
+            raise ValueError(
+                "Wanted an engine that takes a Thinking. Got one without. Make it with "
+                "Engine(..., thinking=True)."
+            )
+        thinking.check(vocab_size=self._served.decoder.config.vocab_size)
+        wanted = emitted.size if thinking.confidence is not None or noted.size else 0
+        if noted.shape != (wanted,):
+            raise ValueError(
+                f"Wanted the emitted_uncertainty of each of {emitted.size} emitted tokens: it "
+                f"decides where a confidence ends thinking. Got shape {noted.shape}. Bring along "
+                "what the request's events told."
+            )
+        return noted
 
     def cancel(self, number: int) -> bool:
         """Ends a request; its last event comes with the next `advance`.
@@ -393,7 +432,13 @@ class Engine:
             if request is None or request.done:
                 continue
             kept = self._served.alternatives
-            row = read_report(report, slot, room=self._rows.room, alternatives=kept)
+            row = read_report(
+                report,
+                slot,
+                room=self._rows.room,
+                alternatives=kept,
+                thinking=self._served.thinking,
+            )
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:

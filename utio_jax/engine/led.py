@@ -37,6 +37,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding import sampling as methods
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.thinking import Confidence, Thinking
 from utio_jax.devices.lines import Lines, ProcessLostError
 from utio_jax.devices.processes import digest
 from utio_jax.engine.blocks import report_columns
@@ -241,6 +242,7 @@ def follow(  # noqa: PLR0913 (options, each named)
     steps: int = 8,
     shapes: Shapes = Shapes(),
     alternatives: int = 0,
+    thinking: bool = False,
     identity: str = "",
     deeds: Deeds = types.MappingProxyType({}),
 ) -> None:
@@ -257,6 +259,7 @@ def follow(  # noqa: PLR0913 (options, each named)
       steps: likewise.
       shapes: likewise.
       alternatives: likewise.
+      thinking: likewise.
       identity: see `LedEngine`.
       deeds: what else process 0 may `tell` of.
 
@@ -273,6 +276,7 @@ def follow(  # noqa: PLR0913 (options, each named)
         steps=steps,
         shapes=shapes,
         alternatives=alternatives,
+        thinking=thinking,
     )
     rows = Slots(served, everywhere(mode, params))
     _agree(lines, _identity(served, rows.mode, identity))
@@ -359,6 +363,8 @@ def pack(request: Request) -> dict[str, Any]:
     def packed(value: Any) -> Any:
         if isinstance(value, Method):
             return {"method": _pack_method(value)}
+        if isinstance(value, Thinking):
+            return {"thinking": _pack_thinking(value)}
         if isinstance(value, np.ndarray):
             return {"array": value.tolist(), "dtype": value.dtype.name, "shape": value.shape}
         return value
@@ -377,12 +383,39 @@ def unpack(packed: Mapping[str, Any], *, alternatives: int) -> Request:
     def unpacked(value: Any) -> Any:
         if isinstance(value, dict) and "method" in value:
             return _unpack_method(value["method"])
+        if isinstance(value, dict) and "thinking" in value:
+            return _unpack_thinking(value["thinking"])
         if isinstance(value, dict):
             return np.asarray(value["array"], value["dtype"]).reshape(value["shape"])
         return value
 
     known = {name: unpacked(value) for name, value in packed.items()}
     return Request(**known, text=None, alternatives=alternatives, submitted=0.0, expires=math.inf)
+
+
+def _pack_thinking(rule: Thinking) -> dict[str, Any]:
+    sure = rule.confidence
+    return {**_fields(rule), "confidence": None if sure is None else _fields(sure)}
+
+
+def _fields(rule: Thinking | Confidence) -> dict[str, Any]:
+    """Returns a rule's fields, their token ids as lists of numbers."""
+    known = {field.name: getattr(rule, field.name) for field in dataclasses.fields(rule)}
+    ids = {name: value for name, value in known.items() if name.endswith("_ids")}
+    return known | {
+        name: None if value is None else [int(token) for token in value]
+        for name, value in ids.items()
+    }
+
+
+def _unpack_thinking(packed: Mapping[str, Any]) -> Thinking:
+    def known(fields: Mapping[str, Any]) -> dict[str, Any]:
+        lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+        return {**fields, **lists}
+
+    sure = packed["confidence"]
+    sure = None if sure is None else Confidence(**known(sure))
+    return Thinking(**{**known(packed), "confidence": sure})
 
 
 def _pack_method(method: Any) -> list[Any]:
@@ -402,6 +435,7 @@ def _unpack_method(packed: list[Any]) -> Any:
 
 def _identity(served: Served, mode: Mode, identity: str) -> bytes:
     sizes = (served.slots, served.capacity, served.steps, served.shapes, served.alternatives)
+    sizes = (*sizes, served.thinking)
     about = repr((type(served.decoder).__name__, served.decoder.config, sizes, identity))
     shapes = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(served.params)]
     return digest(about, repr(shapes), mode, served.prefill).encode()

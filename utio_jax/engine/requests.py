@@ -21,6 +21,8 @@ from utio_jax.decoding.sampling import (
 )
 from utio_jax.decoding.state import PerRowStopRules
 from utio_jax.decoding.text import StreamedRow
+from utio_jax.decoding.thinking import Thinking, Thought, replay, thought_of
+from utio_jax.decoding.thinking_state import Before, thinking_rules
 from utio_jax.engine.blocks import Alternatives, RowReport, Rules
 
 Method = Greedy | Temperature | TopK | TopP | MinP | Chain
@@ -57,6 +59,8 @@ class Finished:
       seconds_between_tokens: from the first token to the last over the tokens between; None for
         fewer than two.
       longest_pause: the longest time between two events with tokens, in seconds; 0 for one event.
+      thought: how it has thought, of all its new tokens, those emitted elsewhere included; None
+        without a `Thinking`.
     """
 
     token_ids: Int[np.ndarray, " new"]
@@ -75,6 +79,7 @@ class Finished:
     seconds_to_first_token: float | None
     seconds_between_tokens: float | None
     longest_pause: float
+    thought: Thought | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,8 @@ class Event:
       text: what is new of its text; what may belong to a stop string or an unfinished character is
         held back. Empty without a tokenizer.
       finished: the whole of it, once it has ended; None while it runs.
+      uncertainty: of the distribution that each token was taken from, in the measure of its
+        `Thinking`: what goes on elsewhere has to bring it along. None without a `Thinking`.
     """
 
     request: int
@@ -101,6 +108,7 @@ class Event:
     alternatives: Alternatives | None
     text: str
     finished: Finished | None
+    uncertainty: Float[np.ndarray, " new"] | None = None
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -120,6 +128,8 @@ class Request:
       text: reads its tokens; None without a tokenizer.
       whole_prompt: whether its prompt is read in full, whatever the engine's `prefill`.
       alternatives: to each token, that the engine keeps.
+      thinking: how long it may think; None: it has no rule.
+      emitted_uncertainty: of the emitted tokens; empty where that decides nothing.
       submitted: seconds on the engine's clock.
       expires: likewise; `inf`: never.
       slot: where it runs; None while it waits.
@@ -142,6 +152,10 @@ class Request:
     alternatives: int
     submitted: float
     expires: float
+    thinking: Thinking | None = None
+    emitted_uncertainty: Float[np.ndarray, " noted"] = dataclasses.field(
+        default_factory=lambda: np.zeros(0, np.float32)
+    )
     slot: int | None = None
     admitted: float | None = None
     ending: str | None = None
@@ -177,6 +191,7 @@ class Request:
             alternatives=report.alternatives,
             text=text,
             finished=None if reason == "running" else self.finish(reason, now),
+            uncertainty=None if self.thinking is None else report.uncertainty,
         )
 
     def end(self, reason: str, now: float) -> Event:
@@ -196,6 +211,7 @@ class Request:
             alternatives=Alternatives.none(self.alternatives),
             text=text,
             finished=finished,
+            uncertainty=None if self.thinking is None else none.astype(np.float32),
         )
 
     def finish(self, reason: str, now: float) -> Finished:
@@ -224,7 +240,27 @@ class Request:
             seconds_to_first_token=times[0] - self.submitted if times else None,
             seconds_between_tokens=(times[-1] - times[0]) / (tokens.size - 1) if many else None,
             longest_pause=float(np.max(np.diff(times), initial=0.0)),
+            thought=self._thought(self.emitted.size + tokens.size),
         )
+
+    @property
+    def before(self) -> Before:
+        """What it has had before its first step here."""
+        return Before(
+            prompt=self.prompt,
+            emitted=self.emitted[:-1],
+            uncertainty=self.emitted_uncertainty[: max(0, self.emitted.size - 1)],
+        )
+
+    def _thought(self, new: int) -> Thought | None:
+        if self.thinking is None:
+            return None
+        size = self.prompt.size
+        if not self._reports or self._reports[-1].progress is None:
+            emitted, noted = self.emitted.tolist(), self.emitted_uncertainty
+            progress = replay(self.thinking, self.prompt, emitted, noted)
+            return thought_of(progress, prompt=size, length=size + new)
+        return thought_of(self._reports[-1].progress, prompt=size, length=size + new)
 
     def _all_alternatives(self) -> Alternatives | None:
         found = [each.alternatives for each in self._reports if each.alternatives is not None]
@@ -265,7 +301,11 @@ def stop_arrays(
 
 
 def rules_of(
-    requests: Sequence[Request], *, rows: int, own: Float[np.ndarray, " boundary"] | None
+    requests: Sequence[Request],
+    *,
+    rows: int,
+    own: Float[np.ndarray, " boundary"] | None,
+    thinking: bool = False,
 ) -> Rules:
     """Returns the rules of some requests as arrays of `rows` rows; further rows end at once.
 
@@ -273,6 +313,7 @@ def rules_of(
       requests: at most `rows`.
       rows: of the arrays.
       own: thresholds of the mode; None where it has none, whatever requests were made with.
+      thinking: whether requests may bring a `Thinking`.
     """
     missing = rows - len(requests)
     nothing = stop_arrays((), (), vocab_size=1)
@@ -281,11 +322,18 @@ def rules_of(
     if own is not None:
         asked = [own if each.thresholds is None else each.thresholds for each in requests]
         thresholds = np.stack([*asked, *[own] * missing])
+    thoughts = None
+    if thinking:
+        thoughts = thinking_rules(
+            [*(each.thinking for each in requests), *[None] * missing],
+            [*(each.before for each in requests), *[Before(prompt=())] * missing],
+        )
     return Rules(
         thresholds=thresholds,
         sampling=PerRowSampling.of([each.sampling for each in requests] + [Greedy()] * missing),
         stops=PerRowStopRules(
             eos_ids=np.stack([ends for ends, _ in stops]),  # type: ignore[arg-type]
             sequences=np.stack([padded for _, padded in stops]),  # type: ignore[arg-type]
+            thinking=thoughts,
         ),
     )

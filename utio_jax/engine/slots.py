@@ -95,6 +95,7 @@ class Served:
       steps: new tokens of each running row in a block.
       shapes: which programs there are.
       alternatives: to each new token, that are kept.
+      thinking: whether requests may bring a `Thinking`.
     """
 
     decoder: Decoder
@@ -105,6 +106,7 @@ class Served:
     steps: int
     shapes: Shapes
     alternatives: int
+    thinking: bool = False
 
 
 def prompt_widths(capacity: int) -> tuple[int, ...]:
@@ -200,7 +202,7 @@ class Slots:
         self._layers = split_layers(served.decoder, served.params)
         self._key_widths = key_widths(capacity, key_step=served.shapes.key_step)
         self._own = own_thresholds(self.mode)
-        self._rules = rules_of((), rows=slots, own=self._own)
+        self._rules = self._rules_of((), rows=slots)
         sizes = {"slots": capacity, "alternatives": served.alternatives}
         self.state = empty_state(*self._fixed(self._rules), batch=slots, **sizes)
 
@@ -255,7 +257,7 @@ class Slots:
         """
         if reading.chunked:
             return self._read_chunk(requests[0], rows[0], chunk=reading.width)
-        rules = rules_of(requests, rows=group, own=self._own)
+        rules = self._rules_of(requests, rows=group)
         fresh = begin(
             *self._fixed(rules),
             *_arrays(requests, rows=group, width=reading.width),
@@ -289,7 +291,7 @@ class Slots:
         if end < request.read.size:
             self._partial = _Partial(request, state, last, start=end)
             return False
-        self._partial, rules = None, rules_of([request], rows=1, own=self._own)
+        self._partial, rules = None, self._rules_of([request], rows=1)
         self._put(close_prompt(*self._fixed(rules), state, last, emitted), rules, [row])
         return True
 
@@ -317,6 +319,9 @@ class Slots:
     def release(self, rows: Sequence[int]) -> None:
         """Keeps some rows from taking further steps."""
         self.state = release(self.state, rows)
+
+    def _rules_of(self, requests: Sequence[Request], *, rows: int) -> Rules:
+        return rules_of(requests, rows=rows, own=self._own, thinking=self._served.thinking)
 
     def _fixed(self, rules: Rules) -> tuple:
         return self._served.decoder, self._served.params, self.mode, rules.sampling, rules.stops

@@ -279,10 +279,21 @@ def usage_of(
         known = [value for each in finished if (value := getattr(each, name)) is not None]
         return round(max(known), 6) if known else None
 
+    told: dict[str, Any] = {}
+    thoughts = [each.thought for each in finished if each.thought is not None]
+    if thoughts:
+        spent = sum(thought.tokens for thought in thoughts)
+        told["completion_tokens_details"] = {"reasoning_tokens": spent}
+        shown = [
+            {"tokens": each.tokens, "forced": each.forced, "ended_by": each.ended_by}
+            for each in thoughts
+        ]
+        about = {**about, "thinking": shown}
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new,
         "total_tokens": prompt_tokens + new,
+        **told,
         "utio": {
             **about,
             "mean_depth_decided": mean("decided"),

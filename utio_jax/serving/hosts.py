@@ -135,6 +135,7 @@ def _options(model: ServedModel, *, slots: int, capacity: int, shapes: Shapes) -
         "prefill": everywhere(model.prefill, model.text.params),
         "shapes": shapes,
         "alternatives": MOST_LOGPROBS,
+        "thinking": model.thinking is not None,
     }
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import TextModel
+from utio_jax.decoding.thinking import Thinking
 from utio_jax.policies.depth import Thresholded
 
 
@@ -45,6 +46,8 @@ class ServedModel:
       budgets: policies that a request may choose by their budget.
       prefill: how prompts are read; None: in full.
       prompt_budget: what that costs over reading them in full.
+      thinking: how long a request's choices may think that says nothing of it; None: requests may
+        say nothing of it.
       special_tokens: texts of `eos_token`, `bos_token` and others, by name.
     """
 
@@ -57,6 +60,7 @@ class ServedModel:
     budgets: Mapping[float, Thresholded] = dataclasses.field(default_factory=dict)
     prefill: Prefill | None = None
     prompt_budget: float | None = None
+    thinking: Thinking | None = None
     special_tokens: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -90,6 +94,7 @@ class ServedModel:
                 "budgets": sorted(self.budgets),
                 "prompt_budget": self.prompt_budget,
                 "chat": self.chat is not None,
+                "thinking": self.thinking is not None,
                 "context_length": context,
             },
         }

@@ -11,12 +11,19 @@ from typing import Any
 import numpy as np
 
 from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
+from utio_jax.decoding.thinking import Confidence, Thinking
 from utio_jax.serving.answers import Wanted
 from utio_jax.serving.backend import Generate, ScorePrompt, Task
 from utio_jax.serving.errors import ApiError
 from utio_jax.serving.limits import Limits
 from utio_jax.serving.model import ServedModel
-from utio_jax.serving.schema import ChatRequest, CompletionRequest, Message, UtioOptions
+from utio_jax.serving.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    StopOptions,
+    UtioOptions,
+)
 
 MOST_LOGPROBS = 5
 """Most probable tokens that a request may ask for at each place."""
@@ -245,6 +252,8 @@ class Reader:
             "eos_ids": self._ends(body, eos_ids),
             "deadline": self.limits.request_seconds,
         }
+        if self.model.thinking is not None or _asks_to_think(body):
+            options["thinking"] = self._thinking(body)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         tasks: list[Task] = []
         choice_of = []
@@ -299,6 +308,44 @@ class Reader:
         ends = () if body.ignore_eos else tuple(own)
         return tuple(dict.fromkeys((*ends, *(body.stop_token_ids or ()))))
 
+    def _thinking(self, body: CompletionRequest | ChatRequest) -> Thinking:
+        """Returns how long a request's choices may think."""
+        rule, budget = self.model.thinking, body.thinking_token_budget
+        asked = (body.utio and body.utio.stop) or StopOptions()  # type: ignore[call-arg]
+        param = "thinking_token_budget" if budget is not None else "utio.stop"
+        if rule is None:
+            message = (
+                "Wanted a server that knows what ends thinking. This one was started without "
+                "--think-end. Leave it out."
+            )
+            raise ApiError(400, message, param=param)
+        if budget is not None and asked.max_thinking_tokens not in (None, budget):
+            message = (
+                f"Wanted one budget. Got thinking_token_budget of {budget} and "
+                f"utio.stop.max_thinking_tokens of {asked.max_thinking_tokens}. Leave out one."
+            )
+            raise ApiError(400, message, param=param)
+        most = rule.max_tokens if asked.max_thinking_tokens is None else asked.max_thinking_tokens
+        if budget is not None:
+            most = None if budget < 0 else budget
+        sure = rule.confidence
+        if asked.threshold is None and sure is None:
+            if asked.window is not None or asked.min_tokens is not None:
+                message = "Wanted utio.stop.threshold with a window or min_tokens. Got none."
+                raise ApiError(400, message, param="utio.stop.threshold")
+        else:
+            names = ("threshold", "window", "min_tokens")
+            own = {name: getattr(asked, name) for name in names}
+            own = {name: value for name, value in own.items() if value is not None}
+            sure = dataclasses.replace(sure, **own) if sure is not None else Confidence(**own)
+        answer = asked.max_answer_tokens
+        return dataclasses.replace(
+            rule,
+            max_tokens=most,
+            max_answer_tokens=rule.max_answer_tokens if answer is None else answer,
+            confidence=sure,
+        )
+
     def _engine_options(self, utio: UtioOptions | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns how deep the engine shall run a request, and what its answer says of it."""
         model, asked = self.model, utio or UtioOptions()  # type: ignore[call-arg]
@@ -344,6 +391,11 @@ class Reader:
             "layers": model.layers,
             "logprobs_of": "routed" if routed else "full",
         }
+
+
+def _asks_to_think(body: CompletionRequest | ChatRequest) -> bool:
+    stop = None if body.utio is None else body.utio.stop
+    return stop is not None or body.thinking_token_budget not in (None, -1)
 
 
 def _sampling(body: CompletionRequest | ChatRequest) -> Any:

@@ -177,6 +177,9 @@ class _Course:
             changed["deadline"] = max(left, 0.001)
         if self.migrations:
             changed["emitted"] = _joined(self._events, "token_ids", np.int32)
+            if task.options.get("thinking") is not None:
+                noted = _joined(self._events, "uncertainty", np.float32)
+                changed["emitted_uncertainty"] = noted
         return dataclasses.replace(task, options={**task.options, **changed})
 
     def take(self, news: News) -> News:

@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thinking budgets: what comes out, and what it costs, against a loop of one token at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, true_logits
+
+from utio_jax.decoding import Adaptive, Confidence, Lossless, Temperature, Thinking, Thought
+from utio_jax.decoding.drafting import NGram
+from utio_jax.decoding.thinking import BY_BUDGET, NEVER, replay
+
+NEW = 24
+PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [6, 2, 2], [0, 5, 7], [9, 1]]
+
+
+def sure(rule: Confidence, thought: Sequence[int], doubts: Sequence[float]) -> bool:
+    """Returns whether a row is sure behind what it has thought."""
+    if len(thought) < max(rule.window, rule.min_tokens):
+        return False
+    if rule.cue_ids and thought[-1] not in rule.cue_ids:
+        return False
+    return math.fsum(doubts[-rule.window :]) / rule.window < rule.threshold
+
+
+def look(
+    rule: Thinking, prompt: Sequence[int], new: Sequence[int], doubts: Sequence[float]
+) -> tuple[int | None, Thought]:
+    """Returns the token that is due behind some new ones, if any, and how the row has thought.
+
+    From scratch: first where thinking begins, then the first place where it ends.
+    """
+    start, end, forced = [*rule.start_ids], [*rule.end_ids], rule.forced
+    begin: int | None = 0
+    if start:
+        text = ",".join(map(str, ["", *prompt, ""]))
+        marks = [",".join(map(str, ["", *ids, ""])) for ids in (start, end)]
+        if text.rfind(marks[0]) <= text.rfind(marks[1]):
+            places = range(len(start), len(new) + 1)
+            begin = next((i for i in places if [*new[i - len(start) : i]] == start), None)
+    if begin is None:
+        return None, Thought(start=None, tokens=0, forced=0, ended_by="open")
+    for cut in range(begin, len(new) + 1):
+        thought = [*new[begin:cut]]
+        if thought[-len(end) :] == end:
+            return None, Thought(start=begin, tokens=len(thought), forced=0, ended_by="model")
+        over = rule.max_tokens is not None and len(thought) >= rule.max_tokens
+        calm = rule.confidence is not None and sure(rule.confidence, thought, doubts[:cut])
+        if over or calm:
+            done = len(new) - cut
+            by = "budget" if over else "confidence"
+            put = min(done, len(forced))
+            told = Thought(start=begin, tokens=len(thought), forced=put, ended_by=by)
+            return (forced[done] if done < len(forced) else None), told
+    return None, Thought(start=begin, tokens=len(new) - begin, forced=0, ended_by="open")
+
+
+known: dict[Any, np.ndarray] = {}
+"""Logits behind texts of which every token has run all layers."""
+
+
+def by_hand(
+    model: Any, prompt: list[int], rule: Thinking | None, depths: np.ndarray, kv: str
+) -> tuple[list[int], list[float], Thought | None]:
+    """Writes one token after the other, each from a pass over the whole text."""
+    new: list[int] = []
+    doubts: list[float] = []
+    while len(new) < NEW:
+        text = (*prompt, *new), kv
+        if kv != "full" or text not in known:
+            told = np.asarray([*new, 0])
+            known[text] = true_logits(model, prompt, told, depths[: len(new) + 1], kv)[-1]
+        logits = known[text]
+        chances = np.asarray(jax.nn.softmax(logits), np.float64)
+        due = None if rule is None else look(rule, prompt, new, doubts)[0]
+        new.append(int(np.argmax(logits)) if due is None else int(due))
+        doubt = rule is not None and rule.confidence and rule.confidence.measure == "doubt"
+        entropy = -(chances * np.log(chances)).sum()
+        doubts.append(float(1 - chances.max()) if doubt else float(entropy))
+        if rule is not None and rule.max_answer_tokens is not None:
+            told = look(rule, prompt, new, doubts)[1]
+            behind = told.start is not None and told.tokens + told.forced + told.start
+            full = told.ended_by == "model" or told.forced == len(rule.forced)
+            if full and len(new) - behind >= rule.max_answer_tokens:
+                break
+    return new, doubts, None if rule is None else look(rule, prompt, new, doubts)[1]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return lively_model()
+
+
+@pytest.fixture(scope="module")
+def rules(model: Any) -> list[list[Thinking | None]]:
+    """Rules for the prompts' rows, three sets; ends and starts occur in what the model writes."""
+    free = run(model, PROMPTS, max_new_tokens=NEW).token_ids
+    found = []
+    for turn in range(3):
+        rng = np.random.default_rng(turn)
+        rows: list[Thinking | None] = []
+        for row, new in enumerate(free):
+            at = int(rng.integers(2, 12))
+            confidence = Confidence(
+                threshold=float(rng.choice([2.2, 2.8, 3.2, math.inf])),
+                window=int(rng.integers(1, 6)),
+                cue_ids=() if rng.random() < 0.4 else tuple(rng.integers(0, 64, 20).tolist()),
+                min_tokens=int(rng.integers(0, 8)),
+            )
+            if rng.random() < 0.4:
+                confidence = dataclasses.replace(confidence, measure="doubt", threshold=0.8)
+            kind = (row + turn) % 6
+            rows.append(
+                [
+                    None,
+                    Thinking(end_ids=[63], max_tokens=at, max_answer_tokens=4),
+                    Thinking(end_ids=new[at : at + 2].tolist(), forced_ids=[3, 9, 3]),
+                    Thinking(end_ids=[62, 63], forced_ids=[3], confidence=confidence),
+                    Thinking(end_ids=[61], start_ids=new[at : at + 1].tolist(), max_tokens=turn),
+                    Thinking(
+                        end_ids=[60, 1], max_tokens=15, max_answer_tokens=2, confidence=confidence
+                    ),
+                ][kind]
+            )
+        found.append(rows)
+    return found
+
+
+def check(result: Any, wanted: list[Any]) -> None:
+    for row, (new, doubts, told) in enumerate(wanted):
+        assert result.token_ids[row].tolist() == new
+        if told is not None:
+            np.testing.assert_allclose(result.uncertainty[row], doubts, atol=1e-4)
+            assert result.thought[row] == told
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Any, rules: Any) -> list[Any]:
+    deep = np.full(NEW, 4)
+    rows = [zip(PROMPTS, each, strict=True) for each in rules]
+    return [[by_hand(model, *row, deep, "full") for row in each] for each in rows]
+
+
+def test_rows_think_as_a_loop_over_single_tokens_does(model, rules, wanted, count_compiles) -> None:
+    causes, warm = set(), None
+    for each, by_loop in zip(rules, wanted, strict=True):
+        with count_compiles() as seen:
+            result = run(model, PROMPTS, max_new_tokens=NEW, thinking=each)
+        check(result, by_loop)
+        causes |= {told.ended_by for told in result.thought}
+        # Each token but prefill's is one round of all layers, forced ones too.
+        sizes = [new.size for new in result.token_ids]
+        assert result.steps.tolist() == [size - 1 for size in sizes]
+        assert result.token_layers.tolist() == [4 * (size - 1) for size in sizes]
+        assert warm is None or not seen.count, "other rules compile nothing"
+        warm = result
+    assert causes == {"open", "model", "budget", "confidence"}, "each of them occurs"
+
+
+LOSSLESS = {
+    "exit": Lossless(exit=2, max_draft=3),
+    "ngram": Lossless(drafter="ngram", max_draft=4, ngram=NGram(longest=2)),
+}
+
+
+@pytest.mark.parametrize("name", ["exit", pytest.param("ngram", marks=pytest.mark.check)])
+def test_several_tokens_a_round_end_where_single_ones_do(model, rules, wanted, name) -> None:
+    for each, by_loop in zip(rules[:2], wanted, strict=False):
+        result = run(model, PROMPTS, max_new_tokens=NEW, thinking=each, mode=LOSSLESS[name])
+        check(result, by_loop)
+        assert (result.steps < [new.size for new in result.token_ids]).any() or name == "ngram"
+
+
+def test_tokens_that_stop_early_think_by_their_own_distributions(model, rules) -> None:
+    table = depth_table((1, 2, 4), shape=(len(PROMPTS), 64))
+    mode = Adaptive(policy=DepthAt(table=table, depths=(1, 2, 4)), kv="drop")
+    result = run(model, PROMPTS, max_new_tokens=NEW, thinking=rules[0], mode=mode)
+    rows = []
+    for row, (prompt, rule) in enumerate(zip(PROMPTS, rules[0], strict=True)):
+        decided = np.asarray(table[row])[len(prompt) - 1 :][:NEW].copy()
+        decided[0] = 4
+        rows.append(by_hand(model, prompt, rule, decided, "drop"))
+    check(result, rows)
+
+
+@pytest.mark.parametrize(
+    "mode", [None, *(pytest.param(name, marks=pytest.mark.check) for name in LOSSLESS)]
+)
+def test_what_is_drawn_is_drawn_as_without_rules(model, rules, mode) -> None:
+    how: dict[str, Any] = {"sampling": Temperature(1.1), "seeds": [3, 1, 4, 1, 5, 9]}
+    how |= {"max_new_tokens": NEW}
+    if mode is not None:
+        how["mode"] = LOSSLESS[mode]
+    free = run(model, PROMPTS, **how)
+    result = run(model, PROMPTS, thinking=rules[1], **how)
+    behind, answers = [*PROMPTS], [list[int]()] * len(PROMPTS)
+    for row, told in enumerate(result.thought):
+        mine = result.token_ids[row].tolist()
+        logits = true_logits(model, PROMPTS[row], np.asarray(mine), np.full(len(mine), 4), "full")
+        logs = np.asarray(jax.nn.log_softmax(logits))[np.arange(len(mine)), mine]
+        np.testing.assert_allclose(result.log_probabilities[row], logs, atol=1e-4)
+        own = len(mine) if told.start is None else told.start + told.tokens
+        if mode is None:  # Draws of drafted tokens depend on where rounds begin.
+            assert mine[:own] == free.token_ids[row][:own].tolist()
+        rule = rules[1][row]
+        if rule is not None and told.ended_by in ("budget", "confidence"):
+            assert mine[own : own + told.forced] == [*rule.forced][: told.forced]
+        if mode is None and told.forced:
+            behind[row] = [*PROMPTS[row], *mine[: own + told.forced]]
+            answers[row] = mine[own + told.forced :]
+    # What follows is what follows these tokens in a prompt: positions and seed are alike.
+    again = run(model, behind, **how)
+    for new, answer in zip(again.token_ids, answers, strict=True):
+        assert new.tolist()[: len(answer)] == answer
+    assert mode is not None or sum(map(len, answers)) > 20
+
+
+def test_rows_without_a_rule_and_no_rules_at_all_are_the_plain_loop(model) -> None:
+    free = run(model, PROMPTS, max_new_tokens=NEW)
+    assert free.thought == ()
+    assert free.uncertainty == ()
+    none = run(model, PROMPTS, max_new_tokens=NEW, thinking=[None] * len(PROMPTS))
+    assert none.thought == ()
+    some: list[Any] = [None] * len(PROMPTS)
+    some[2] = Thinking(end_ids=[1], max_tokens=0)
+    mixed = run(model, PROMPTS, max_new_tokens=NEW, thinking=some)
+    for row, new in enumerate(free.token_ids):
+        if row != 2:
+            assert mixed.token_ids[row].tolist() == new.tolist()
+    assert mixed.token_ids[2][0] == 1
+    assert mixed.thought[2] == Thought(start=0, tokens=0, forced=1, ended_by="budget")
+    assert mixed.thought[0].answer == slice(0, None)
+
+
+@pytest.mark.check
+def test_rows_on_a_mesh_think_as_without_it(model, rules, wanted) -> None:
+    mesh = jax.make_mesh((1,), ("data",))
+    check(run(model, PROMPTS, max_new_tokens=NEW, thinking=rules[0], mesh=mesh), wanted[0])
+
+
+def test_an_answer_counts_from_behind_the_end_and_the_text_ends_within_its_limit(model) -> None:
+    rule = Thinking(end_ids=[1, 2], max_tokens=5, max_answer_tokens=3)
+    result = run(model, PROMPTS, max_new_tokens=NEW, thinking=rule)
+    for new, told in zip(result.token_ids, result.thought, strict=True):
+        assert new.size == 10
+        assert new[5:7].tolist() == [1, 2]
+        assert new[told.answer].size == 3
+    assert set(result.finish_reasons) == {"length"}
+    short = run(model, PROMPTS, max_new_tokens=6, thinking=rule)
+    assert [new.size for new in short.token_ids] == [6] * len(PROMPTS)
+    assert short.thought[0] == Thought(start=0, tokens=5, forced=1, ended_by="budget")
+    assert result.first([6] * 6, finish_reasons=["stop"] * 6).thought[0] == short.thought[0]
+
+
+def test_the_host_comes_to_the_same_progress_behind_any_token(model, rules) -> None:
+    for each in rules:
+        result = run(model, PROMPTS, max_new_tokens=NEW, thinking=each)
+        for row, rule in enumerate(each):
+            if rule is None:
+                continue
+            for count in range(result.token_ids[row].size + 1):
+                new = result.token_ids[row][:count].tolist()
+                doubts = result.uncertainty[row][:count].tolist()
+                began, forced_at, ended, _ = replay(rule, PROMPTS[row], new, doubts)
+                due, told = look(rule, PROMPTS[row], new, doubts)
+                size = len(PROMPTS[row]) + count
+                forcing = ended == NEVER and forced_at <= size
+                assert forcing == (due is not None)
+                assert (began <= size) == (told.start is not None)
+
+
+def test_thinking_that_a_prompt_has_opened_is_open() -> None:
+    rule = Thinking(end_ids=[8, 9], start_ids=[5, 6], max_tokens=0)
+    assert replay(rule, [1, 5, 6, 2])[:2] == (4, 4)
+    assert replay(rule, [1, 5, 6, 2])[3] == BY_BUDGET
+    assert replay(rule, [5, 6, 8, 9, 2])[0] == NEVER
+    assert replay(rule, [5, 6, 8, 9, 5, 6])[0] == 6
+    assert replay(rule, [1, 5], [6])[0] == NEVER
+
+
+def test_bad_rules_are_named(model) -> None:
+    with pytest.raises(ValueError, match="Wanted end_ids of 1 to 32 tokens. Got 0"):
+        Thinking(end_ids=[])
+    with pytest.raises(ValueError, match="Wanted forced_ids of 1 to 32 tokens. Got 33"):
+        Thinking(end_ids=[1], forced_ids=[1] * 33)
+    with pytest.raises(ValueError, match="Wanted max_tokens of at least 0. Got -1"):
+        Thinking(end_ids=[1], max_tokens=-1)
+    with pytest.raises(ValueError, match="Wanted max_answer_tokens of at least 1. Got 0"):
+        Thinking(end_ids=[1], max_answer_tokens=0)
+    with pytest.raises(ValueError, match="a window of 1 to 64 tokens"):
+        Confidence(threshold=1.0, window=65)
+    with pytest.raises(ValueError, match="Got NaN"):
+        Confidence(threshold=math.nan)
+    with pytest.raises(ValueError, match="a measure of entropy, doubt. Got 'top'"):
+        Confidence(threshold=1.0, measure="top")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at most 64 cue_ids"):
+        Confidence(threshold=1.0, cue_ids=range(65))
+    sure_of = Confidence(threshold=1.0, cue_ids=[64])
+    with pytest.raises(ValueError, match="thinking's cue_ids"):
+        run(model, thinking=Thinking(end_ids=[1], confidence=sure_of), lengths=SMALL)
+    with pytest.raises(ValueError, match="for each of the 3 prompts. Got 1"):
+        run(model, thinking=[Thinking(end_ids=[1])])

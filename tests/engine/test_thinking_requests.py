@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that think, each by its own rule: as alone, cut anywhere, and on other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.engine import CAPACITY, SHAPES, SHORT, engine_of, model64, modes
+from helpers.generation import lively_model
+
+from utio_jax.decoding import Confidence, Generated, Greedy, PerRowSampling, Thinking, generate
+from utio_jax.engine import Engine
+
+NEW = 20
+ONE = dataclasses.replace(SHAPES, prompt_widths=(8,), groups=(3,))
+"""One program that reads prompts."""
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Float64: what is read and what is stepped through round alike to 1e-13."""
+    lively_model()
+    with jax.enable_x64(True):
+        yield
+
+
+def asked() -> list[dict[str, Any]]:
+    """Returns requests of all kinds: prompts with their rules."""
+    sure = Confidence(threshold=2.9, window=3, cue_ids=tuple(range(0, 64, 2)))
+    rules = [
+        Thinking(end_ids=(63,), max_tokens=6, max_answer_tokens=4),
+        Thinking(end_ids=(62, 63), forced_ids=(3, 9, 3), confidence=sure),
+        None,
+        Thinking(end_ids=(60,), max_tokens=0),
+        Thinking(end_ids=(61, 5), confidence=dataclasses.replace(sure, threshold=math.inf)),
+        Thinking(end_ids=(62,), confidence=dataclasses.replace(sure, threshold=2.5, window=1)),
+    ]
+    prompts = np.random.default_rng(0).integers(0, 64, (12, 5)).tolist()
+    return [
+        {"prompt_ids": prompt[: 1 + row % 5], "thinking": rules[row % len(rules)], "seed": row}
+        for row, prompt in enumerate(prompts)
+    ]
+
+
+def alone(model: Any, mode: Any, request: dict[str, Any]) -> Generated:
+    return generate(
+        model.decoder,
+        model.params,
+        [request["prompt_ids"]],
+        mode=mode,
+        sampling=PerRowSampling.of([Greedy()]),
+        max_new_tokens=NEW,
+        seeds=[request["seed"]],
+        eos_ids=(),
+        thinking=request["thinking"],
+        lengths=SHORT,
+    )
+
+
+def submit(engine: Engine, request: dict[str, Any], **options: Any) -> int:
+    return engine.submit(**request, max_new_tokens=NEW, eos_ids=(), **options)
+
+
+@pytest.mark.parametrize("name", ["plain", pytest.param("lossless", marks=pytest.mark.check)])
+def test_requests_think_as_alone_and_compile_nothing(
+    name: str, count_compiles: Callable[[], Any]
+) -> None:
+    model, mode = lively_model(), modes()[name][0]
+    engine = engine_of(model, mode, thinking=True, shapes=ONE)
+    engine.warmup()
+    with count_compiles() as seen:
+        numbers = [submit(engine, each) for each in asked()]
+        ended = engine.drain()
+    assert not seen.count
+    causes = set()
+    for number, request in zip(numbers, asked(), strict=True):
+        found, wanted = ended[number], alone(model, mode, request)
+        np.testing.assert_array_equal(found.token_ids, wanted.token_ids[0])
+        assert found.reason == wanted.finish_reasons[0]
+        if request["thinking"] is None:
+            assert found.thought is None
+        else:
+            assert found.thought == wanted.thought[0]
+            causes.add(wanted.thought[0].ended_by)
+    assert causes >= {"budget", "confidence"}
+
+
+@pytest.mark.usefixtures("double")
+def test_a_request_that_is_cut_while_it_thinks_goes_on_elsewhere() -> None:
+    widths = dataclasses.replace(SHAPES, prompt_widths=(CAPACITY,))
+    engine = engine_of(model64(), modes()["plain"][0], steps=1, shapes=widths, thinking=True)
+    cut = 0
+    for request in asked()[:6]:
+        submit(engine, request)
+        told: list[Any] = []
+        while not engine.idle:
+            told += engine.advance()
+        whole = told[-1].finished
+        rule = request["thinking"]
+        for count in range(1, len(told), 2):
+            options = {"emitted": np.concatenate([each.token_ids for each in told[:count]])}
+            if rule is not None:
+                noted = np.concatenate([each.uncertainty for each in told[:count]])
+                options["emitted_uncertainty"] = noted
+            number = submit(engine, request, **options)
+            found = engine.drain()[number]
+            assert [*options["emitted"], *found.token_ids] == whole.token_ids.tolist()
+            assert found.thought == whole.thought
+            cut += 1
+    assert cut > 30
+
+
+def test_what_a_rule_needs_is_asked_for() -> None:
+    model = lively_model()
+    plain = engine_of(model, modes()["plain"][0])
+    short: dict[str, Any] = {"max_new_tokens": 8, "eos_ids": ()}
+    rule = Thinking(end_ids=(1,), confidence=Confidence(threshold=1.0))
+    with pytest.raises(ValueError, match="an engine that takes a Thinking"):
+        plain.submit([1], thinking=rule, **short)
+    engine = engine_of(model, modes()["plain"][0], thinking=True, shapes=ONE)
+    with pytest.raises(ValueError, match="emitted_uncertainty of each of 2 emitted tokens"):
+        engine.submit([1], thinking=rule, emitted=[3, 4], **short)
+    with pytest.raises(ValueError, match="thinking's end_ids"):
+        engine.submit([1], thinking=Thinking(end_ids=(64,)), **short)
+    assert engine.idle
+    budget = Thinking(end_ids=(1,), max_tokens=3)
+    number = engine.submit([1], thinking=budget, emitted=[3, 4], **short)
+    found = engine.drain()[number]
+    assert found.token_ids.size == 6
+    assert found.token_ids[1] == 1
+    assert found.thought is not None
+    assert (found.thought.tokens, found.thought.forced) == (3, 1)
+    number = engine.submit([1], thinking=budget, **short)
+    engine.cancel(number)
+    assert engine.drain()[number].thought is not None

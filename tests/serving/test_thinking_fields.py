@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a request may think: what its fields come to, what is refused, and what is told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.serving import CONTEXT, Running, completion, served_model
+
+from utio_jax.cli.thinking import OfThinking, cue_ids
+from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
+from utio_jax.decoding.base import Plain
+from utio_jax.engine.requests import Event
+from utio_jax.serving import ServedModel
+from utio_jax.serving.answers import usage_of
+from utio_jax.serving.backend import Generate
+from utio_jax.serving.errors import ApiError
+from utio_jax.serving.limits import Limits
+from utio_jax.serving.reading import Reader
+from utio_jax.serving.replicas import _Course
+from utio_jax.serving.schema import CompletionRequest
+
+NOTHING: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}}
+RULE = Thinking(end_ids=(70, 71), max_tokens=20)
+
+
+def served(folder: Path, thinking: Thinking | None) -> ServedModel:
+    plain: dict[str, Any] = {"mode": Plain(), "prefill": None, "prompt_budget": None}
+    return served_model(folder, thinking=thinking, **plain, **NOTHING)
+
+
+def read(model: ServedModel, **fields: Any) -> Any:
+    reader = Reader(model, capacity=CONTEXT, limits=Limits())
+    body = CompletionRequest(**completion("x", max_tokens=40, **fields))
+    reading = asyncio.run(reader.completion(body))
+    (task,) = reading.tasks
+    assert isinstance(task, Generate)
+    return task.options.get("thinking")
+
+
+def test_fields_change_the_operators_rule(folder: Path) -> None:
+    model = served(folder, RULE)
+    assert read(model) == RULE
+    assert read(model, thinking_token_budget=7).max_tokens == 7
+    assert read(model, thinking_token_budget=0).max_tokens == 0
+    assert read(model, thinking_token_budget=-1).max_tokens is None
+    stop = {"max_thinking_tokens": 5, "max_answer_tokens": 3, "threshold": 0.5, "window": 4}
+    wanted = Thinking(
+        end_ids=(70, 71),
+        max_tokens=5,
+        max_answer_tokens=3,
+        confidence=Confidence(threshold=0.5, window=4),
+    )
+    assert read(model, utio={"stop": stop}) == wanted
+    sure = Confidence(threshold=1.0, window=8, cue_ids=(10,), measure="doubt")
+    model = served(folder, Thinking(end_ids=(70,), confidence=sure))
+    found = read(model, utio={"stop": {"threshold": 0.2}}).confidence
+    assert found == Confidence(threshold=0.2, window=8, cue_ids=(10,), measure="doubt")
+    assert read(model).confidence == sure
+
+
+def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
+    def refused(model: ServedModel, **fields: Any) -> tuple[str, str | None]:
+        with pytest.raises(ApiError) as caught:
+            read(model, **fields)
+        error = caught.value.body()["error"]
+        return error["message"], error["param"]
+
+    off = served(folder, None)
+    assert read(off) is None
+    assert read(off, thinking_token_budget=-1) is None
+    said, param = refused(off, thinking_token_budget=9)
+    assert param == "thinking_token_budget"
+    assert "started without --think-end" in said
+    assert refused(off, utio={"stop": {}})[1] == "utio.stop"
+    on = served(folder, RULE)
+    both = {"stop": {"max_thinking_tokens": 3}}
+    assert "Wanted one budget" in refused(on, thinking_token_budget=4, utio=both)[0]
+    assert refused(on, utio={"stop": {"window": 3}})[1] == "utio.stop.threshold"
+    for wrong in ({"max_answer_tokens": 0}, {"window": 65}, {"tokens": 3}, {"threshold": "low"}):
+        with pytest.raises(ValueError, match=r"utio\.stop"):
+            CompletionRequest(**completion("x", utio={"stop": wrong}))
+    assert not off.card(context=9, created=0)["utio"]["thinking"]
+
+
+def test_a_task_takes_what_its_confidence_has_seen_to_another_replica() -> None:
+    noted = np.asarray([0.5, 0.25], np.float32)
+    two = np.asarray([4, 5], np.int32)
+    event = Event(
+        request=0,
+        token_ids=two,
+        decided=two,
+        executed=two,
+        log_probabilities=noted,
+        alternatives=None,
+        text="",
+        finished=None,
+        uncertainty=noted,
+    )
+    for rule in (RULE, None):
+        course = _Course(Generate(prompt=two, options={"thinking": rule}))
+        course.take(event)
+        course.migrations = 1
+        options = course.next().options  # type: ignore[union-attr]
+        assert options["emitted"].tolist() == [4, 5]
+        assert ("emitted_uncertainty" in options) == (rule is not None)
+    assert usage_of([], prompt_tokens=1, about={})["completion_tokens"] == 0
+
+
+def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
+    tokenizer = served(folder, None).text.tokenizer
+    assert OfThinking().thinking(tokenizer) is None
+    with pytest.raises(ValueError, match="Wanted --think-end TEXT with --max-thinking-tokens"):
+        OfThinking(max_thinking_tokens=0).thinking(tokenizer)
+    asked = OfThinking(think_end="ab", think_forced="cab", sure_below=0.5, think_cue=("\n",))
+    rule = asked.thinking(tokenizer)
+    assert rule is not None
+    assert tokenizer.decode([*rule.end_ids]) == "ab"
+    assert tokenizer.decode([*rule.forced]) == "cab"
+    assert rule.confidence is not None
+    assert {tokenizer.decode([i])[-1] for i in rule.confidence.cue_ids} == {"\n"}
+    with pytest.raises(ValueError, match="Wanted --think-cue texts"):
+        cue_ids(tokenizer, ("no such token",))
+
+
+@pytest.mark.check
+def test_a_server_forces_the_end_and_says_how_it_came(folder: Path) -> None:
+    model: Any = served(folder, RULE)
+    server = Running(model)
+    try:
+        text: Any = model.text
+        for budget in (0, 3, 11):
+            fields: dict[str, Any] = {"max_tokens": 30, "temperature": 0}
+            fields |= {"return_token_ids": True, "ignore_eos": True}
+            found = server.completion("x", thinking_token_budget=budget, **fields)
+            assert found.status == 200, found.body
+            rule = Thinking(end_ids=(70, 71), max_tokens=budget)
+            (ids,) = text.encode(["x"])
+            wanted = generate(
+                text.decoder,
+                text.params,
+                [ids],
+                thinking=rule,
+                max_new_tokens=30,
+                eos_ids=(),
+                lengths=Lengths(prompt_step=64, key_step=CONTEXT),
+            )
+            (choice,) = found.body["choices"]
+            assert choice["token_ids"] == wanted.token_ids[0].tolist()
+            usage = found.body["usage"]
+            told = wanted.thought[0]
+            assert told == Thought(start=0, tokens=budget, forced=2, ended_by="budget")
+            assert usage["completion_tokens_details"] == {"reasoning_tokens": budget}
+            wanted_usage = [{"tokens": budget, "forced": 2, "ended_by": "budget"}]
+            assert usage["utio"]["thinking"] == wanted_usage
+    finally:
+        server.close()
+    assert not server.faults
