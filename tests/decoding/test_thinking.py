@@ -15,7 +15,7 @@ from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, t
 
 from utio_jax.decoding import Adaptive, Confidence, Lossless, Temperature, Thinking, Thought
 from utio_jax.decoding.drafting import NGram
-from utio_jax.decoding.thinking import BY_BUDGET, NEVER, replay
+from utio_jax.decoding.thinking import BY_BUDGET, BY_MODEL, NEVER, replay
 
 NEW = 24
 PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [6, 2, 2], [0, 5, 7], [9, 1]]
@@ -230,13 +230,19 @@ def test_rows_without_a_rule_and_no_rules_at_all_are_the_plain_loop(model) -> No
     assert none.thought == ()
     some: list[Any] = [None] * len(PROMPTS)
     some[2] = Thinking(end_ids=[1], max_tokens=0)
+    # An end of which the start is half, which stands there: it does not end what it begins.
+    tag = free.token_ids[3][4:6].tolist()
+    some[3] = Thinking(start_ids=tag[:1], end_ids=tag, forced_ids=[1], max_tokens=6)
     mixed = run(model, PROMPTS, max_new_tokens=NEW, thinking=some)
     for row, new in enumerate(free.token_ids):
-        if row != 2:
+        if row not in (2, 3):
             assert mixed.token_ids[row].tolist() == new.tolist()
     assert mixed.token_ids[2][0] == 1
     assert mixed.thought[2] == Thought(start=0, tokens=0, forced=1, ended_by="budget")
     assert mixed.thought[0].answer == slice(0, None)
+    told = look(some[3], PROMPTS[3], mixed.token_ids[3].tolist(), [])[1]
+    assert mixed.thought[3] == told
+    assert told.tokens > 1
 
 
 @pytest.mark.check
@@ -283,6 +289,15 @@ def test_thinking_that_a_prompt_has_opened_is_open() -> None:
     assert replay(rule, [5, 6, 8, 9, 2])[0] == NEVER
     assert replay(rule, [5, 6, 8, 9, 5, 6])[0] == 6
     assert replay(rule, [1, 5], [6])[0] == NEVER
+
+
+def test_an_end_is_of_thought_alone() -> None:
+    free = Thinking(end_ids=[8, 9])
+    assert replay(free, [1], [5, 8, 9, 3]) == (1, NEVER, 4, BY_MODEL)
+    assert replay(free, [1, 8], [9, 3])[2] == NEVER, "half of it is the prompt's"
+    tagged = Thinking(end_ids=[5, 9], start_ids=[5])
+    assert replay(tagged, [1], [5, 9, 3]) == (2, NEVER, NEVER, 0), "half of it is the start's"
+    assert replay(tagged, [1], [5, 5, 9, 3]) == (2, NEVER, 4, BY_MODEL)
 
 
 def test_bad_rules_are_named(model) -> None:
