@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Inputs, Params
 from utio_jax.core.pytrees import pytree, static
 
 
@@ -68,7 +68,7 @@ class Policy(Protocol):
         ...
 
     def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+        self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Any:
         """Returns the policy's memory: any pytree, handed on from boundary to boundary."""
         ...
@@ -146,7 +146,7 @@ class Signal(Protocol):
         ...
 
     def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+        self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Any:
         """Returns the signal's memory: any pytree, handed on from boundary to boundary."""
         ...
