@@ -21,7 +21,7 @@ from utio_jax.core.encoder import mean_of_tokens
 from utio_jax.models.transformer import LayerNorm, Transformer, TransformerConfig
 
 
-def vision_config(  # noqa: PLR0913 (sizes, each named)
+def vision_config(
     *,
     patch: int,
     patches: int,

@@ -56,9 +56,7 @@ class ByThresholds:
     def causal(self) -> bool:
         return self.signal.causal
 
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         if self.thresholds.shape[:1] != (len(self.depths) - 1,):
             raise ValueError(
                 f"Wanted a threshold for each of depths={self.depths} but the last. "

@@ -34,9 +34,7 @@ class SignalBase:
     def remembers(self) -> bool:
         return False
 
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         return None
 
     def __call__(
@@ -209,9 +207,7 @@ class StateSimilarity(SignalBase):
     def remembers(self) -> bool:
         return True
 
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Inputs:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Inputs:
         return token_ids
 
     def __call__(
@@ -341,7 +337,8 @@ class DepthTable(KnownBefore):
     ) -> Float[Array, "batch token"]:
         if token_ids.shape[:2] != self.depth_of_token.shape:
             raise ValueError(
-                f"Wanted one depth per token of {token_ids.shape[:2]}. Got {self.depth_of_token.shape}."
+                f"Wanted one depth per token of {token_ids.shape[:2]}. Got "
+                f"{self.depth_of_token.shape}."
             )
         return self.depth_of_token.astype(jnp.float32)
 

@@ -40,9 +40,7 @@ class _Wrapper:
     def remembers(self) -> bool:
         return self.signal.remembers
 
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         return self.signal.start(token_ids, positions)
 
     def __call__(self, index: int, boundary: Boundary, memory: Any) -> tuple[jax.Array, Any]:

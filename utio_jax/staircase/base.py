@@ -192,7 +192,7 @@ def over_blocks(
     step: Callable[[jax.Array, int, Any], Any],
     carry: Any,
 ) -> Any:
-    """Returns what `step(first, size, carry)` makes of a carry, over whole blocks and then the rest.
+    """Returns what `step(first, size, carry)` makes of a carry: whole blocks, then the rest.
 
     Args:
       total: of things that lie packed, traced.

@@ -79,7 +79,7 @@ class Encoded:
 
     pooled: Float[Array, "row dim"]
     logits: Float[Array, "row label"] | None
-    depths: Int[Array, "row *token"]
+    depths: Int[Array, "*lead"]
     work: Work
 
     def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
@@ -245,9 +245,7 @@ def read_exits(
     read = _reader(encoder, params)
     logits = [read(each, depth) for each, depth in zip(pooled, depths, strict=True)]
     known = [each for each in logits if each is not None]
-    return Exits(
-        start=start, pooled=jnp.stack(pooled), logits=jnp.stack(known) if known else None
-    )
+    return Exits(start=start, pooled=jnp.stack(pooled), logits=jnp.stack(known) if known else None)
 
 
 def score_exits(
@@ -326,7 +324,7 @@ def _run_rows(
     layers: tuple[int, int],
     blocks: RowBlocks,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns token states, pooled states and logits after layers [start, stop) of the live rows."""
+    """Returns token states, pooled states and logits after the live rows' layers [start, stop)."""
     rows, read = live.shape[0], _reader(encoder, params)
     # Slots behind the live ones name no row: they run the last one again, and are not written.
     row_of_slot = jnp.flatnonzero(live, size=rows + blocks.block, fill_value=rows)
