@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.models import Model, Pooled, live_params
+from helpers.encoders import Pooled
+from helpers.models import Model, live_params
 
 from utio_jax import Entropy, Patience, StateSimilarity
 from utio_jax.calibration import fit_row_exits

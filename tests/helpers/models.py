@@ -15,9 +15,7 @@ from utio_jax import (
     StateGate,
     Thresholded,
 )
-from utio_jax.core.encoder import mean_of_tokens
 from utio_jax.core.kv_maps import KVMap, with_kv_maps
-from utio_jax.models.transformer import Transformer
 
 
 def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:
@@ -52,13 +50,6 @@ class Model:
         """Returns random token ids of the model's vocabulary."""
         ids = np.random.default_rng(seed).integers(0, self.decoder.config.vocab_size, shape)
         return jax.numpy.asarray(ids, jax.numpy.int32)
-
-
-class Pooled(Transformer):
-    """A transformer whose rows have a pooled state, and no classifier."""
-
-    def pool(self, params: Any, x: jax.Array, real: jax.Array) -> jax.Array:
-        return mean_of_tokens(x, real)
 
 
 def assert_close(found: Any, wanted: Any) -> None:

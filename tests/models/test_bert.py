@@ -9,14 +9,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import MaxProbability, StateSimilarity, Thresholded, given_depths
+from utio_jax import MicroBatches, StateSimilarity, Thresholded, given_depths
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.models.bert import TextEncoder, load_encoder
-from utio_jax.staircase.encoding import encode_rows, encode_tokens, read_exits
+from utio_jax.staircase.encoding import RowBlocks, encode_rows, encode_tokens, read_exits
 
 # Made by transformers, where `make parity` runs this.
 PARITY = Path(os.environ.get("UTIO_PARITY", "none")) / "encoders"
@@ -158,7 +159,9 @@ def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
     depths = np.asarray([2, 1, 3, 3])
     policy = given_depths(jnp.asarray(depths[:, None]), depths=(1, 2, 3))
     given = jnp.asarray(inputs), jnp.asarray(LENGTHS)
-    found = encode_rows(model.encoder, model.params, *given, policy)
+    pairs = RowBlocks(block=2, min_rows=2)
+    run = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
+    found = run(model.encoder, model.params, *given, policy, blocks=pairs)
     assert found.logits is not None
     for row, (ids, kinds) in enumerate(each):
         state = bert_by_hand(tensors, ids, kinds)[depths[row]][0]
@@ -167,12 +170,14 @@ def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
         )
         wanted = pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
         np.testing.assert_allclose(found.logits[row], wanted, atol=1e-4)
-    sure = Thresholded(
-        signal=MaxProbability(), thresholds=jnp.asarray([0.3, 0.3]), depths=(1, 2, 3)
-    )
-    by_tokens = encode_tokens(model.encoder, model.params, *given, sure)
-    assert np.asarray(by_tokens.depths)[1].max() <= 3
-    assert by_tokens.logits is not None
+    full = np.where(np.arange(16) < LENGTHS[:, None], 3, 1)
+    policy = given_depths(jnp.asarray(full), depths=(1, 2, 3))
+    run = jax.jit(encode_tokens, static_argnums=0, static_argnames="executor")
+    small = MicroBatches(min_bucket=4, block=4, query_block=4, key_step=16)
+    by_tokens = run(model.encoder, model.params, *given, policy, executor=small)
+    exits = read_exits(model.encoder, model.params, *given, depths=(3,))
+    assert exits.logits is not None
+    np.testing.assert_allclose(by_tokens.logits, exits.logits[0], atol=1e-4)
 
 
 def test_ids_that_the_model_has_not_are_no_other_words(tmp_path: Path) -> None:

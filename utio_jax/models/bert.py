@@ -294,13 +294,10 @@ class TextEncoder:
         inputs, lengths = (jnp.asarray(y) for y in self.tokens(texts))
         policy = uniform(self.encoder.config.num_layers) if policy is None else policy
         found = _run(self.encoder, self.params, inputs, lengths, policy, blocks=blocks)
-        count = len(texts)
-        return dataclasses.replace(
-            found,
-            pooled=found.pooled[:count],
-            logits=None if found.logits is None else found.logits[:count],
-            depths=found.depths[:count],
-        )
+        # Cut on the host: slices on the device would compile anew for each number of texts.
+        cut = lambda y: None if y is None else np.asarray(y)[: len(texts)]  # noqa: E731
+        read = {name: cut(getattr(found, name)) for name in ("pooled", "logits", "depths")}
+        return dataclasses.replace(found, **read)
 
     def embed(
         self, texts: Sequence[str | tuple[str, str]], policy: Policy | None = None

@@ -77,9 +77,11 @@ class VisionTransformer(Transformer):
         pixels, dim = config.input_shape[0], config.embed_dim
         exits, labels = len(config.exits), config.vocab_size
         kernel = jax.random.normal(jax.random.fold_in(key, 2), (pixels, dim)) * pixels**-0.5
+        # As large as patches: of their mean, a class cannot be told without knowing where they are.
+        places = 25 * params["positions"]["embedding"]
         return {
             "patches": {"kernel": kernel.astype(dtype), "bias": jnp.zeros(dim, dtype)},
-            "positions": params["positions"],
+            "positions": {"embedding": places},
             "layers": params["layers"],
             "heads": {
                 "norm": {

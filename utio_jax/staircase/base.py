@@ -202,6 +202,9 @@ def over_blocks(
       carry: any pytree.
     """
     block, least = sizes
+    if block == least:  # One loop, one body to compile.
+        count = -(-total // least)
+        return jax.lax.fori_loop(0, count, lambda i, c: step(i * least, least, c), carry)
     whole = total // block
     carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * block, block, c), carry)
     done = whole * block

@@ -77,9 +77,9 @@ class Encoded:
         of `encode_tokens` also tokens that were read.
     """
 
-    pooled: Float[Array, "row dim"]
-    logits: Float[Array, "row label"] | None
-    depths: Int[Array, "*lead"]
+    pooled: Float[Array | np.ndarray, "row dim"]
+    logits: Float[Array | np.ndarray, "row label"] | None
+    depths: Int[Array | np.ndarray, "*lead"]
     work: Work
 
     def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
@@ -91,11 +91,9 @@ class Encoded:
             head = count_matmul_flops(lambda p, x: encoder.classify(p, x, depth), params, one)
             cost = dataclasses.replace(cost, head=head)
         asked = np.asarray(self.work.decisions, np.float64)
-        gates = sum(
-            float(asked[index]) * policy.flops(index, encoder, params)
-            for index in range(0 if policy is None else len(policy.depths) - 1)
-            if policy is not None
-        )
+        gates = 0.0
+        for index, _ in enumerate(() if policy is None else policy.depths[:-1]):
+            gates += float(asked[index]) * policy.flops(index, encoder, params)
         return pass_flops(cost, self.work, gates=gates)
 
 
