@@ -31,7 +31,6 @@ from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.models.vision import VisionTransformer, patches_of, vision_config
 from utio_jax.staircase.encoding import (
-    Encoded,
     RowBlocks,
     encode_rows,
     encode_tokens,
@@ -40,9 +39,9 @@ from utio_jax.staircase.encoding import (
 )
 from utio_jax.staircase.reference import reference_states
 
-EXITS = (1, 2, 4)
+EXITS = (1, 2, 3)
 CONFIG = vision_config(
-    patch=2, patches=9, labels=5, num_layers=4, embed_dim=16, num_heads=2, exits=EXITS
+    patch=2, patches=9, labels=5, num_layers=3, embed_dim=16, num_heads=2, exits=EXITS
 )
 ROWS = 11
 LENGTHS = np.asarray([9, 9, 4, 0, 9, 1, 4, 9, 9, 4, 9], np.int32)
@@ -64,33 +63,37 @@ class CountingVision(Counting, VisionTransformer):
 @pytest.fixture(scope="module")
 def vision() -> Model:
     model = VisionTransformer(CONFIG)
-    return Model(model, live_params(model, scale=0.3))
+    params = live_params(model, scale=0.3)
+    heads = params["heads"]  # Much alike, and without biases: exits agree on some rows.
+    kernel = heads["kernel"] + jnp.broadcast_to(4 * heads["kernel"][-1], heads["kernel"].shape)
+    heads |= {"kernel": kernel, "bias": 0 * heads["bias"]}
+    return Model(model, params)
 
 
 def draw(rows: int = ROWS, seed: int = 0) -> jax.Array:
-    patches = np.random.default_rng(seed).normal(size=(rows, 9, 4)).astype(np.float32)
-    return jnp.asarray(patches)
+    patches = 4 * np.random.default_rng(seed).normal(size=(rows, 9, 4))
+    return jnp.asarray(patches, jnp.float32)
 
 
 def one_by_one(model: Model, inputs: Any, lengths: np.ndarray) -> dict[str, np.ndarray]:
     """Returns pooled states and logits at all exits, by rows of their own without any padding."""
     config = model.decoder.config
     pooled = np.zeros((1 + len(EXITS), len(lengths), config.embed_dim), np.float64)
-    logits = np.zeros((len(EXITS), len(lengths), config.vocab_size), np.float64)
-    for row, length in enumerate(lengths):
-        if not length:
-            continue
-        alone = jnp.asarray(inputs)[row : row + 1, :length]
+    for row in np.flatnonzero(lengths):
+        alone = jnp.asarray(np.asarray(inputs)[row : row + 1, : lengths[row]])
+        ends = jnp.asarray(lengths[row : row + 1])
         for at, depth in enumerate((0, *EXITS)):
-            depths = jnp.full((1, length), depth)
-            ends = jnp.asarray([length])
+            depths = jnp.asarray(np.full(alone.shape[:2], depth, np.int32))
             x = run_reference(model.decoder, model.params, alone, ends, depths)
-            pooled[at, row] = np.asarray(x[0], np.float64).mean(axis=0)
-            if depth:
-                state = jnp.asarray(pooled[at, row : row + 1], jnp.float32)
-                found = model.decoder.classify(model.params, state, depth)
-                logits[at - 1, row] = np.asarray(found[0])
-    return {"pooled": pooled, "logits": logits}
+            pooled[at, row] = np.asarray(x, np.float64)[0].mean(axis=0)
+    heads = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model.params["heads"])
+    logits = []
+    for at, states in enumerate(pooled[1:]):
+        centred = states - states.mean(axis=-1, keepdims=True)
+        normed = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
+        normed = normed * heads["norm"]["scale"][at] + heads["norm"]["bias"][at]
+        logits.append(normed @ heads["kernel"][at] + heads["bias"][at])
+    return {"pooled": pooled, "logits": np.stack(logits)}
 
 
 def scores_by_hand(name: str, known: dict[str, np.ndarray]) -> np.ndarray:
@@ -176,7 +179,7 @@ def rows_that_run(depths: np.ndarray, blocks: RowBlocks) -> list[int]:
 
 @pytest.mark.parametrize(
     "depths",
-    [[1] * ROWS, [4] * ROWS, [4] + [1] * 10, [1, 2, 4, 0, 2, 2, 4, 1, 1, 2, 4], [0] * ROWS],
+    [[1] * ROWS, [3] * ROWS, [3] + [1] * 10, [1, 2, 3, 0, 2, 2, 3, 1, 1, 2, 3], [0] * ROWS],
     ids=["all leave", "none leaves", "one stays", "mixed", "nobody is there"],
 )
 def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
@@ -186,13 +189,13 @@ def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
     lengths = jnp.asarray(np.where(given, np.maximum(LENGTHS, 1), 0))
     table = np.where(given, given, 1)
 
-    def run(table: np.ndarray, lengths: jax.Array, seed: int) -> Encoded:
+    def rows_of(table: np.ndarray, lengths: jax.Array, seed: int) -> tuple[Any, ...]:
         policy = given_depths(jnp.asarray(table[:, None], jnp.int32), depths=EXITS)
-        inputs = draw(seed=seed)
-        return run_rows(model, vision.params, inputs, lengths, policy, blocks=BLOCKS)
+        return draw(seed=seed), lengths, policy
 
+    first, second = rows_of(table, lengths, 0), rows_of(table[::-1].copy(), lengths[::-1], 3)
     read_counts()
-    found = run(table, lengths, 0)
+    found = run_rows(model, vision.params, *first, blocks=BLOCKS)
     assert np.asarray(found.depths).tolist() == depths
     rows, layers = np.asarray(rows_that_run(given, BLOCKS)), np.diff((0, *EXITS))
     assert found.work.queries.tolist() == (rows * layers * 9).tolist()
@@ -203,7 +206,7 @@ def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
     for name in ("queries", "keys_values", "finish_layer"):
         assert counts[name] == (rows * layers).sum() * 9, name
     with count_compiles() as compiles:
-        jax.block_until_ready(run(table[::-1].copy(), jnp.flip(lengths), 3))
+        jax.block_until_ready(run_rows(model, vision.params, *second, blocks=BLOCKS))
     assert compiles.count == 0
 
 
@@ -253,7 +256,7 @@ def test_tokens_with_depths_of_their_own_equal_the_oracle(vision: Model, kv: Any
         if length:
             pooled = np.asarray(x)[row, :length].mean(axis=0)
             np.testing.assert_allclose(found.pooled[row], pooled, atol=1e-4)
-            wanted = vision.decoder.classify(vision.params, jnp.asarray(pooled)[None], 4)
+            wanted = vision.decoder.classify(vision.params, jnp.asarray(pooled)[None], 3)
             assert found.logits is not None
             np.testing.assert_allclose(found.logits[row], wanted[0], atol=1e-4)
     assert int(found.work.heads[-1]) == ROWS
@@ -284,22 +287,22 @@ def test_what_does_not_fit_is_named(vision: Model, unchecked_shapes: None) -> No
     inputs, lengths = draw(), jnp.asarray(LENGTHS)
     run = partial(encode_rows, vision.decoder, vision.params)
     with pytest.raises(ValueError, match=r"inputs \[row, token, 4\] of at most 9 tokens"):
-        run(inputs[:, :, :3], lengths, uniform(4))
+        run(inputs[:, :, :3], lengths, uniform(3))
     with pytest.raises(ValueError, match="of at most 9 tokens"):
-        run(jnp.concatenate([inputs, inputs], axis=1), lengths, uniform(4))
+        run(jnp.concatenate([inputs, inputs], axis=1), lengths, uniform(3))
     with pytest.raises(ValueError, match="one length per row"):
-        run(inputs, lengths[:-1], uniform(4))
+        run(inputs, lengths[:-1], uniform(3))
     with pytest.raises(ValueError, match="lengths between 0 and 9. Got 0 to 10"):
-        run(inputs, lengths.at[0].set(10), uniform(4))
-    with pytest.raises(ValueError, match="a classifier, the exits .1, 2, 4.. Got 3"):
-        run(inputs, lengths, uniform(3))
-    with pytest.raises(ValueError, match="within the model's 4 layers"):
+        run(inputs, lengths.at[0].set(10), uniform(3))
+    with pytest.raises(ValueError, match="within the model's 3 layers"):
         run(inputs, lengths, uniform(8))
+    with pytest.raises(ValueError, match="a classifier, the exits .1, 2, 3.. Got 4"):
+        vision.decoder.classify(vision.params, jnp.zeros((1, 16)), 4)
     with pytest.raises(TypeError, match="Wanted a policy"):
         run(inputs, lengths, "entropy")
     decoder = Transformer(TINY)
     with pytest.raises(ValueError, match="Wanted an encoder.*causal=True"):
-        encode_rows(decoder, {}, inputs, lengths, uniform(4))  # type: ignore[arg-type]
+        encode_rows(decoder, {}, inputs, lengths, uniform(3))  # type: ignore[arg-type]
     for sizes in ((6, 4), (0, 1), (4, 0)):
         with pytest.raises(ValueError, match="a block of rows that is a multiple of min_rows"):
             RowBlocks(block=sizes[0], min_rows=sizes[1])
