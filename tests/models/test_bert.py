@@ -228,7 +228,9 @@ def test_texts_and_pairs_become_embeddings_of_length_one(
     assert compiles.count == 0
 
 
-def test_what_cannot_be_run_is_named(tmp_path: Path, texts: TextEncoder) -> None:
+def test_what_cannot_be_run_is_named(
+    tmp_path: Path, texts: TextEncoder, unchecked_shapes: None
+) -> None:
     for wrong in ("a text", []):
         with pytest.raises(ValueError, match="Wanted a list of texts"):
             texts.tokens(wrong)

@@ -314,7 +314,7 @@ def test_an_encoder_without_classifier_has_embeddings_alone() -> None:
     similar = Thresholded(
         signal=StateSimilarity(), thresholds=jnp.asarray([0.5, 0.5]), depths=EXITS
     )
-    found = encode_rows(model, params, ids, jnp.asarray([3, 2]), similar)
+    found = run_rows(model, params, ids, jnp.asarray([3, 2]), similar, blocks=PAIRS)
     assert found.logits is None
     assert int(found.work.heads.sum()) == 0
     sure = dataclasses.replace(similar, signal=Entropy())
