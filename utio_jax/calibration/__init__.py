@@ -11,6 +11,7 @@ from utio_jax.calibration.layer_sets import fit_prompt_sets
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.online import adapt
 from utio_jax.calibration.risk import control, split_documents
+from utio_jax.calibration.row_exits import FittedRowExits, fit_row_exits
 from utio_jax.calibration.selection import FittedSelect, fit_select, see_all
 from utio_jax.calibration.stopping import (
     FittedStop,
@@ -27,6 +28,7 @@ __all__ = [
     "ComparisonRow",
     "EngineClock",
     "ExitStudy",
+    "FittedRowExits",
     "FittedSelect",
     "FittedStop",
     "Goal",
@@ -41,6 +43,7 @@ __all__ = [
     "control",
     "fit_lens",
     "fit_prompt_sets",
+    "fit_row_exits",
     "fit_select",
     "fit_stop",
     "harm_gini",

@@ -142,7 +142,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     _check(seen, depths, max_disagreement, confidence, groups)
     chance = Select(depths=depths, margins=np.zeros(len(depths)), top=top, widths=widths)
     sizes = np.asarray(chance.check(decoder, rows=seen.shape[2]))
-    fits = _half(np.arange(len(seen)) if groups is None else groups, seed)
+    fits = half_of(np.arange(len(seen)) if groups is None else groups, seed)
     prices = _Prices(decoder, params, tokens=tokens, slots=slots, sizes=sizes)
     limit = int(np.ceil(2 * max_disagreement * fits.sum())) + 1
     ladder = _ladder(seen[fits], depths, prices, top=top, limit=limit, at_most=at_most)
@@ -306,8 +306,8 @@ def _of(mine: tuple[int, ...], depths: tuple[int, ...]) -> list[int]:
     return [*(depths.index(depth) for depth in mine), len(depths)]
 
 
-def _half(groups: np.ndarray, seed: int) -> np.ndarray:
-    """Returns which queries the ladder is made of: about half, whole groups, drawn at random."""
+def half_of(groups: np.ndarray, seed: int) -> np.ndarray:
+    """Returns which units a ladder is made of: about half, whole groups, drawn at random."""
     names, member = np.unique(groups, return_inverse=True)
     sizes = np.bincount(member)
     order = np.random.default_rng(seed).permutation(len(names))

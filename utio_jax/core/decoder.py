@@ -16,13 +16,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 Params = Any
 """A pytree of arrays; `Decoder.layers(params)` finds the stacked layers in it."""
 
 LayerParams = Any
 """One layer's slice of `Decoder.layers(params)`, without the leading layer axis."""
+
+Inputs = Shaped[Array, "batch token *shape"]
+"""What rows consist of: token ids, or whatever else `Decoder.embed` reads of a token."""
 
 Places = Any
 """What a decoder makes of positions, once per pass: a pytree; leaves lead with `[batch, token]`."""
@@ -49,6 +52,8 @@ class DecoderConfig:
       attention_softcap: attention scores become `cap * tanh(score / cap)`; None leaves them alone.
       causal: whether a token sees itself and earlier tokens alone. An encoder's see the whole row;
         such a model scores rows, and cannot generate.
+      input_shape: of what `embed` reads of one token: `()` for an id; a patch's pixels, or an id
+        and its kind, are an array, `[batch, token, *input_shape]`.
     """
 
     vocab_size: int
@@ -64,6 +69,7 @@ class DecoderConfig:
     windows: tuple[int, ...] = ()
     attention_softcap: float | None = None
     causal: bool = True
+    input_shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.exits:
@@ -177,7 +183,10 @@ class Decoder(Protocol):
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
     ) -> jax.Array:
-        """Returns the first layer's input, `[*lead, dim]`."""
+        """Returns the first layer's input, `[*lead, dim]`.
+
+        Of ids `[*lead]`; of `[*lead, *input_shape]` where the config says so.
+        """
         ...
 
     def queries(

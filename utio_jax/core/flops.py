@@ -113,7 +113,8 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
     )
     positions = jax.ShapeDtypeStruct((1,), jnp.int32)
     places = jax.eval_shape(decoder.encode_positions, positions)
-    x = jax.eval_shape(decoder.embed, params, positions, positions)
+    inputs = jax.ShapeDtypeStruct((1, *config.input_shape), jnp.int32)
+    x = jax.eval_shape(decoder.embed, params, inputs, positions)
     attended = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), x.dtype)
     return TokenCost(
         query=count_matmul_flops(decoder.queries, layer, x, places)

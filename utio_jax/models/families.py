@@ -31,7 +31,8 @@ class Rule:
     transpose: bool = False
 
 
-def _linear(source: str, target: str) -> tuple[Rule, Rule]:
+def linear_rules(source: str, target: str) -> tuple[Rule, Rule]:
+    """Returns where a linear map's weight and bias go."""
     return (
         Rule(f"{source}.weight", (f"{target}.kernel",), transpose=True),
         Rule(f"{source}.bias", (f"{target}.bias",)),
@@ -50,7 +51,7 @@ _EVERYWHERE = (
             "mlp": ("gate_proj", "up_proj", "down_proj"),
         }.items()
         for name in names
-        for rule in _linear(f"{_BLOCK}{block}.{name}", f"layers.{name}")
+        for rule in linear_rules(f"{_BLOCK}{block}.{name}", f"layers.{name}")
     ),
     Rule(f"{_BLOCK}self_attn.q_norm.weight", ("layers.q_norm.scale",)),
     Rule(f"{_BLOCK}self_attn.k_norm.weight", ("layers.k_norm.scale",)),

@@ -33,7 +33,7 @@ from utio_jax.models.transformer import Transformer
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # What old checkpoints hold beside their parameters.
-_NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+_NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
@@ -101,14 +101,14 @@ def load_folder(
         ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
     settings = read_config(config, source=str(folder / "config.json"), exits=exits)
-    home = _where_tensors_are(folder, prefix=_prefix(config["model_type"]))
+    home = where_tensors_are(folder, prefix=_prefix(config["model_type"]))
     if settings.tie_embeddings and _head_differs(home, FAMILIES[config["model_type"]].rules[0]):
         settings = dataclasses.replace(settings, tie_embeddings=False)
     return place_tensors(
-        settings,
+        Transformer(settings),
         FAMILIES[config["model_type"]].rules,
         {name: shape for name, (*_, shape) in home.items()},
-        lambda name: _read(*home[name][:2]),
+        lambda name: read_tensor(*home[name][:2]),
         dtype=dtype,
         sharding=sharding,
         source=str(folder),
@@ -150,9 +150,7 @@ def _prefix(kind: str) -> str:
     return FAMILIES[kind].rules[0].source.split(".")[0] + "."
 
 
-def _where_tensors_are(
-    folder: Path, *, prefix: str
-) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+def where_tensors_are(folder: Path, *, prefix: str) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
     """Returns each tensor's file, name there and shape, by the name that rules know.
 
     A tensor may lie in several shards, as where one was renamed and the old one left: the index
@@ -202,13 +200,14 @@ def _head_differs(home: dict[str, tuple[Path, str, tuple[int, ...]]], embedding:
     if embedding.source not in home:
         home[embedding.source] = head
         return False
-    if np.array_equal(_read(*home[embedding.source][:2]), _read(*head[:2])):
+    if np.array_equal(read_tensor(*home[embedding.source][:2]), read_tensor(*head[:2])):
         return False
     home["lm_head.weight"] = head
     return True
 
 
-def _read(file: Path, name: str) -> np.ndarray:
+def read_tensor(file: Path, name: str) -> np.ndarray:
+    """Returns one tensor of a file."""
     # Opened anew for each tensor: what is mapped into memory would stay there.
     with safe_open(str(file), framework="numpy") as opened:
         return opened.get_tensor(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,13 @@ from utio_jax.core.decoder import Params
 from utio_jax.core.files import check_shapes, flatten, nest
 from utio_jax.models.families import Rule
 from utio_jax.models.tensor_parallel import Sharding, place_of, put
-from utio_jax.models.transformer import Transformer, TransformerConfig
+
+Stacked = TypeVar("Stacked", bound=Any)
+"""A decoder with `init(key)`."""
 
 
 def place_tensors(
-    settings: TransformerConfig,
+    decoder: Stacked,
     rules: tuple[Rule, ...],
     found: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
@@ -31,11 +33,11 @@ def place_tensors(
     dtype: jax.typing.DTypeLike,
     sharding: Sharding | None,
     source: str,
-) -> tuple[Transformer, Params]:
-    """Returns the decoder of these settings and its parameters.
+) -> tuple[Stacked, Params]:
+    """Returns a decoder and its parameters.
 
     Args:
-      settings: of the model.
+      decoder: the model, which says what parameters it has: `init` and `config`.
       rules: which tensor is which parameter.
       found: the shapes of the checkpoint's tensors.
       read: returns one of them.
@@ -46,16 +48,15 @@ def place_tensors(
     Raises:
       ValueError: names every missing, unexpected and mis-shaped tensor at once.
     """
-    decoder = Transformer(settings)
     shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     used = list(used_rules(rules, shapes))
-    layers = settings.num_layers
+    layers = decoder.config.num_layers
     wanted = {
         name: stored_shape(rule, shapes) for rule in used for name in source_names(rule, layers)
     }
     check_shapes(_abstract(found), _abstract(wanted), source=source)
 
-    place_by = place_of(sharding, settings)
+    place_by = place_of(sharding, decoder.config)
 
     def place(path: str) -> Any:
         return place_by(path, shapes[path].shape)

@@ -10,6 +10,7 @@ every device takes the same decisions and leaves its loops at the same time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -81,8 +82,8 @@ def tensor_parallel(
     return place
 
 
-def place_of(sharding: Sharding | None, config: TransformerConfig) -> Place:
-    """Returns where each parameter goes, of whatever form `sharding` has."""
+def place_of(sharding: Sharding | None, config: Any) -> Place:
+    """Returns where each parameter goes; over a mesh, of a `TransformerConfig`."""
     if isinstance(sharding, Mesh):
         return tensor_parallel(config, sharding)
     if sharding is None or isinstance(sharding, jax.sharding.Sharding):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Inputs, Params
 from utio_jax.core.pytrees import pytree, static
 
 
@@ -67,9 +67,7 @@ class Policy(Protocol):
         """Whether a token's depth depends on itself and earlier tokens alone."""
         ...
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         """Returns the policy's memory: any pytree, handed on from boundary to boundary."""
         ...
 
@@ -145,9 +143,7 @@ class Signal(Protocol):
         """Whether a score depends on which boundaries came before, as a count of exits does."""
         ...
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         """Returns the signal's memory: any pytree, handed on from boundary to boundary."""
         ...
 

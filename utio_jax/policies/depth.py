@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from utio_jax.core.decoder import Decoder, Params, check_depths
+from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
 from utio_jax.policies.signals import (
@@ -56,9 +56,7 @@ class ByThresholds:
     def causal(self) -> bool:
         return self.signal.causal
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         if self.thresholds.shape[:1] != (len(self.depths) - 1,):
             raise ValueError(
                 f"Wanted a threshold for each of depths={self.depths} but the last. "
@@ -169,7 +167,7 @@ def _same_leaf(one: Any, other: Any) -> bool:
 
 
 def shared_program(
-    policy: Policy, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    policy: Policy, token_ids: Inputs, positions: Int[Array, "batch token"]
 ) -> Policy:
     """Returns a policy that decides the same of these rows, and compiles as few programs as can be.
 

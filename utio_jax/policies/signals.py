@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from utio_jax.core.arrays import most_probable
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Inputs, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary
 from utio_jax.policies.importance import embedding_outlier, predictive_entropy
@@ -34,9 +34,7 @@ class SignalBase:
     def remembers(self) -> bool:
         return False
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         return None
 
     def __call__(
@@ -75,7 +73,7 @@ class Position(KnownBefore):
     name: str = static(default="position")
 
     def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+        self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
         return -positions.astype(jnp.float32)
 
@@ -95,7 +93,7 @@ class TokenSurrogate(KnownBefore):
     name: str = static(default="utio_before")
 
     def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+        self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
         return self.table[token_ids]
 
@@ -209,9 +207,7 @@ class StateSimilarity(SignalBase):
     def remembers(self) -> bool:
         return True
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Int[Array, "batch token"]:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Inputs:
         return token_ids
 
     def __call__(
@@ -303,14 +299,25 @@ def exit_index(exits: tuple[int, ...], depth: int, name: str) -> int:
 
 
 def draw_per_token(
-    key: PRNGKeyArray, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    key: PRNGKeyArray, token_ids: Inputs, positions: Int[Array, "batch token"]
 ) -> Float[Array, "batch token"]:
     """Returns a draw from [0, 1) per token, by the key, its position and its id alone."""
 
     def draw(token_id: jax.Array, position: jax.Array) -> jax.Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, token_id), position))
 
-    return jax.vmap(jax.vmap(draw))(token_ids, positions)
+    return jax.vmap(jax.vmap(draw))(_ids_of(token_ids), positions)
+
+
+def _ids_of(inputs: Inputs) -> Int[Array, "batch token"]:
+    """Returns a number for each token: its id, or a hash of what it is instead of one."""
+    if inputs.ndim == 2:
+        return inputs
+    wide = jax.lax.bitcast_convert_type(inputs.astype(jnp.float32), jnp.int32)
+    wide = wide.reshape(*inputs.shape[:2], -1)
+    odd = 2 * jnp.arange(wide.shape[-1], dtype=jnp.int32) + 1
+    mixed = (wide ^ (wide >> 15)) * jnp.broadcast_to(odd * 0x2C1B3C6D, wide.shape)
+    return jnp.sum(mixed, axis=-1, dtype=jnp.int32) & 0x7FFFFFFF
 
 
 @pytree
@@ -326,11 +333,12 @@ class DepthTable(KnownBefore):
     causal: bool = static(default=False)
 
     def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+        self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
-        if token_ids.shape != self.depth_of_token.shape:
+        if token_ids.shape[:2] != self.depth_of_token.shape:
             raise ValueError(
-                f"Wanted one depth per token of {token_ids.shape}. Got {self.depth_of_token.shape}."
+                f"Wanted one depth per token of {token_ids.shape[:2]}. Got "
+                f"{self.depth_of_token.shape}."
             )
         return self.depth_of_token.astype(jnp.float32)
 
@@ -347,7 +355,7 @@ class ScoreTable(KnownBefore):
     name: str = static(default="scores")
 
     def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+        self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
         return self.scores
 
@@ -364,6 +372,6 @@ class Chance(KnownBefore):
     name: str = static(default="chance")
 
     def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+        self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Float[Array, "batch token"]:
         return draw_per_token(self.key, token_ids, positions)

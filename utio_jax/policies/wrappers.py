@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Inputs, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
 
@@ -40,9 +40,7 @@ class _Wrapper:
     def remembers(self) -> bool:
         return self.signal.remembers
 
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Any:
+    def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> Any:
         return self.signal.start(token_ids, positions)
 
     def __call__(self, index: int, boundary: Boundary, memory: Any) -> tuple[jax.Array, Any]:

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
-from utio_jax.core.decoder import Decoder, HasKVMaps, LayerParams, Params, Places
+from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, Places
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.reference import positions_of
@@ -54,7 +54,7 @@ class Tokens:
         cls,
         decoder: Decoder,
         params: Params,
-        token_ids: Int[Array, "batch token"],
+        token_ids: Inputs,
         lengths: Int[Array, " batch"],
     ) -> Tokens:
         """Returns the tokens at depth 0."""
@@ -184,6 +184,32 @@ def rotated(decoder: Decoder, layer: LayerParams, keys: jax.Array, places: Place
     """Returns mapped keys of a layer as `Decoder.keys_values` returns its own."""
     assert isinstance(decoder, HasKVMaps)
     return decoder.rotate_keys(layer, keys, places)
+
+
+def over_blocks(
+    total: jax.Array,
+    sizes: tuple[int, int],
+    step: Callable[[jax.Array, int, Any], Any],
+    carry: Any,
+) -> Any:
+    """Returns what `step(first, size, carry)` makes of a carry: whole blocks, then the rest.
+
+    Args:
+      total: of things that lie packed, traced.
+      sizes: of whole blocks, and of those for what remains, which divides it; the last one of
+        these may reach beyond the total.
+      step: one block.
+      carry: any pytree.
+    """
+    block, least = sizes
+    if block == least:  # One loop, one body to compile.
+        count = -(-total // least)
+        return jax.lax.fori_loop(0, count, lambda i, c: step(i * least, least, c), carry)
+    whole = total // block
+    carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * block, block, c), carry)
+    done = whole * block
+    rest = -(-(total - done) // least)
+    return jax.lax.fori_loop(0, rest, lambda i, c: step(done + i * least, least, c), carry)
 
 
 def check_min_bucket(min_bucket: int) -> int:

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
-from utio_jax.core.decoder import Decoder, HasKVMaps, Params, check_depths
+from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, Params, check_depths
 from utio_jax.core.kv_maps import check_stops
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
@@ -71,7 +71,7 @@ class StaircaseResult:
 def staircase(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
-    token_ids: Int[Array, "batch token"],
+    token_ids: Inputs,
     lengths: Int[Array, " batch"],
     policy: Policy,
     *,
@@ -90,7 +90,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
     Args:
       decoder: the model. Static under jit.
       params: its parameters.
-      token_ids: right-padded rows.
+      token_ids: right-padded rows; `[batch, token, ...]` where the decoder has an `input_shape`.
       lengths: real tokens per row.
       policy: decides at each of `policy.depths` which tokens go on.
       kv: `"propagate"`, `"drop"`, or `"mapped"` for a decoder that `HasKVMaps`; `"full"` needs

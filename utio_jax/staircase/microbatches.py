@@ -19,7 +19,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
+from utio_jax.staircase.base import Tokens, check_min_bucket, over_blocks, rotated
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 
 
@@ -137,13 +137,7 @@ class MicroBatches:
         self, total: jax.Array, step: Callable[[jax.Array, int, Any], Any], carry: Any
     ) -> Any:
         """Runs `step(first slot, size, carry)` on blocks, then on min_buckets for what remains."""
-        whole = total // self.block
-        carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * self.block, self.block, c), carry)
-        done = whole * self.block
-        rest = -(-(total - done) // self.min_bucket)
-        return jax.lax.fori_loop(
-            0, rest, lambda i, c: step(done + i * self.min_bucket, self.min_bucket, c), carry
-        )
+        return over_blocks(total, (self.block, self.min_bucket), step, carry)
 
     def run_layers(
         self,

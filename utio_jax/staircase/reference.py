@@ -17,6 +17,7 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import (
     Decoder,
     HasKVMaps,
+    Inputs,
     LayerParams,
     Params,
     Places,
@@ -86,10 +87,11 @@ def mapped_keys_values(
 
 
 def positions_of(
-    token_ids: Int[Array, "batch token"], lengths: Int[Array, " batch"]
+    token_ids: Inputs, lengths: Int[Array, " batch"]
 ) -> tuple[Int[Array, "batch token"], Bool[Array, "batch token"]]:
     """Returns positions 0, 1, ... of right-padded rows, and which tokens are real."""
-    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32), token_ids.shape)
+    batch, width = token_ids.shape[:2]
+    positions = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (batch, width))
     return positions, positions < lengths[:, None]
 
 
@@ -135,7 +137,7 @@ def apply_layer(
 def dense_states(
     decoder: Decoder,
     params: Params,
-    token_ids: Int[Array, "batch token"],
+    token_ids: Inputs,
     lengths: Int[Array, " batch"],
     *,
     depths: tuple[int, ...],
@@ -162,7 +164,7 @@ def dense_states(
 def reference_states(
     decoder: Decoder,
     params: Params,
-    token_ids: Int[Array, "batch token"],
+    token_ids: Inputs,
     lengths: Int[Array, " batch"],
     depths: Int[Array, "batch token"],
     *,

@@ -116,9 +116,46 @@ def make(name: str, folder: Path) -> None:
     )
 
 
+def make_encoder(kind: str, folder: Path) -> None:
+    """Writes a BERT's folder with its outputs on padded rows: means of tokens, or logits."""
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    config = transformers.BertConfig(**{**sizes, "pad_token_id": 0}, num_labels=5)
+    torch.manual_seed(len(kind))
+    model = getattr(transformers, kind)._from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(0.3 * noise if parameter.ndim > 1 else parameter + 0.3 * noise)
+    model.eval()
+    model.save_pretrained(folder)
+    lengths = torch.tensor([24, 9, 1])
+    mask = torch.arange(24)[None, :] < lengths[:, None]
+    given = {
+        "input_ids": torch.randint(0, 48, (3, 24)),
+        "token_type_ids": torch.randint(0, 2, (3, 24)),
+    }
+    with torch.no_grad():
+        found = model(**given, attention_mask=mask.to(torch.int64))
+    if kind == "BertModel":
+        outputs = (found.last_hidden_state * mask[..., None]).sum(1) / lengths[:, None]
+    else:
+        outputs = found.logits
+    save_file(
+        {
+            "token_ids": given["input_ids"].to(torch.int32),
+            "kinds": given["token_type_ids"].to(torch.int32),
+            "lengths": lengths.to(torch.int32),
+            "outputs": outputs.float().contiguous(),
+        },
+        folder / "reference.safetensors",
+    )
+
+
 if __name__ == "__main__":
     out = Path(sys.argv[1])
     for name in CASES:
         make(name, out / name)
+    make_encoder("BertModel", out / "encoders" / "bert")
+    make_encoder("BertForSequenceClassification", out / "encoders" / "bert_classifier")
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     (out / "versions.json").write_text(json.dumps(versions) + "\n")

@@ -57,7 +57,7 @@ def load_file(
         return _halves(found, heads[part]) if interleaved else found
 
     return place_tensors(
-        settings,
+        Transformer(settings),
         architecture.rules(),
         {name: tensor.shape for name, tensor in header.tensors.items() if name != _ROPE_FREQS},
         read,
