@@ -300,7 +300,7 @@ def test_what_does_not_fit_is_named(vision: Model, unchecked_shapes: None) -> No
     with pytest.raises(ValueError, match="a classifier, the exits .1, 2, 3.. Got 4"):
         vision.decoder.classify(vision.params, jnp.zeros((1, 16)), 4)
     with pytest.raises(TypeError, match="Wanted a policy"):
-        run(inputs, lengths, "entropy")
+        run(inputs, lengths, "entropy")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="which leave for good. Got 'skip_decode'"):
         run(inputs, lengths, skip_decode(EXITS, most=3, least=1, span=4))
     decoder = Transformer(TINY)

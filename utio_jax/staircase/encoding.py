@@ -92,8 +92,9 @@ class Encoded:
             cost = dataclasses.replace(cost, head=head)
         asked = np.asarray(self.work.decisions, np.float64)
         gates = 0.0
-        for index, _ in enumerate(() if policy is None else policy.depths[:-1]):
-            gates += float(asked[index]) * policy.flops(index, encoder, params)
+        if policy is not None:
+            for index in range(len(policy.depths) - 1):
+                gates += float(asked[index]) * policy.flops(index, encoder, params)
         return pass_flops(cost, self.work, gates=gates)
 
 
