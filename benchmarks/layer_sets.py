@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets of layers against depths: does it pay to skip layers in the middle?
 
-    python benchmarks/layer_sets.py [--calibrate-rows 96] [--rows 64] --out layer_sets.json
+    python benchmarks/layer_sets.py [--calibrate 6] [--test 4] [--routers] --out layer_sets.json
 
 On the shipped model and its own splits, everything charged: every segment skipped alone, and pairs
 of the last three, SkipDecode's schedule, FiRST's routers (fitted to the calibrate split), random
@@ -66,11 +66,7 @@ def policies_of(model: Any, count: int) -> Iterator[tuple[str, Policy]]:
     for least, most in ((8, 16), (12, 16), (8, 12)):
         policy = skip_decode(depths, most=most, least=least, span=WIDTH)
         yield f"SkipDecode, {most} to {least} layers", policy
-    batches, _ = batches_of(model, "calibrate", count)
-    studies = study_exits(model.decoder, model.params, batches)
-    for layers in (10, 13):
-        first = fit_prompt_sets(model.decoder, model.params, studies, layers=layers)
-        yield f"FiRST, {layers} layers behind the prompt", first
+    yield from routers_of(model, count)
     for share in (0.5, 0.75):
         yield f"random sets, {share}", random_sets([share] * len(segments), key=key, depths=depths)
     for name, budget in (
@@ -82,11 +78,21 @@ def policies_of(model: Any, count: int) -> Iterator[tuple[str, Policy]]:
         yield f"depths: {name} at {budget}", model.calibration.policy(name, budget)
 
 
+def routers_of(model: Any, count: int) -> Iterator[tuple[str, Policy]]:
+    """Yields FiRST's routers, fitted to batches of the calibrate split."""
+    batches, _ = batches_of(model, "calibrate", count)
+    studies = study_exits(model.decoder, model.params, batches)
+    for layers in (10, 12, 14):
+        first = fit_prompt_sets(model.decoder, model.params, studies, layers=layers)
+        yield f"FiRST, {layers} layers behind the prompt", first
+
+
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calibrate", type=int, default=6, help=f"batches of {ROWS} x {WIDTH}")
     parser.add_argument("--test", type=int, default=4, help="batches")
+    parser.add_argument("--routers", action="store_true", help="those of FiRST alone")
     parser.add_argument("--out", type=Path)
     asked, started = parser.parse_args(), time.process_time()
     model = utio_jax.load("stdlib-16")
@@ -129,7 +135,8 @@ def main() -> None:
         }
 
     rows = [row(f"exit {d}", q, None) for d, (q, _) in zip(depths, exits, strict=True)]
-    for name, policy in policies_of(model, asked.calibrate):
+    policies = routers_of if asked.routers else policies_of
+    for name, policy in policies(model, asked.calibrate):
         rows.append(row(name, *read(name, policy)))
         print(json.dumps(rows[-1]), flush=True)
     found = {

@@ -93,7 +93,8 @@ def test_looks_at_logits_are_counted(tiny: Any) -> None:
 
 def test_what_does_not_go_with_sets_is_refused(tiny: Any) -> None:
     policy = skip_decode(DEPTHS, most=4, least=2, span=10)
-    for options in ({"kv": "drop"}, {"kv": "full"}, {"pack": (1,)}):
+    wrong: list[dict[str, Any]] = [{"kv": "drop"}, {"kv": "full"}, {"pack": (1,)}]
+    for options in wrong:
         with pytest.raises(ValueError, match='Wanted kv="propagate", no pack and no throttle'):
             Adaptive(policy=policy, **options)
     throttle = Throttle(

@@ -239,6 +239,8 @@ def test_what_sets_cannot_do_is_refused(tiny: Any) -> None:
         refused(given_sets(jnp.ones((4, 1, 3), bool), depths=DEPTHS))
     with pytest.raises(ValueError, match="to fill a cache"):
         refused(policy, cache=init_cache(tiny.decoder.config, batch=1, slots=8))
-    for wrong in ({"most": 5}, {"least": 0}, {"most": 2}, {"span": 0}):
+    fits: dict[str, Any] = {"most": 4, "least": 2, "span": 8}
+    changes: list[dict[str, Any]] = [{"most": 5}, {"least": 0}, {"most": 2}, {"span": 0}]
+    for wrong in changes:
         with pytest.raises(ValueError, match="Wanted a span of at least 1 token"):
-            skip_decode(DEPTHS, **({"most": 4, "least": 2, "span": 8} | wrong))
+            skip_decode(DEPTHS, **(fits | wrong))
