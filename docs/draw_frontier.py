@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws results/frontier.png: bits per byte over FLOPs, exits and depths beside plain models.
+
+`.venv/bin/python docs/draw_frontier.py` reads results/frontier.json, points of FLOPs over 16 layers
+and bits per byte by the name of a line, and the plain models in models/stdlib_16/controls.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+ROOT = Path(__file__).parent.parent
+STYLES = (("#3b6fb6", "s-"), ("#11806a", "o-"), ("#b23a48", "D-"), ("#b0762a", "v-"))
+
+
+def main() -> None:
+    """Writes the picture."""
+    lines = json.loads((ROOT / "results" / "frontier.json").read_text(encoding="utf-8"))
+    controls = json.loads((ROOT / "models/stdlib_16/controls.json").read_text(encoding="utf-8"))
+    figure, axis = plt.subplots(figsize=(7.6, 4.2), layout="constrained")
+    plain = [(row["flops_ratio"], row["bits_per_byte"]) for row in controls["controls"]]
+    axis.plot(*zip(*plain, strict=True), "*-", color="black", label="plain models, one a depth")
+    for row in controls["controls"]:
+        axis.annotate(
+            f"{row['layers']} layers",
+            (row["flops_ratio"], row["bits_per_byte"]),
+            textcoords="offset points",
+            xytext=(-46, -10),
+            fontsize=8,
+        )
+    for (name, points), (colour, style) in zip(lines.items(), STYLES, strict=True):
+        axis.plot(*zip(*points, strict=True), style, color=colour, label=name, markersize=5)
+    axis.set_xlabel("FLOPs over those of 16 layers")
+    axis.set_ylabel("bits per byte, test documents")
+    axis.legend(frameon=False, fontsize=9)
+    figure.savefig(ROOT / "results" / "frontier.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
