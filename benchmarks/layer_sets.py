@@ -82,7 +82,7 @@ def routers_of(model: Any, count: int) -> Iterator[tuple[str, Policy]]:
     """Yields FiRST's routers, fitted to batches of the calibrate split."""
     batches, _ = batches_of(model, "calibrate", count)
     studies = study_exits(model.decoder, model.params, batches)
-    for layers in (10, 12, 14):
+    for layers in (10, 13):
         first = fit_prompt_sets(model.decoder, model.params, studies, layers=layers)
         yield f"FiRST, {layers} layers behind the prompt", first
 
