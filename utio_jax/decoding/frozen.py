@@ -136,17 +136,7 @@ class Propagate:
     ) -> tuple[KVCache, Any, Spent]:
         """Returns cache and memory for later tokens, and what that took."""
         deepest, last = now.deepest, self.depths[-1]
-        cache = project_frozen(
-            setting.decoder,
-            setting.params,
-            now.cache,
-            now.x,
-            now.block,
-            start=deepest,
-            stop=last,
-            layers=setting.layers,
-            bounds=(self.depths[0], last),
-        )
+        cache = _projected(setting, now, start=deepest, bounds=(self.depths[0], last))
         return _filled(state, cache), memory, Spent(projected=last - deepest + now.projected)
 
 
@@ -169,17 +159,7 @@ class PassBy(Propagate):
         start, depth = (0, *self.depths)[index], self.depths[index]
         now, memory = super().run(setting, state, now, memory, index, run)
         ran = jnp.where(jnp.any(now.live), depth, start)
-        cache = project_frozen(
-            setting.decoder,
-            setting.params,
-            now.cache,
-            now.x,
-            now.block,
-            start=ran,
-            stop=depth,
-            layers=setting.layers,
-            bounds=(start, depth),
-        )
+        cache = _projected(setting, now, start=ran, bounds=(start, depth))
         return dataclasses.replace(now, cache=cache, projected=now.projected + depth - ran), memory
 
     def end(
@@ -410,6 +390,23 @@ def _run_current(
     start, depth = (0, *depths)[index], depths[index]
     stop = jnp.where(jnp.any(now.live), depth, start)
     return run(setting, now, start=start, stop=stop, bounds=(start, depth), shown=shown)
+
+
+def _projected(
+    setting: Setting, now: DecodeStep, *, start: jax.Array, bounds: tuple[int, int]
+) -> KVCache:
+    """Returns the cache with K/V of the current states in the layers from `start` to the bound."""
+    return project_frozen(
+        setting.decoder,
+        setting.params,
+        now.cache,
+        now.x,
+        now.block,
+        start=start,
+        stop=bounds[1],
+        layers=setting.layers,
+        bounds=bounds,
+    )
 
 
 def _filled(state: DecodeState, cache: KVCache) -> KVCache:
