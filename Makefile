@@ -31,6 +31,8 @@ LLM := out/llm/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
+# What needs no minutes, no stock model, no browser and no other environment.
+HERE := not slow and not llm and not browser and not clients and not ray
 # Programs that run once, for a moment, need neither LLVM's optimisation, two thirds of that time, nor
 # (where jaxlib still has the choice) its new code for fused loops, a third of the rest. Programs
 # seen before come from a cache: a second run takes half as long.
@@ -53,7 +55,7 @@ demo: $(VENV)/.installed-cli
 install: $(VENV)/.installed-all
 
 test: $(VENV)/.installed-all
-	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "not slow and not llm and not browser and not clients and not ray") $(SPREAD) $(TESTS)
+	$(QUICK) $(BIN)/python -m pytest $(if $(TESTS),-m "$(HERE)") $(SPREAD) $(TESTS)
 
 check: test check-rest
 
@@ -67,7 +69,7 @@ test-ray: $(RAY)/.installed
 
 # What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
 check-rest: lint types docs
-	$(QUICK) $(BIN)/python -m pytest -m check $(SPREAD) notebooks tests
+	$(QUICK) $(BIN)/python -m pytest -m "check and $(HERE)" $(SPREAD) notebooks tests
 
 test-slow: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)

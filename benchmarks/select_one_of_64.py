@@ -2,12 +2,15 @@
 """Which of 64 lines comes next: margins by a promise, against full depth and controls.
 
     python benchmarks/select_one_of_64.py [--calibrate 1200] [--test 300] [--turns 40]
+    python benchmarks/select_one_of_64.py --turns 40 --depths 0 6 8 --margins 18.2 0.69 0.35
+    python benchmarks/select_one_of_64.py --model FILE.gguf --exits 15 20 25 --rows 4
 
 Queries are places in the standard library's own source. The context is the 128 tokens before the
 end of a line; candidates are the line that follows and 63 others of 8 to 16 tokens, half of them,
 where there are as many, of the same file. Calibrate queries come from the calibrate split, which
-no layer was trained on, test queries from the test split. `--out` keeps scores: with them there,
-a second run times alone.
+no layer was trained on, test queries from the test split. `--out` keeps scores for a second run.
+The second command times margins that are known, and fits nothing; the third asks another model,
+which is read at the exits that it is given, and picks 1 of 4.
 """
 
 from __future__ import annotations
@@ -29,11 +32,12 @@ from utio_jax.core.files import versions
 from utio_jax.decoding.select import Select, read_context, row_flops, select
 from utio_jax.models.training.corpus import Split, standard_library
 
-ROWS, TOKENS, CONTEXT = 64, 16, 128
-DEPTHS = (0, 4, 6, 8, 10, 12)
+TOKENS, CONTEXT = 16, 128
 
 
-def queries_of(model: Any, split: Split, count: int) -> tuple[list[Query], np.ndarray, np.ndarray]:
+def queries_of(
+    model: Any, split: Split, count: int, rows: int
+) -> tuple[list[Query], np.ndarray, np.ndarray]:
     """Returns queries, which candidate is the true line, and each one's file."""
     rng = np.random.default_rng(0)
     texts = [document.text.rstrip().split("\n") for document in standard_library(split)]
@@ -62,15 +66,15 @@ def queries_of(model: Any, split: Split, count: int) -> tuple[list[Query], np.nd
             context = np.asarray([i for ids in lines[file][:line] for i in ids])
         true = tuple(lines[file][line])
         near = [tuple(lines[file][i]) for i in rng.permutation(fits[file])]
-        far = [everywhere[i] for i in rng.permutation(len(everywhere))[: 4 * ROWS]]
-        others = [each for each in dict.fromkeys(near) if each != true][: ROWS // 2]
+        far = [everywhere[i] for i in rng.permutation(len(everywhere))[: 4 * rows]]
+        others = [each for each in dict.fromkeys(near) if each != true][: rows // 2]
         for each in dict.fromkeys(tuple(lines[f][i]) for f, i in far):
-            if len(others) < ROWS - 1 and each != true and each not in others:
+            if len(others) < rows - 1 and each != true and each not in others:
                 others.append(each)
         candidates = [true, *others]
-        order = rng.permutation(ROWS)
-        ids = np.zeros((ROWS, TOKENS), np.int32)
-        lengths = np.zeros(ROWS, np.int32)
+        order = rng.permutation(rows)
+        ids = np.zeros((rows, TOKENS), np.int32)
+        lengths = np.zeros(rows, np.int32)
         for row, which in enumerate(order):
             ids[row, : len(candidates[which])] = candidates[which]
             lengths[row] = len(candidates[which])
@@ -91,14 +95,14 @@ def best(scores: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(scores), -np.inf, scores).argmax(axis=1)
 
 
-def ratio_of(model: Any, depths: tuple[int, ...], counts: np.ndarray) -> float:
+def ratio_of(model: Any, depths: tuple[int, ...], counts: np.ndarray, rows: int) -> float:
     """Returns the FLOPs of so many candidates `[query, segment]` over all at full depth."""
     layers = model.decoder.config.num_layers
     each, whole = (
         row_flops(model.decoder, model.params, ends, tokens=TOKENS, slots=CONTEXT)
         for ends in ((*depths, layers), (layers,))
     )
-    return float((counts @ each).mean() / (ROWS * whole[0]))
+    return float((counts @ each).mean() / (rows * whole[0]))
 
 
 def controls(
@@ -108,9 +112,11 @@ def controls(
     seen: np.ndarray,
     how: Select,
     budget: float,
+    depths: tuple[int, ...],
 ) -> Iterator[dict[str, Any]]:
     """Yields what other ways of spending FLOPs have, over all candidates at full depth."""
     layers, full = model.decoder.config.num_layers, best(seen[:, -1])
+    rows = seen.shape[2]
 
     def row(name: str, ratio: float, won: np.ndarray) -> dict[str, Any]:
         return {
@@ -120,34 +126,34 @@ def controls(
             "accuracy": round(float((won == truths).mean()), 4),
         }
 
-    every = np.full((len(seen), 1), ROWS)
+    every = np.full((len(seen), 1), rows)
     whole = row_flops(model.decoder, model.params, (layers,), tokens=TOKENS, slots=CONTEXT)[0]
-    for index, depth in enumerate(DEPTHS):
+    for index, depth in enumerate(depths):
         one = row_flops(model.decoder, model.params, (depth,), tokens=TOKENS, slots=CONTEXT)[0]
         yield row(f"one exit for all, {depth} layers", one / whole, best(seen[:, index]))
-    counts, _ = replay(seen[:, [*(DEPTHS.index(d) for d in how.depths), -1]], how.margins)
+    counts, _ = replay(seen[:, [*(depths.index(d) for d in how.depths), -1]], how.margins)
     # As many at each depth, by chance; and the best of a fixed number, whatever their margins.
     rng = np.random.default_rng(0)
     places = np.argsort(rng.random(seen[:, -1].shape), axis=1).argsort(axis=1)
     kept = np.where(places < counts[:, -1:], seen[:, -1], np.nan)
-    yield row("as many, by chance", ratio_of(model, how.depths, counts), best(kept))
+    yield row("as many, by chance", ratio_of(model, how.depths, counts, rows), best(kept))
     numbers = np.round(counts.mean(axis=0)).astype(int)
     alive = np.ones_like(kept, np.bool_)
-    for index, number in zip((DEPTHS.index(d) for d in how.depths), numbers[1:], strict=True):
+    for index, number in zip((depths.index(d) for d in how.depths), numbers[1:], strict=True):
         rank = np.argsort(np.where(alive, -seen[:, index], np.inf), axis=1).argsort(axis=1)
         alive &= rank < number
     yield row(
         f"fixed numbers {numbers[1:].tolist()}",
-        ratio_of(model, how.depths, np.broadcast_to(numbers, counts.shape)),
+        ratio_of(model, how.depths, np.broadcast_to(numbers, counts.shape), rows),
         best(np.where(alive, seen[:, -1], np.nan)),
     )
     # Full depth for the first tokens of each candidate, as many as the FLOPs allow.
     tokens = 1 + max(1, int(budget * (TOKENS - 1)))
-    cut = [(ids, rows[:, :tokens], np.minimum(ends, tokens)) for ids, rows, ends in queries]
+    cut = [(ids, each[:, :tokens], np.minimum(ends, tokens)) for ids, each, ends in queries]
     scores = see_all(model.decoder, model.params, cut, depths=(), slots=CONTEXT)[:, -1]
     first = row_flops(model.decoder, model.params, (layers,), tokens=tokens, slots=CONTEXT)[0]
     yield row(f"first {tokens} tokens of all, full depth", first / whole, best(scores))
-    yield row("full depth", ratio_of(model, (), every), full)
+    yield row("full depth", ratio_of(model, (), every, rows), full)
 
 
 def times(model: Any, queries: list[Query], how: Select, turns: int) -> dict[str, Any]:
@@ -180,12 +186,11 @@ def times(model: Any, queries: list[Query], how: Select, turns: int) -> dict[str
     }
 
 
-def scored(model: Any, split: Split, count: int, out: Path) -> Any:
+def scored(model: Any, split: Split, count: int, depths: tuple[int, ...], options: Any) -> Any:
     """Returns queries of a split with all their scores, kept between runs."""
-    queries, truths, files = queries_of(model, split, count)
-    kept = out / f"{split}-{len(queries)}.npy"
+    queries, truths, files = queries_of(model, split, count, options.rows)
+    kept = options.out / f"{split}-{len(queries)}.npy"
     if not kept.exists():
-        depths = DEPTHS
         seen = see_all(model.decoder, model.params, queries, depths=depths, slots=CONTEXT)
         np.save(kept, seen)
     return queries, truths, files, np.load(kept)
@@ -196,17 +201,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calibrate", type=int, default=1200)
     parser.add_argument("--test", type=int, default=300)
+    parser.add_argument("--max-disagreement", type=float, default=0.01, help="share of winners")
     parser.add_argument("--turns", type=int, default=0, help="queries to time; 0: none")
+    parser.add_argument("--model", default="stdlib-16")
+    parser.add_argument("--exits", type=int, nargs="+", default=[4, 6, 8, 10, 12])
+    parser.add_argument("--rows", type=int, default=64, help="candidates of a query")
     parser.add_argument("--out", type=Path, default=Path("out/select"))
+    parser.add_argument("--depths", type=int, nargs="+", help="time these, with --margins")
+    parser.add_argument("--margins", type=float, nargs="+", help="one for each of --depths")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    model = utio_jax.load("stdlib-16")
+    layers = utio_jax.load(options.model).decoder.config.num_layers
+    model = utio_jax.load(options.model, exits=(*options.exits, layers))
+    depths = (0, *options.exits)
+    if options.depths:
+        known = Select(
+            depths=tuple(options.depths), margins=np.asarray(options.margins, np.float32)
+        )
+        queries, _, _ = queries_of(model, "test", 2 * options.turns, options.rows)
+        print(json.dumps(times(model, queries, known, options.turns)))
+        return
     decoder, params = model.decoder, model.params
-    _, right, files, seen = scored(model, "calibrate", options.calibrate, options.out)
+    _, right, files, seen = scored(model, "calibrate", options.calibrate, depths, options)
     fitted: FittedSelect = fit_select(
-        decoder, params, seen, depths=DEPTHS, tokens=TOKENS, slots=CONTEXT, groups=files
+        decoder,
+        params,
+        seen,
+        depths=depths,
+        tokens=TOKENS,
+        slots=CONTEXT,
+        max_disagreement=options.max_disagreement,
+        groups=files,
     )
-    queries, truths, test_files, tested = scored(model, "test", options.test, options.out)
+    queries, truths, test_files, tested = scored(model, "test", options.test, depths, options)
     result: dict[str, Any] = {
         "options": {name: str(value) for name, value in vars(options).items()},
         "versions": versions(),
@@ -226,7 +253,7 @@ def main() -> None:
         result["chosen"] = {"depths": how.depths, "margins": np.asarray(how.margins).tolist()}
         plain = Select(depths=(), margins=np.zeros(0, np.float32))
         flops, won, ran = [], [], []
-        ends_of = [depth for depth in (*how.depths, 16) if depth]
+        ends_of = [depth for depth in (*how.depths, layers) if depth]
         for ids, rows, ends in queries:
             context = read_context(decoder, params, ids, slots=CONTEXT)
             found = select(decoder, params, context, rows, ends, how)
@@ -236,7 +263,7 @@ def main() -> None:
         ids, rows, ends = queries[0]
         context = read_context(decoder, params, ids, slots=CONTEXT)
         whole = select(decoder, params, context, rows, ends, plain).flops(decoder, params)
-        prompt = row_flops(decoder, params, (16,), tokens=CONTEXT + 1, slots=0)[0]
+        prompt = row_flops(decoder, params, (layers,), tokens=CONTEXT + 1, slots=0)[0]
         result["select"] = {
             "flops_ratio": round(float(np.mean(flops)) / whole, 4),
             "flops_ratio_with_context": round(
@@ -248,7 +275,7 @@ def main() -> None:
             "candidates_run": np.mean(ran, axis=0).round(2).tolist(),
         }
         budget = result["select"]["flops_ratio"]
-        result["controls"] = list(controls(model, queries, truths, tested, how, budget))
+        result["controls"] = list(controls(model, queries, truths, tested, how, budget, depths))
         if options.turns:
             result["times"] = times(model, queries, how, options.turns)
     (options.out / "select.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from utio_jax import Adaptive, Entropy, History, Position, Prefill, Throttle, generate
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.layer_sets import LayerSets, given_sets, skip_decode
+from utio_jax.policies.signals import KnownBefore
 from utio_jax.staircase.reference import reference_layer_sets
 
 DEPTHS = (1, 2, 3, 4)
@@ -66,6 +68,25 @@ def test_rows_run_sets_of_their_own(tiny: Any) -> None:
     for row in found.executed:
         np.testing.assert_array_equal(row, [4, 3, 3, 3, 3, 3])
     np.testing.assert_array_equal(found.heads, [5, 5, 5])
+
+
+@pytree
+class Late(KnownBefore):
+    """The position: tokens run more layers as the text grows."""
+
+    name: str = static(default="late")
+
+    def start(self, token_ids: Any, positions: Any) -> jax.Array:
+        return positions.astype(jnp.float32)
+
+
+def test_a_layer_that_a_whole_step_skipped_has_keys_for_later_ones(tiny: Any) -> None:
+    thresholds = jnp.asarray([8.5, -jnp.inf, -jnp.inf])
+    found = run(tiny, LayerSets(signal=Late(), thresholds=thresholds, depths=DEPTHS))
+    distributions(tiny, found, lambda _, position: [True, position > 8.5, True, True])
+    # The longest prompt has 7 tokens: of five steps two skip the second layer, three run it.
+    np.testing.assert_array_equal(found.token_layers, [18, 18, 18])
+    np.testing.assert_array_equal(found.frozen_layers, [2, 2, 2])
 
 
 def test_later_tokens_skip_lower_layers(tiny: Any, count_compiles: Any) -> None:

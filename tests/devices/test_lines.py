@@ -13,7 +13,7 @@ import pytest
 from helpers.lines import TOKEN, joined
 
 from utio_jax.devices import lines as subject
-from utio_jax.devices.lines import Line, Lines, ProcessLostError, accept, call
+from utio_jax.devices.lines import Limits, Line, Lines, ProcessLostError, accept, call
 
 
 def wait_for(what: Any) -> None:
@@ -110,6 +110,46 @@ def test_a_message_that_was_changed_or_sent_twice_ends_the_connection(where: int
     for each in (ours, spy):
         each.close()
     sender.close()
+
+
+def pair(**limits: Any) -> tuple[Line, Line]:
+    """Returns a line that sends, and one that takes, both of some limits."""
+    ours, theirs = socket.socketpair()
+    made = Limits(**limits)
+    sender = Line(ours, process=0, send=b"up", take=b"down", limits=made)
+    return sender, Line(theirs, process=1, send=b"down", take=b"up", limits=made)
+
+
+def test_a_message_that_is_too_long_ends_the_connection_before_it_is_read() -> None:
+    sender, taker = pair(most=100)
+    sender.send(bytes(100))
+    assert taker.receive(seconds=20) == bytes(100)
+    taker.most = 200
+    sender.send(bytes(200))
+    assert taker.receive(seconds=20) == bytes(200)
+    sender._connection.sendall(subject._HEAD.pack(201, bytes(32)))
+    with pytest.raises(ProcessLostError, match="heard any more .sends 201 bytes at once, which is"):
+        taker.receive(seconds=20)
+    sender.close()
+
+
+def test_whoever_does_not_receive_makes_the_sender_wait() -> None:
+    """As long as that one bears; what was said before is received."""
+    sender, taker = pair(held=2, seconds=0.3)
+    began = time.monotonic()
+
+    def say_all() -> None:
+        for number in range(10_000):
+            sender.send(b"%d" % number + bytes(10_000))
+
+    with pytest.raises(ProcessLostError, match="takes nothing any more"):
+        say_all()
+    assert time.monotonic() - began < 10
+    assert taker._inbox.qsize() == 2
+    assert [taker.receive(seconds=20)[:1] for _ in range(5)] == [b"0", b"1", b"2", b"3", b"4"]
+    taker.part(0.3)
+    taker._thread.join(20)
+    assert not taker._thread.is_alive()
 
 
 def test_a_process_that_ends_is_noticed_at_once_by_whoever_watches_hears_or_tells() -> None:

@@ -16,6 +16,8 @@ from helpers.models import live_params
 
 from utio_jax.core.lens import Lensed, lensed
 from utio_jax.models.checkpoint import load
+from utio_jax.models.training import recipe
+from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.late_exits import (
     LateExits,
@@ -41,6 +43,8 @@ CONFIG = TrainConfig(
     max_layer_dropout=0.0,
     save_every=1,
 )
+
+_STRIDE = {"train": 40, "calibrate": 4, "test": 8}
 
 
 @pytest.fixture(scope="module")
@@ -225,13 +229,19 @@ def test_given_parameters_stay_the_callers(
     jax.tree.map(np.testing.assert_array_equal, before, params)
 
 
-def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(tmp_path: Path) -> None:
-    plain = run_recipe(tmp_path / "plain", preset="plain-tiny", steps=22)
+def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every fortieth file of the split that trains: a tokenizer and a stream in seconds.
+    monkeypatch.setattr(
+        recipe, "standard_library", lambda split: standard_library(split)[:: _STRIDE[split]]
+    )
+    plain = run_recipe(tmp_path / "plain", preset="plain-tiny", steps=6)
     assert len(plain["bits_per_byte"]) == 1
     late = run_recipe(
         tmp_path / "late",
         preset="late-tiny",
-        steps=22,
+        steps=6,
         trunk=tmp_path / "plain",
         exit_weight=0.3,
     )

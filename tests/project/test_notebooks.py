@@ -45,13 +45,14 @@ def texts_of(output: dict[str, Any]) -> Iterator[str]:
             yield text_of(value)
 
 
-def test_the_five_notebooks_are_there() -> None:
+def test_the_six_notebooks_are_there() -> None:
     assert NAMES == [
         "01_quickstart",
         "02_which_tokens_go_deep",
         "03_your_own_model",
         "04_many_devices",
         "05_what_to_expect",
+        "06_rows_that_leave",
     ]
 
 

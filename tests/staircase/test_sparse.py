@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_nobody_sparse_is_dense_and_costs_nothing(tiny: Any) -> None:
     assert not np.asarray(none.work.choices).any()
     np.testing.assert_array_equal(none.work.key_slots, plain.work.key_slots)
     np.testing.assert_allclose(none.x, plain.x, atol=1e-5)
+
+
+def test_it_runs_in_float64(tiny: Any) -> None:
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), tiny.params)
+        inputs = whole_pass(dataclasses.replace(tiny, params=params))
+        found = run(*inputs, choice(np.ones((2, 3, 40)), [0.5] * 2), **OPTIONS)
+    assert found.x.dtype == np.float64
+    single = run(*whole_pass(tiny), choice(np.ones((2, 3, 40)), [0.5] * 2), **OPTIONS)
+    np.testing.assert_allclose(found.x, single.x, atol=1e-4)
 
 
 def test_everybody_sparse_sees_what_a_history_holds(tiny: Any) -> None:

@@ -42,6 +42,22 @@ def test_equals_the_oracle(tiny: Any, shape: cases.Shape, count_compiles: Any) -
     assert compiles.count == 0, "new depths or lengths must not compile anything"
 
 
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_equals_the_oracle_in_float64(tiny: Any, kv: str) -> None:
+    """Under `jax_enable_x64` indices and states keep one type each; attention stays in float32."""
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), tiny.params)
+        model = dataclasses.replace(tiny, params=params)
+        shape, ids, lengths, depths = small_case(model)
+        policy = given_depths(depths, depths=shape.depths)
+        found = cases.run_staircase(
+            model.decoder, params, ids, lengths, policy, kv=kv, executor=shape.executor
+        )
+        assert found.x.dtype == np.float64
+        shape = dataclasses.replace(shape, kv=kv)
+        assert max(error for _, error in cases.compare_cases(model, shape, range(16))) < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda s: f"{s.batch}x{s.token}-{s.kv}")
 def test_equals_the_oracle_in_ten_thousand_cases(tiny: Any, shape: cases.Shape) -> None:

@@ -76,10 +76,10 @@ def attend_band(  # noqa: PLR0913 (arrays of one product)
     start = jnp.clip(positions[0] - (history.recent - 1), 0, tokens - width)
 
     def gather(leaf: jax.Array) -> jax.Array:
-        tail = leaf.shape[2:]
+        zero, tail = jnp.zeros_like(row), leaf.shape[2:]
         first, band = (
-            jax.lax.dynamic_slice(leaf, (row, begin, *(0,) * len(tail)), (1, size, *tail))[0]
-            for begin, size in ((0, sinks), (start, width))
+            jax.lax.dynamic_slice(leaf, (row, begin, *[zero] * len(tail)), (1, size, *tail))[0]
+            for begin, size in ((zero, sinks), (start, width))
         )
         return jnp.concatenate([first, band])
 

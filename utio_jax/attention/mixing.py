@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.products import attend, attend_counted, visible_keys, with_count
-from utio_jax.core.decoder import Decoder, Mixes
+from utio_jax.core.decoder import Decoder, Mixes, own_mixing
 
 
 @runtime_checkable
@@ -117,6 +117,7 @@ def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:
     """
     config = decoder.config
     window = config.window_at(index)
-    if isinstance(decoder, Mixes):
-        return OwnMixer(window=window, causal=config.causal, decoder=decoder)
+    mixing = own_mixing(decoder)
+    if mixing is not None:
+        return OwnMixer(window=window, causal=config.causal, decoder=mixing)
     return SoftmaxMixer(window=window, causal=config.causal, softcap=config.attention_softcap)

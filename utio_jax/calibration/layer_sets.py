@@ -9,13 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from utio_jax.calibration.gates import fit_linear_gates
 from utio_jax.calibration.studies import ExitStudy
-from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.layer_sets import LayerSets, given_sets
-from utio_jax.policies.learned import PromptRouter, StateGate
+from utio_jax.policies.learned import PromptRouter
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 
@@ -69,7 +69,7 @@ def fit_prompt_sets(
             f"Wanted rows of more than {prompt + 1} tokens. Got none. Take a smaller prompt, or a "
             "longer text."
         )
-    gates = _linear_gates(means[:, long], np.sqrt(harm[:, long]))
+    gates = fit_linear_gates(means[:, long], np.sqrt(harm[:, long]))
     scores = np.stack(
         [
             np.asarray(gates.at(index)(jnp.asarray(mean)))
@@ -121,42 +121,6 @@ def skipping_harm(
         evaluate(decoder, params, batches, policies, executor=executor, observe=observe)
         found.append(np.concatenate(rows))
     return np.stack(found)
-
-
-def _linear_gates(means: np.ndarray, target: np.ndarray) -> StateGate:
-    """Returns gates that are linear in normalised states, by ridge regression.
-
-    The penalty is that of the least squared error of each row by the fit to all others, which the
-    singular values give in closed form (Allen 1974); at the largest, gates are constants.
-
-    Args:
-      means: states `[boundary, row, dim]`.
-      target: `[boundary, row]`.
-    """
-    weights, biases = [], []
-    for states, wanted in zip(means, target, strict=True):
-        x = np.asarray(normalise(jnp.asarray(states)), np.float64)
-        centre, level, rows = x.mean(axis=0), wanted.mean(), len(x)
-        left, sizes, right = np.linalg.svd(x - centre, full_matrices=False)
-        along = left.T @ (wanted - level)
-        best, chosen = np.inf, np.zeros_like(sizes)
-        for penalty in np.geomspace(1e-6, 1e6, 25) * max(float(sizes[0]) ** 2, 1e-12):
-            shrunk = sizes**2 / (sizes**2 + penalty)
-            leverage = 1 / rows + (left**2 * shrunk).sum(axis=1)
-            error = wanted - level - left @ (shrunk * along)
-            left_out = float(np.square(error / np.maximum(1 - leverage, 1e-6)).sum())
-            if left_out <= best:
-                best, chosen = left_out, sizes / (sizes**2 + penalty) * along
-        weights.append(right.T @ chosen)
-        biases.append(level - centre @ weights[-1])
-    weight = np.stack(weights)
-    # A gate has a hidden layer of rectified units; a number is what it is above 0 less what below.
-    return StateGate(
-        hidden=jnp.asarray(np.stack([weight, -weight], axis=-1), jnp.float32),
-        hidden_bias=jnp.zeros((len(weight), 2)),
-        output=jnp.broadcast_to(jnp.asarray([1.0, -1.0]), (len(weight), 2)),
-        output_bias=jnp.asarray(np.stack(biases), jnp.float32),
-    )
 
 
 def _threshold(scores: np.ndarray, layers: np.ndarray, *, wanted: float) -> float:

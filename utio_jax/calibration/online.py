@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.calibration.studies import collect
-from utio_jax.core.arrays import flat, map_head
+from utio_jax.core.arrays import flat, map_head, next_token_nll
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens
 from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree
@@ -42,7 +42,7 @@ from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
-from utio_jax.staircase.score import Scores, labels_of, next_token_nll, run_score
+from utio_jax.staircase.score import Scores, labels_of, run_score
 
 _EVIDENCE = 40  # Disagreements that the memory must hold at the target, or thresholds would jitter.
 

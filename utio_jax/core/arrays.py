@@ -27,6 +27,14 @@ def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
     return jnp.min(jnp.where(below, logits.shape[-1], index), axis=-1)
 
 
+def next_token_nll(
+    logits: Float[Array, "slot vocab"], label: Int[Array, " slot"]
+) -> Float[Array, " slot"]:
+    """Returns the negative log-likelihood of each label, in nats."""
+    chosen = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(logits, axis=-1) - chosen
+
+
 # Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] not.
 _HEAD_BLOCK = 128
 

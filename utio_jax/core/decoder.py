@@ -220,10 +220,14 @@ class Mixes(Decoder, Protocol):
     """A decoder whose tokens see each other by something else than softmax attention.
 
     Linear attention and state-space layers, written as masked products: `queries` is what a token
-    asks, `keys_values` what it shows to others, and `mix` puts the two together. A token that is
-    frozen in deeper layers shows what its frozen state makes of it (`kv="propagate"`) or nothing
-    (`kv="drop"`: it does not touch the recurrent state); either way that is what `visible` and the
-    keys and values say, and `mix` need not know of it.
+    asks, `keys_values` what it shows to others, and `mix` puts the two together. What a key holds
+    is the decoder's own affair: its decay, for one (`utio_jax.models.mamba`).
+
+    What a token does to the recurrent state of a layer, if it has stopped before: under
+    `kv="propagate"` it is taken in as any other, by what `keys_values` makes of its frozen state;
+    under `kv="drop"` the state passes it by as if the text went on behind it, neither fed nor
+    faded; under `kv="full"` it is taken in by its own full-depth state. All of that is said by the
+    keys, the values and `visible`; `mix` need not know of it, but must count visible keys alone.
     """
 
     def mix(
@@ -235,10 +239,36 @@ class Mixes(Decoder, Protocol):
     ) -> jax.Array:
         """Returns what each query makes of its visible keys, `[*lead, query, head, head_dim]`.
 
-        Keys come in text order; a query's visible ones may have gaps. A query that sees none gets
-        zeros.
+        Keys come in text order. Some are hidden from all queries, and for all are not there: no
+        decay between two tokens comes from one that is not seen. Of the others a query sees those
+        up to its own, the last of them, in `windows` if there are any (with `causal` False: all).
+        One that sees none gets zeros. Keys that are hidden may be NaN.
         """
         ...
+
+
+def own_mixing(decoder: Any) -> Mixes | None:
+    """Returns the decoder whose tokens see each other by its own `mix`; None: by softmax attention.
+
+    That is the decoder itself, or the one that it is wrapped around (`utio_jax.core.lens.Wrapped`).
+    """
+    while decoder is not None and not isinstance(decoder, Mixes):
+        decoder = getattr(decoder, "decoder", None)
+    return decoder
+
+
+def check_softmax(decoder: Decoder, *, why: str, remedy: str) -> None:
+    """Checks that tokens see each other by softmax attention, where something else would be wrong.
+
+    Raises:
+      ValueError: they do not.
+    """
+    mixing = own_mixing(decoder)
+    if mixing is not None:
+        raise ValueError(
+            f"Wanted a decoder that mixes by softmax attention, {why}. Got "
+            f"{type(mixing).__name__}, which mixes in its own way. {remedy}"
+        )
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, own_mixing
 
 
 def count_matmul_flops(function: Callable[..., Any], *args: Any) -> float:
@@ -71,7 +71,9 @@ class TokenCost:
     Attributes:
       query: queries, output projection and MLP of one layer.
       keys_values: keys and values of one layer; also what a frozen token pays there.
-      attention_per_key: scores and mixing with one key, all heads, one layer.
+      attention_per_key: scores and mixing with one key, all heads, one layer. Of a decoder that
+        `Mixes`: the products of its `mix` for one query and key, masked products like attention's,
+        which grow with the keys as that does, though a recurrence would not.
       head: final norm and vocabulary head, once.
       exit_map: what maps a state for the head, at depths below `full_depth`.
       full_depth: the model's layers; of use only where there is an `exit_map`.
@@ -120,7 +122,7 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
         query=count_matmul_flops(decoder.queries, layer, x, places)
         + count_matmul_flops(decoder.finish_layer, layer, x, attended),
         keys_values=count_matmul_flops(decoder.keys_values, layer, x, places),
-        attention_per_key=4.0 * config.num_heads * config.head_dim,
+        attention_per_key=_flops_per_key(decoder, x.dtype),
         head=count_matmul_flops(decoder.unembed, params, x),
         exit_map=sum(
             count_matmul_flops(partial(apply_exit_lens, decoder, depth=depth), params, x)
@@ -129,6 +131,17 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
         full_depth=config.num_layers,
         kv_map=4.0 * config.embed_dim * config.num_kv_heads * config.head_dim,
     )
+
+
+def _flops_per_key(decoder: Decoder, dtype: Any) -> float:
+    """Returns the FLOPs of one query and one key of it in one layer."""
+    config, mixing = decoder.config, own_mixing(decoder)
+    if mixing is None:
+        return 4.0 * config.num_heads * config.head_dim
+    query = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), dtype)
+    key = jax.ShapeDtypeStruct((1, config.num_kv_heads, config.head_dim), dtype)
+    visible = jax.ShapeDtypeStruct((1, 1), jnp.bool_)
+    return count_matmul_flops(mixing.mix, query, key, key, visible)
 
 
 def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:

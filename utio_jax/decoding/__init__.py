@@ -9,6 +9,7 @@ from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.prompt_router import route_by_prompts
 from utio_jax.decoding.sampling import (
     Chain,
     Greedy,
@@ -19,6 +20,7 @@ from utio_jax.decoding.sampling import (
     TopP,
 )
 from utio_jax.decoding.select import Context, Select, Selected, read_context, select
+from utio_jax.decoding.steady import Steady
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.thinking import Confidence, Thinking, Thought
 from utio_jax.decoding.throttle import Throttle
@@ -50,6 +52,7 @@ __all__ = [
     "Select",
     "Selected",
     "Setting",
+    "Steady",
     "Temperature",
     "TextChunk",
     "Thinking",
@@ -60,6 +63,7 @@ __all__ = [
     "generate",
     "generate_text",
     "read_context",
+    "route_by_prompts",
     "select",
     "stream",
     "stream_text",

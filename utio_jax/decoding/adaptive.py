@@ -126,7 +126,7 @@ class Adaptive(ModeBase):
                 f"Got policy {self.policy.name!r}."
             )
         if self.throttle is not None:
-            self.throttle.check(self.policy)
+            self.throttle.check(self.policy, decoder)
         if rejoins(self.policy):
             layers = decoder.config.num_layers
             check_layer_sets(self.policy, layers, kv=self.kv, attention=None, cache=None)

@@ -28,14 +28,13 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache, init_cache, read
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
-from utio_jax.core.arrays import executed_heads, flat, map_head
+from utio_jax.core.arrays import executed_heads, flat, map_head, next_token_nll
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, check_depths, has_exit_lens
 from utio_jax.core.documents import check_ids, check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
 from utio_jax.decoding.segments import block_at, prefill, run_layers
-from utio_jax.staircase.score import next_token_nll
 
 _SLOT_STEP = 64
 

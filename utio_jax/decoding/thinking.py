@@ -31,9 +31,9 @@ LONGEST_SEQUENCE, MOST_CUES, LONGEST_WINDOW = 32, 64, 64
 NEVER = 2**30
 """A position that no row comes to."""
 
-CAUSES = ("open", "model", "budget", "confidence")
+CAUSES = ("open", "model", "budget", "confidence", "steady")
 """Why thinking ended; `"open"`: it has not."""
-OPEN, BY_MODEL, BY_BUDGET, BY_CONFIDENCE = range(4)
+OPEN, BY_MODEL, BY_BUDGET, BY_CONFIDENCE, BY_STEADY = range(5)
 
 Measure = Literal["entropy", "doubt"]
 """Of the distribution a token was drawn from: its entropy in nats, or 1 - its largest chance."""

@@ -298,6 +298,24 @@ def thinking_rules(rules: Sequence[Thinking | None], rows: Sequence[Before]) -> 
     return ThinkingRules(begin=begin, **arrays)
 
 
+def rules_of(
+    thinking: Thinking | Sequence[Thinking | None] | None, *, rows: int
+) -> list[Thinking | None]:
+    """Returns the rule of each row.
+
+    Raises:
+      ValueError: rules of more or fewer rows.
+    """
+    if thinking is None or isinstance(thinking, Thinking):
+        return [thinking] * rows
+    if len(thinking) != rows:
+        raise ValueError(
+            f"Wanted one Thinking, or one (or None) for each of the {rows} prompts. Got "
+            f"{len(thinking)}."
+        )
+    return [*thinking]
+
+
 def check_thinking(
     thinking: Thinking | Sequence[Thinking | None] | None,
     prompts: Sequence[Sequence[int] | np.ndarray],
@@ -309,14 +327,7 @@ def check_thinking(
     Raises:
       ValueError: rules of more or fewer rows, or ids outside the vocabulary.
     """
-    rows = [thinking] * len(prompts) if isinstance(thinking, Thinking) else thinking
-    if rows is None:
-        return None
-    if len(rows) != len(prompts):
-        raise ValueError(
-            f"Wanted one Thinking, or one (or None) for each of the {len(prompts)} prompts. Got "
-            f"{len(rows)}."
-        )
+    rows = rules_of(thinking, rows=len(prompts))
     for rule in rows:
         if rule is not None:
             rule.check(vocab_size=vocab_size)

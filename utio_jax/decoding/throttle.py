@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.history import History
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.state import DecodeState, ViewTally
@@ -48,8 +48,13 @@ class Throttle:
     thresholds: Float[Array, " segment"]
     history: History = static()
 
-    def check(self, policy: Policy) -> None:
-        """Raises ValueError where it does not fit the depth policy, or looks ahead."""
+    def check(self, policy: Policy, decoder: Decoder) -> None:
+        """Raises ValueError where it does not fit the depth policy or the model, or looks ahead."""
+        check_softmax(
+            decoder,
+            why="of which each query may see keys of its own, in any order",
+            remedy="Leave the throttle out.",
+        )
         if not self.signal.causal:
             raise ValueError(
                 "Wanted a causal signal: decoding cannot look at later tokens. "

@@ -38,10 +38,13 @@ _BEAT_SECONDS = 5.0
 _JOIN_SECONDS = 60.0
 """That the others have to find process 0."""
 
-_SEND_SECONDS = 20.0
-"""That a message has to leave."""
+_GREET_SECONDS = 5.0
+"""That a caller has to prove who it is, and whoever is called to do the same."""
 
 _HEAD = struct.Struct("!I32s")
+HEAD_BYTES = _HEAD.size
+"""That go before each message: its length, and its code of authentication."""
+
 _WHO = struct.Struct("!I16s")
 _NONCE, _CODE, _PLACE = 16, 32, 1024
 _GONE = "has ended"
@@ -52,6 +55,22 @@ class ProcessLostError(RuntimeError):
     """Another process of the job has ended, or is silent: nothing that takes all can be done."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a line bears with.
+
+    Attributes:
+      seconds: that a message has to leave.
+      most: bytes of a message that comes; a longer one ends the connection, before it is read.
+      held: messages that have come and that nobody has received. Others wait at the sender's, and
+        with them its signs of life.
+    """
+
+    seconds: float = 20.0
+    most: int = 2**32 - 1
+    held: int = 2**32
+
+
 class Line:
     """One connection, whose other side has proved to know the secret.
 
@@ -59,14 +78,24 @@ class Line:
       process: at the other side.
       heard: when anything came from there, in seconds of `time.monotonic`.
       lost: why nothing more will; None: it may.
+      most: bytes of a message that comes, see `Limits`; may be changed.
     """
 
-    def __init__(self, connection: socket.socket, *, process: int, send: bytes, take: bytes):
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        process: int,
+        send: bytes,
+        take: bytes,
+        limits: Limits = Limits(),
+    ) -> None:
         """Takes the connection over; `send` and `take` are the keys of the two directions."""
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(_SEND_SECONDS)
+        connection.settimeout(limits.seconds)
         self.process, self.heard, self.lost = process, time.monotonic(), None
+        self.most, self._room, self._parted = limits.most, threading.Semaphore(limits.held), False
         self._connection, self._keys = connection, (send, take)
         self._sent, self._sending = 0, threading.Lock()
         self._inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -93,16 +122,21 @@ class Line:
         if self.lost is not None:
             raise self.error()
 
-    def receive(self) -> bytes:
-        """Returns the next message, whenever it comes.
+    def receive(self, *, seconds: float | None = None) -> bytes:
+        """Returns the next message, whenever it comes, or within some seconds.
 
         Raises:
           ProcessLostError: none will.
+          TimeoutError: none has come in that time.
         """
-        message = self._inbox.get()
+        try:
+            message = self._inbox.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError(f"no message within {seconds:g} s") from None
         if message is None:
             self._inbox.put(None)  # Whoever asks next.
             raise self.error()
+        self._room.release()
         return message
 
     def waiting(self) -> list[bytes]:
@@ -111,6 +145,7 @@ class Line:
         with contextlib.suppress(queue.Empty):
             while (message := self._inbox.get_nowait()) is not None:
                 found.append(message)
+                self._room.release()
             self._inbox.put(None)
         return found
 
@@ -129,7 +164,9 @@ class Line:
             self.on_loss()
 
     def part(self, seconds: float) -> None:
-        """Waits until the other side closes."""
+        """Waits until the other side closes; what it still says is left unheard."""
+        self._parted = True
+        self._room.release()
         self._thread.join(seconds)
         self.close()
 
@@ -138,19 +175,23 @@ class Line:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+        self._room.release()  # Nobody may be left to receive what `_take` holds.
 
     def _take(self) -> None:
         taken = 0
         try:
             while True:
                 size, code = _HEAD.unpack(self._exactly(_HEAD.size))
+                if size > self.most:
+                    raise ValueError(f"sends {size} bytes at once, which is over {self.most}")
                 message = self._exactly(size)
                 if not hmac.compare_digest(code, _code(self._keys[1], taken, message)):
                     raise ValueError("sent what is not its own")
                 taken += 1
                 if message == _END:
                     self.on_end()
-                elif message:
+                elif message and not self._parted:
+                    self._room.acquire()
                     self._inbox.put(message)
         except (EOFError, ConnectionError):
             self.lose(_GONE)
@@ -380,25 +421,57 @@ def accept(listener: socket.socket, token: bytes, count: int) -> list[Line]:
                 f"{listener.getsockname()[1]}?"
             ) from None
         with contextlib.suppress(OSError, EOFError, ValueError):
-            line = _greet(connection, token, known={*range(1, count + 1)} - found.keys())
+            line = greet(connection, token, known={*range(1, count + 1)} - found.keys())
             found[line.process] = line
             continue
         connection.close()
     return [found[number] for number in sorted(found)]
 
 
-def _greet(connection: socket.socket, token: bytes, *, known: set[int]) -> Line:
-    connection.settimeout(5)
+def greet(
+    connection: socket.socket, token: bytes, *, known: set[int], limits: Limits = Limits()
+) -> Line:
+    """Returns the line to whoever has called, once each has proved to know the token.
+
+    Raises:
+      ValueError: the caller does not, or is none of the `known` processes.
+      OSError: it has not done so in 5 s, or hangs up (EOFError).
+    """
+    end = time.monotonic() + _GREET_SECONDS
+    connection.settimeout(_GREET_SECONDS)
     mine = secrets.token_bytes(_NONCE)
     connection.sendall(mine)
-    who = _read(connection, _WHO.size)
-    said = _read(connection, _CODE)
+    who = _read(connection, _WHO.size, end)
+    said = _read(connection, _CODE, end)
     process, _ = _WHO.unpack(who)
     if not hmac.compare_digest(said, _mac(token, b"joins", mine + who)) or process not in known:
         raise ValueError("not of this job")
     connection.sendall(_mac(token, b"leads", mine + who))
     keys = {"send": _mac(token, b"down", mine + who), "take": _mac(token, b"up", mine + who)}
-    return Line(connection, process=process, **keys)
+    return Line(connection, process=process, limits=limits, **keys)
+
+
+def introduce(
+    connection: socket.socket, token: bytes, index: int, *, limits: Limits = Limits()
+) -> Line:
+    """Returns the line to whom this process, of some index, has called: the other side of `greet`.
+
+    Raises:
+      ValueError: the other side does not know the token, or hangs up over this one.
+      OSError: it has not answered within the connection's timeout, or hangs up before (EOFError).
+    """
+    end = time.monotonic() + (connection.gettimeout() or _GREET_SECONDS)
+    theirs = _read(connection, _NONCE, end)
+    who = _WHO.pack(index, secrets.token_bytes(_NONCE))
+    connection.sendall(who + _mac(token, b"joins", theirs + who))
+    try:
+        said = _read(connection, _CODE, end)
+    except (EOFError, ConnectionError):
+        raise ValueError("it hung up when it saw the token") from None
+    if not hmac.compare_digest(said, _mac(token, b"leads", theirs + who)):
+        raise ValueError("it is not process 0")
+    keys = {"send": _mac(token, b"up", theirs + who), "take": _mac(token, b"down", theirs + who)}
+    return Line(connection, process=0, limits=limits, **keys)
 
 
 def call(hosts: Sequence[str], port: int, token: bytes, index: int) -> Line:
@@ -411,24 +484,15 @@ def call(hosts: Sequence[str], port: int, token: bytes, index: int) -> Line:
     while time.monotonic() < end:
         for host in hosts:
             try:
-                connection = socket.create_connection((host, port), timeout=5)
+                connection = socket.create_connection((host, port), timeout=_GREET_SECONDS)
             except OSError as error:
                 why = f"{host}: {error}"
                 continue
             try:
-                theirs = _read(connection, _NONCE)
-                who = _WHO.pack(index, secrets.token_bytes(_NONCE))
-                connection.sendall(who + _mac(token, b"joins", theirs + who))
-                said = _read(connection, _CODE)
-                if not hmac.compare_digest(said, _mac(token, b"leads", theirs + who)):
-                    raise ValueError("it is not process 0")
+                return introduce(connection, token, index)
             except (OSError, EOFError, ValueError) as error:
                 connection.close()
                 why = f"{host}: {error or 'it hung up'}"
-                continue
-            keys = {"send": _mac(token, b"up", theirs + who)}
-            keys["take"] = _mac(token, b"down", theirs + who)
-            return Line(connection, process=0, **keys)
         time.sleep(0.2)
     raise ProcessLostError(
         f"Wanted process 0 at port {port} of one of {', '.join(hosts)}. It was not found within "
@@ -462,9 +526,11 @@ def _hosts(host: str | None) -> list[str]:
     return [*dict.fromkeys(name for name in (*found, "127.0.0.1") if name)]
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, end: float) -> bytes:
+    """Returns so many bytes, which have to be there at some time of `time.monotonic`."""
     found = b""
     while len(found) < size:
+        connection.settimeout(max(0.001, end - time.monotonic()))
         part = connection.recv(size - len(found))
         if not part:
             raise EOFError

@@ -36,8 +36,10 @@ _THINGS = (
 _FIRST = ("Martha", "Oliver", "Daniel", "Sophie", "Victor", "Helena", "Arthur", "Nina")
 _LAST = ("Brown", "Fisher", "Miller", "Carter", "Stone", "Walker", "Turner", "Baker")
 _ROLES = ("captain of the ship", "owner of the mill", "head of the school", "mayor of the town")
-_SEED_WORDS, _COPIED = 12, 8
-"""Of the task "copy": tokens that the question repeats, and those that the answer does."""
+SEED_TOKENS, COPIED_TOKENS = 12, 8
+"""Of copied text: tokens that the question repeats, and those that the answer does."""
+SHORTEST_TEXT = 8 * SEED_TOKENS
+"""Tokens of running text around facts, at least."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,8 @@ def _row(
 ) -> tuple[np.ndarray, int]:
     """Returns one row, and how far its fact is from the end of the prompt."""
     if task == "copy":
-        passage = _passage(filler, prompt_tokens - _SEED_WORDS, rng)
-        known = _SEED_WORDS + _COPIED
+        passage = running_text(filler, prompt_tokens - SEED_TOKENS, rng)
+        known = SEED_TOKENS + COPIED_TOKENS
         start = int(rng.integers(0, max(1, len(passage) * 3 // 4 - known)))
         again = passage[start : start + known]
         return np.concatenate([passage, again]), prompt_tokens - start - known
@@ -114,7 +116,7 @@ def _row(
     told = [np.asarray(encode(f"\n{fact}\n")) for fact in facts]
     asked, answered = np.asarray(encode(f"\n{question}")), np.asarray(encode(answer))
     room = prompt_tokens - len(asked) - sum(map(len, told))
-    passage = _passage(filler, room, rng)
+    passage = running_text(filler, room, rng)
     places = np.sort(rng.integers(0, max(1, room * 3 // 4), len(told)))
     order = rng.permutation(len(told))  # Which of them stands where; number 0 is asked for.
     pieces, distance, done = [], 0, 0
@@ -139,9 +141,18 @@ def _facts(task: str, rng: np.random.Generator) -> tuple[list[str], str, str]:
     return [f"The {role} was called {name}."], f"The {role} was called", f" {name}"
 
 
-def _passage(filler: Sequence[np.ndarray], size: int, rng: np.random.Generator) -> np.ndarray:
-    """Returns so many tokens of running text from one document."""
-    if size < 8 * _SEED_WORDS:
+def running_text(filler: Sequence[np.ndarray], size: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns so many tokens of running text from one document.
+
+    Args:
+      filler: documents as token ids; longer ones are drawn more often.
+      size: tokens.
+      rng: draws the document, and the place in it.
+
+    Raises:
+      ValueError: fewer than 96 tokens are asked for, or no document has so many.
+    """
+    if size < SHORTEST_TEXT:
         raise ValueError(
             "Wanted prompts with at least 96 tokens of running text around facts and question. "
             f"Got room for {size}. Ask for a longer --prompt-tokens."

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.accounting.flops import gate_flops
-from utio_jax.core.arrays import flat, map_head, most_probable
+from utio_jax.core.arrays import flat, map_head, most_probable, next_token_nll
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
@@ -30,7 +30,8 @@ from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
-from utio_jax.staircase.score import full_depth, next_token_nll
+from utio_jax.staircase.reference import FrozenKV
+from utio_jax.staircase.score import full_depth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,23 +141,81 @@ def continuation_answers(
       ValueError: a choice that does not fit the model.
     """
     policy, kv = _policy_of(decoder, choice, rows.prompt_tokens, gate)
-    losses, right = [], []
-    for ids, ends in rows.batches:
+    found = continuations(
+        decoder, params, rows, policy, kv=kv, executor=executor, progress=progress
+    )
+    return found.losses, found.right
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Continuations:
+    """What a policy makes of the tokens behind prompts.
+
+    Attributes:
+      losses: of each row's tokens behind its prompt, in nats, summed.
+      right: how many of these were the most probable one.
+      depths: decided ones of all of a row's tokens, in layers; 0 for padding.
+    """
+
+    losses: Float[np.ndarray, " row"]
+    right: Int[np.ndarray, " row"]
+    depths: Int[np.ndarray, "row token"]
+
+
+def continuations(
+    decoder: Decoder,
+    params: Params,
+    rows: PromptRows,
+    policy: Policy | Sequence[Policy],
+    *,
+    kv: FrozenKV = "propagate",
+    executor: Executor = MicroBatches(),
+    progress: Callable[[], None] | None = None,
+) -> Continuations:
+    """Returns losses and hits behind prompts under any policy: prompts and answers alike obey it.
+
+    The vocabulary head reads the scored tokens alone.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      rows: to read.
+      policy: who runs how deep; or one for each batch.
+      kv: what others see of frozen tokens.
+      executor: how live slots are run.
+      progress: called after each batch.
+
+    Raises:
+      ValueError: not as many policies as batches, or one that does not fit the model.
+    """
+    policies = [policy] * len(rows.batches) if not isinstance(policy, Sequence) else policy
+    if len(policies) != len(rows.batches):
+        raise ValueError(
+            f"Wanted one policy, or one for each of {len(rows.batches)} batches. "
+            f"Got {len(policies)}."
+        )
+    losses, right, depths = [], [], []
+    for (ids, ends), each in zip(rows.batches, policies, strict=True):
         found = _continuation(
             decoder,
             params,
             jnp.asarray(ids),
             jnp.asarray(ends),
-            policy,
+            each,
             kv=kv,
             executor=executor,
             prompt_tokens=rows.prompt_tokens,
         )
         losses.append(np.asarray(found[0], np.float64))
         right.append(np.asarray(found[1]))
+        depths.append(np.asarray(found[2]))
         if progress is not None:
             progress()
-    return np.concatenate(losses)[: rows.rows], np.concatenate(right)[: rows.rows]
+    return Continuations(
+        losses=np.concatenate(losses)[: rows.rows],
+        right=np.concatenate(right)[: rows.rows],
+        depths=np.concatenate(depths)[: rows.rows],
+    )
 
 
 def prompt_flops_ratio(
@@ -205,7 +264,7 @@ def prompt_flops_ratio(
 
 def _policy_of(
     decoder: Decoder, choice: PromptChoice | None, prompt_tokens: int, gate: Signal | None
-) -> tuple[Policy, str]:
+) -> tuple[Policy, FrozenKV]:
     if choice is None:
         return full_depth(decoder), "propagate"
     return choice.policy(decoder, gate=gate, prompt_tokens=prompt_tokens), choice.kv
@@ -219,17 +278,17 @@ def _continuation(
     lengths: Int[Array, " batch"],
     policy: Policy,
     *,
-    kv: str,
+    kv: FrozenKV,
     executor: Executor,
     prompt_tokens: int,
-) -> tuple[Float[Array, " batch"], Int[Array, " batch"]]:
+) -> tuple[Float[Array, " batch"], Int[Array, " batch"], Int[Array, "batch token"]]:
     found = staircase(
         decoder,
         params,
         token_ids,
         lengths,
         policy,
-        kv=kv,  # type: ignore[arg-type]
+        kv=kv,
         executor=executor,
     )
     x, labels = found.x[:, prompt_tokens - 1 : -1], token_ids[:, prompt_tokens:]
@@ -243,6 +302,7 @@ def _continuation(
     return (
         jnp.sum(jnp.where(real, nll.reshape(labels.shape), 0.0), axis=1),
         jnp.sum(real & right.reshape(labels.shape), axis=1, dtype=jnp.int32),
+        found.depths,
     )
 
 
@@ -254,7 +314,7 @@ def _prompt_work(
     lengths: Int[Array, " batch"],
     policy: Policy,
     *,
-    kv: str,
+    kv: FrozenKV,
     executor: Executor,
 ) -> Work:
     found = staircase(
@@ -263,7 +323,7 @@ def _prompt_work(
         token_ids,
         lengths,
         policy,
-        kv=kv,  # type: ignore[arg-type]
+        kv=kv,
         executor=executor,
     )
     return found.work

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for `utio_jax`: a Flax transformer, BERT, vision, checkpoints, and the shipped model."""
+"""Models for `utio_jax`: transformer, Mamba-2, BERT, vision, checkpoints, and the shipped model."""
 
 from utio_jax.core.extras import missing_library
 
@@ -11,6 +11,7 @@ except ModuleNotFoundError as error:  # A base install: the core needs none of t
 
 from utio_jax.models.bert import TextEncoder, load_encoder
 from utio_jax.models.checkpoint import Model, load, load_config, save
+from utio_jax.models.mamba import Mamba2, Mamba2Config
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.transformer import Transformer, TransformerConfig
@@ -20,6 +21,8 @@ __all__ = [
     "SHIPPED",
     "STDLIB_16",
     "TINY",
+    "Mamba2",
+    "Mamba2Config",
     "Model",
     "TextEncoder",
     "Transformer",

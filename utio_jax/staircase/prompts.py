@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import attention_received
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, HasKVMaps, Mixes, Params, check_depths
+from utio_jax.core.decoder import Decoder, HasKVMaps, Params, check_depths, check_softmax
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
@@ -187,11 +187,7 @@ class AttentionHeat(SignalBase):
 
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
         decoder, params, x = boundary.decoder, boundary.params, boundary.x
-        if isinstance(decoder, Mixes):
-            raise ValueError(
-                "Wanted a decoder that mixes by softmax attention, whose heat is known. Got "
-                f"{type(decoder).__name__}, which mixes in its own way. Choose by sinks_recent."
-            )
+        check_softmax(decoder, why="whose heat is known", remedy="Choose by sinks_recent.")
         batch, width = boundary.live.shape
         lengths = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
         last = jnp.max(jnp.where(boundary.live, boundary.positions, -1), axis=1)

@@ -167,10 +167,8 @@ def attend_blocks(
 
             def on_first(width: int) -> jax.Array:
                 def first(leaf: jax.Array) -> jax.Array:
-                    tail = leaf.shape[2:]
-                    return jax.lax.dynamic_slice(
-                        leaf, (row, 0) + (0,) * len(tail), (1, width, *tail)
-                    )[0]
+                    origin = (row, *[jnp.zeros_like(row)] * (leaf.ndim - 1))
+                    return jax.lax.dynamic_slice(leaf, origin, (1, width, *leaf.shape[2:]))[0]
 
                 visible = mix.visible(positions, jnp.arange(width, dtype=jnp.int32))
                 visible &= first(keys_shown)[None, :]

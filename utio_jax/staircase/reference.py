@@ -179,7 +179,8 @@ def reference_states(
 
     A token that is frozen is a token like any other for what mixes a layer: attention finds its
     keys and values there, a recurrent layer (`utio_jax.core.decoder.Mixes`) its contribution to
-    the state; under `"drop"` neither is there, and a recurrent state passes the token by unchanged.
+    the state, made of its frozen state as any other token's is of its own; under `"drop"` neither
+    is there, and a recurrent state passes the token by: nothing is added, nothing fades.
 
     Args:
       decoder: the model.

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.core.arrays import executed_heads, flat, map_head, most_probable
+from utio_jax.core.arrays import executed_heads, flat, map_head, most_probable, next_token_nll
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.pytrees import pytree
@@ -177,14 +177,6 @@ def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
     ]
     if all(known):
         check_tokens(token_ids, lengths, vocab_size=decoder.config.vocab_size)
-
-
-def next_token_nll(
-    logits: Float[Array, "slot vocab"], label: Int[Array, " slot"]
-) -> Float[Array, " slot"]:
-    """Returns the negative log-likelihood of each label, in nats."""
-    chosen = jnp.take_along_axis(logits, label[:, None], axis=-1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
 def labels_of(

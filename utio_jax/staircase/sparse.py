@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.history import History
+from utio_jax.core.decoder import check_softmax
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary, Signal, exceeds
@@ -91,6 +92,12 @@ class Packing:
         positions: jax.Array,
     ) -> None:
         """Prepares a pass whose segments end at `depths`; without `attention` all is dense."""
+        if attention is not None:
+            check_softmax(
+                model.decoder,
+                why="of which each query may see keys of its own",
+                remedy="Leave the sparse attention out.",
+            )
         self._model, self._attention, self._depths = model, attention, depths
         self._memory = None if attention is None else attention.signal.start(token_ids, positions)
         self._chosen: list[jax.Array] = []

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,21 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy
 from tqdm.auto import tqdm
 
 from utio_jax.attention.mixing import mixer_at
-from utio_jax.core.decoder import Params
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.models.training.corpus import Document
-from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import apply_layer
 
 # `(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit.
 Objective = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+@runtime_checkable
+class Trainable(Decoder, Protocol):
+    """A decoder that can be trained from nothing; its matrices are `[layer, in, out]`."""
+
+    def init(self, key: jax.Array) -> Params:
+        """Returns fresh parameters; those of the layers lie under `layers`."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +117,7 @@ class TrainConfig:
 
 
 def exit_states(
-    decoder: Transformer,
+    decoder: Trainable,
     params: Params,
     token_ids: jax.Array,
     key: jax.Array,
@@ -143,7 +151,7 @@ def exit_states(
 
 
 def anytime_loss(
-    params: Params, tokens: jax.Array, key: jax.Array, *, decoder: Transformer, config: TrainConfig
+    params: Params, tokens: jax.Array, key: jax.Array, *, decoder: Trainable, config: TrainConfig
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted loss and each exit's own mean loss `[exit]`, in nats per token.
 
@@ -175,7 +183,7 @@ def anytime_loss(
     return stacked @ jnp.asarray((*config.exit_weights, 1.0)), stacked
 
 
-def _anytime(decoder: Transformer, config: TrainConfig) -> Objective:
+def _anytime(decoder: Trainable, config: TrainConfig) -> Objective:
     def objective(
         params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -241,7 +249,7 @@ def batch_at(stream: np.ndarray, step: int, config: TrainConfig) -> np.ndarray:
 
 
 def train(  # noqa: PLR0913 (options, each named)
-    decoder: Transformer,
+    decoder: Trainable,
     stream: np.ndarray,
     config: TrainConfig,
     *,

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates on a row's mean state: linear, with the penalty that rows left out ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax.calibration.gates import SignalFitter, fit_linear_gates
+from utio_jax.calibration.studies import study_exits
+from utio_jax.core.arrays import normalise
+from utio_jax.core.documents import Batch
+
+
+def test_gates_follow_what_the_state_says_and_nothing_else() -> None:
+    """Where harm is a function of the state it is found; where it is noise, all rows are alike."""
+    rng = np.random.default_rng(0)
+    means = rng.normal(size=(2, 60, 24))
+    unit = np.asarray(normalise(jnp.asarray(means)))
+    direction = rng.normal(size=24)
+    target = np.stack([3 + unit[0, :, :] @ direction, 3 + rng.normal(size=60)])
+    gates = fit_linear_gates(means[:, :40], target[:, :40])
+    follows, noise = (
+        np.asarray(gates.at(index)(jnp.asarray(means[index, 40:], jnp.float32)))
+        for index in range(2)
+    )
+    np.testing.assert_allclose(follows, target[0, 40:], atol=0.01)
+    assert noise.std() < 0.3, "on rows that it has not seen, where noise has 1"
+    assert noise.mean() == pytest.approx(target[1, :40].mean(), abs=0.3)
+
+
+def test_the_penalty_is_that_of_rows_left_out() -> None:
+    """The closed form is what fitting without each row in turn gives."""
+    rng = np.random.default_rng(1)
+    means = rng.normal(size=(1, 12, 5))
+    unit = np.asarray(normalise(jnp.asarray(means)), np.float64)[0]
+    wanted = unit @ rng.normal(size=5) + 0.7 * rng.normal(size=12)
+    found = fit_linear_gates(means, wanted[None])
+    top = np.linalg.svd(unit - unit.mean(0), compute_uv=False)[0] ** 2
+
+    def fitted(rows: np.ndarray, penalty: float, keep: np.ndarray) -> np.ndarray:
+        # The penalty of a fit to fewer rows, whose centre is its own.
+        x, y = rows - rows.mean(0), keep - keep.mean()
+        return np.linalg.solve(x.T @ x + penalty * np.eye(5), x.T @ y)
+
+    def left_out(penalty: float) -> float:
+        total = 0.0
+        for row in range(12):
+            rest = np.arange(12) != row
+            weight = fitted(unit[rest], penalty, wanted[rest])
+            guess = wanted[rest].mean() + (unit[row] - unit[rest].mean(0)) @ weight
+            total += (wanted[row] - guess) ** 2
+        return total
+
+    best = min(np.geomspace(1e-6, 1e6, 25) * top, key=left_out)
+    weight = fitted(unit, best, wanted)
+    np.testing.assert_allclose(np.asarray(found.hidden)[0, :, 0], weight, atol=1e-4)
+
+
+def test_rows_without_a_rest_are_refused(tiny: Any) -> None:
+    """A prompt is an eighth of the width; none of these rows predicts anything behind it."""
+    ids = np.asarray(tiny.tokens(2, 32))
+    short = Batch(token_ids=ids, lengths=np.array([4, 3], np.int32), window=np.arange(2))
+    studies = study_exits(tiny.decoder, tiny.params, [short])
+    with pytest.raises(ValueError, match="Wanted rows of more than 5 tokens.* Got none"):
+        SignalFitter(tiny.decoder, tiny.params, studies).fit("prompt_router")

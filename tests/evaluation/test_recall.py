@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Facts that are moved back: rows, who stops where, and what of an answer is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import Model, plain_nll
+
+from utio_jax.evaluation.prompts import continuations
+from utio_jax.evaluation.recall import (
+    RECALL_TASKS,
+    Recall,
+    RecallCase,
+    RecallRows,
+    recall,
+    recall_cases,
+    recall_lost,
+    recall_rows,
+    stopped_part,
+    table_policies,
+)
+from utio_jax.models.transformer import Transformer
+from utio_jax.policies.depth import uniform
+from utio_jax.staircase.reference import reference_states
+
+PROMPT, DISTANCES = 160, (0, 7, 40)
+END = PROMPT + 8  # Of rows of the task "line".
+reference = jax.jit(reference_states, static_argnums=0, static_argnames="kv")
+
+
+def encode(text: str) -> list[int]:
+    """One id per character."""
+    return [ord(character) % 64 for character in text]
+
+
+@pytest.fixture(scope="module")
+def long(tiny: Model) -> Model:
+    config = dataclasses.replace(tiny.decoder.config, context_length=256)
+    return dataclasses.replace(tiny, decoder=Transformer(config))
+
+
+@pytest.fixture(scope="module")
+def filler() -> list[np.ndarray]:
+    return [np.random.default_rng(seed).integers(0, 64, 400) for seed in range(3)]
+
+
+def cases_of(task: str, filler: list[np.ndarray], count: int = 3) -> tuple[RecallCase, ...]:
+    return recall_cases(task, filler, encode, prompt_tokens=PROMPT, count=count)
+
+
+@pytest.fixture(scope="module")
+def rows(long: Model, filler: list[np.ndarray]) -> RecallRows:
+    cases = cases_of("line", filler, count=2)
+    return recall_rows(cases, DISTANCES[1:], decoder=long.decoder, batch=4)  # 6 rows, 2 fill.
+
+
+def ids_of(rows: RecallRows) -> np.ndarray:
+    """The rows without padding, and without those that only fill a batch."""
+    return np.concatenate([ids for ids, _ in rows.rows.batches])[:6, :END]
+
+
+def states(long: Model, ids: np.ndarray, depths: np.ndarray, kv: Any = "propagate") -> jax.Array:
+    lengths = jnp.full(len(ids), ids.shape[1])
+    decided = jnp.asarray(depths)[:, : ids.shape[1]]
+    return reference(long.decoder, long.params, jnp.asarray(ids), lengths, decided, kv=kv)
+
+
+@pytest.mark.parametrize("task", RECALL_TASKS)
+def test_only_the_place_of_the_fact_changes(filler: list[np.ndarray], task: str) -> None:
+    cases = cases_of(task, filler)
+    for case in cases:
+        fact, answer = case.fact.tolist(), case.answer.tolist()
+        end, texts = PROMPT - len(case.question), []
+        for distance in (*DISTANCES, case.farthest):
+            row, (start, stop) = case.row(distance).tolist(), case.span(distance)
+            assert row[start:stop] == fact
+            assert stop == end - distance
+            assert row[end:] == case.question.tolist() + answer
+            texts.append(row[:start] + row[stop:end])
+        assert all(text == texts[0] for text in texts)
+        never = case.row(None).tolist()
+        assert len(never) == PROMPT + len(answer)
+        assert never[len(fact) :] == texts[0] + never[end:]
+        assert case.span(None) == (0, 0)
+        # The fact spells the answer in the same tokens, behind what the question repeats of it.
+        known = case.question.tolist()
+        assert any(
+            fact[at : at + len(answer)] == answer and fact[at - 1] in known
+            for at in range(1, len(fact))
+        )
+    again, other = (
+        recall_cases(task, filler, encode, prompt_tokens=PROMPT, count=3, seed=seed)
+        for seed in (0, 1)
+    )
+    np.testing.assert_array_equal(again[2].row(7), cases[2].row(7))
+    assert other[2].row(7).tolist() != cases[2].row(7).tolist()
+
+
+def test_cases_of_several_lengths_are_refused(long: Model, filler: list[np.ndarray]) -> None:
+    short = recall_cases("line", filler, encode, prompt_tokens=PROMPT - 2, count=1)
+    for mixed in ([*cases_of("line", filler, count=1), *short], []):
+        with pytest.raises(ValueError, match=r"Wanted cases of one length before the answer"):
+            recall_rows(mixed, DISTANCES[1:], decoder=long.decoder)
+
+
+def test_what_stops_is_what_is_said(rows: RecallRows) -> None:
+    width, where = rows.rows.batches[0][0].shape[1], rows.facts
+    inside = {
+        "fact": lambda row, at: where[row, 0] <= at < where[row, 1],
+        "context": lambda row, at: at < rows.questions[row],
+        "others": lambda row, at: (
+            at < rows.questions[row] and not where[row, 0] <= at < where[row, 1]
+        ),
+        "row": lambda row, at: True,
+    }
+    each = np.random.default_rng(0).integers(1, 4, (6, width))
+    for part, stops in inside.items():
+        for depth in (2, each):
+            found = stopped_part(rows, part, depth, layers=4)  # type: ignore[arg-type]
+            for row in range(6):
+                for at in range(width):
+                    wanted = depth if isinstance(depth, int) else depth[row, at]
+                    assert found[row, at] == (wanted if stops(row, at) else 4), (part, row, at)
+    assert (stopped_part(rows, "fact", 2, layers=4)[2] == 4).all(), "no fact, none of its tokens"
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_bits_are_the_references(long: Model, rows: RecallRows, kv: Any) -> None:
+    for part in ("context", "others"):
+        table = stopped_part(rows, part, 2, layers=4)
+        policies = table_policies(rows, table, depths=(1, 2, 4))
+        found = recall(long.decoder, long.params, rows, policies, kv=kv)
+        ids = ids_of(rows)
+        x = states(long, ids, table, kv)
+        nll = plain_nll(long, ids, x)[:, PROMPT - 1 :]
+        wanted = nll.mean(axis=1).reshape(2, 3) / math.log(2)
+        np.testing.assert_allclose(found.bits, wanted, atol=1e-4)
+        np.testing.assert_array_equal(found.depths[:, :END], table[:, :END])
+        assert not found.depths[:, END:].any()
+
+
+def test_full_keys_and_values_lose_nothing(long: Model, rows: RecallRows) -> None:
+    """With `kv="full"` the text before the question is as at full depth for those behind it."""
+    full = recall(long.decoder, long.params, rows, uniform(4))
+    ids = ids_of(rows)
+    x = states(long, ids, stopped_part(rows, "context", 1, layers=4), "full")
+    bits = plain_nll(long, ids, x)[:, PROMPT - 1 :].mean(axis=1) / math.log(2)
+    np.testing.assert_allclose(bits.reshape(2, 3), full.bits, atol=1e-4)
+
+
+def test_an_answer_is_exact_if_each_of_its_tokens_is_the_most_probable(
+    long: Model, rows: RecallRows
+) -> None:
+    batches = [(ids.copy(), ends) for ids, ends in rows.rows.batches]
+    row = batches[0][0][:1, :END]
+    for at in range(PROMPT, END):  # Greedy decoding, the slow way.
+        x = states(long, row, np.full((1, END), 4))
+        row[0, at] = int(np.argmax(long.decoder.unembed(long.params, x[0, at - 1 : at])))
+    greedy = dataclasses.replace(rows, rows=dataclasses.replace(rows.rows, batches=tuple(batches)))
+    found = recall(long.decoder, long.params, greedy, uniform(4))
+    assert found.exact[0, 0]
+    assert not found.exact.ravel()[1:].any()
+
+
+def test_one_program_has_all_parts_and_stops(
+    long: Model, rows: RecallRows, count_compiles: Callable[[], Any]
+) -> None:
+    def read(part: Any, stop: int) -> Recall:
+        table = stopped_part(rows, part, stop, layers=4)
+        policies = table_policies(rows, table, depths=(1, 2, 4))
+        return recall(long.decoder, long.params, rows, policies)
+
+    read("context", 2)
+    with count_compiles() as compiles:
+        read("fact", 1)
+        read("row", 2)
+    assert compiles.count == 0
+
+
+def made(bits: list[list[float]], exact: list[list[bool]] | None = None) -> Recall:
+    found = np.asarray(bits)
+    return Recall(
+        bits=found,
+        exact=np.zeros(found.shape, bool) if exact is None else np.asarray(exact),
+        depths=np.ones((found.size, 1), np.int32),
+    )
+
+
+def test_what_is_lost_is_paired_and_beside_rows_without_the_fact() -> None:
+    full = made([[1.0, 2.0, 5.0], [3.0, 4.0, 7.0]], [[True, True, False], [True, False, False]])
+    found = made([[1.5, 3.5, 5.0], [3.5, 5.5, 7.0]], [[True, False, False], [False, False, False]])
+    near, far = recall_lost((16, 64), found, full)
+    assert near["distance"] == 16
+    assert near["lost"] == [0.5, 0.5, 0.5], "each case loses as much: whatever is drawn"
+    assert near["recalled"] == [4.0, 4.0, 4.0]
+    assert near["recall_lost_pct"] == [12.5, 12.5, 12.5]
+    assert (near["exact"], near["exact_full"]) == (0.5, 1.0)
+    assert far["recall_lost_pct"] == [50.0, 50.0, 50.0]
+    # What is lost without the fact as well is no loss of recall.
+    worse = made([[1.5, 3.5, 5.5], [3.5, 5.5, 7.5]])
+    assert recall_lost((16, 64), worse, full)[0]["recall_lost_pct"] == [0.0, 0.0, 0.0]
+    assert recall_lost((16, 64), worse, full)[0]["lost"] == [0.5, 0.5, 0.5]
+
+
+def test_intervals_are_over_cases_and_nothing_recalled_has_no_share() -> None:
+    full = made([[1.0, 3.0], [1.0, 3.0], [1.0, 3.0], [1.0, 3.0]])
+    found = made([[1.0, 3.0], [2.0, 3.0], [3.0, 3.0], [4.0, 3.0]])
+    (row,) = recall_lost((16,), found, full)
+    low, mean, high = row["lost"]
+    assert mean == 1.5
+    assert 0.25 <= low < 1.0 < 2.0 < high <= 2.75
+    assert row["recall_lost_pct"][1] == 75.0
+    (nothing,) = recall_lost((16,), found, made([[1.0, 3.0]] * 3 + [[9.0, 3.0]]))
+    assert nothing["recall_lost_pct"] is None
+
+
+def test_impossible_cases_are_refused(
+    long: Model, rows: RecallRows, filler: list[np.ndarray], unchecked_shapes: None
+) -> None:
+    with pytest.raises(ValueError, match="constant, name, line"):
+        cases_of("poem", filler)
+    with pytest.raises(ValueError, match="at least one case"):
+        cases_of("line", filler, count=0)
+    (case,) = cases_of("name", filler, count=1)
+    for distance in (-1, case.farthest + 1):
+        with pytest.raises(ValueError, match=f"from 0 to {case.farthest}"):
+            case.row(distance)
+    with pytest.raises(ValueError, match="fact, context, others, row"):
+        stopped_part(rows, "answer", 2, layers=4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one for each of 2 batches. Got 3"):
+        continuations(long.decoder, long.params, rows.rows, [uniform(4)] * 3)

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Makefile's tests leave out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("target", [("test", "TESTS=tests/core"), ("check-rest",)])
+def test_slow_tests_and_other_environments_are_left_out(target: tuple[str, ...]) -> None:
+    """A test may be one of `make check` and slow at once, as one case of many."""
+    ran = subprocess.run(
+        ["make", "--dry-run", *target], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    (tests,) = [line for line in ran.stdout.splitlines() if " -m pytest" in line]
+    (chosen,) = re.findall(r'-m "([^"]+)"', tests)
+    assert {"not slow", "not llm", "not browser", "not clients", "not ray"} <= set(
+        chosen.split(" and ")
+    )
