@@ -671,6 +671,30 @@ def test_a_cloud_whose_device_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.record.fallbacks == 1
 
 
+def test_a_cloud_ends_behind_the_block_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread inside of XLA when the interpreter ends would abort the process."""
+    begun, ended, true = threading.Event(), threading.Event(), clouds.run_part
+
+    def run(*args: Any, **options: Any) -> Any:
+        begun.set()
+        time.sleep(0.5)
+        found = true(*args, **options)
+        ended.set()
+        return found
+
+    model = lively_model()
+    with clouded(model) as cloud:
+        monkeypatch.setattr(clouds, "run_part", run)
+        edge = edge_of(model, asking_at(6), link=link_to(cloud))
+        options: dict[str, Any] = {"edge": edge, "max_new_tokens": 2}
+        asking = threading.Thread(target=written, kwargs=options)
+        asking.start()
+        assert begun.wait(60)
+        cloud.close()
+        assert ended.is_set()
+        asking.join()
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [

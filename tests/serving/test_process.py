@@ -290,21 +290,22 @@ def test_hundreds_that_leave_cost_nothing_that_stays(start: Start) -> None:
                 job.result()
         server.wait_for(server.settled, seconds=60)
 
+    counters = server.counters()
     leave_all(100)
-    before, counters = server.resident, server.counters()
+    before = server.resident
     for _ in range(2):
         leave_all(200)
     after = server.counters()
 
     def grown(reason: str) -> float:
         name = f'utio_ended_total{{reason="{reason}"}}'
-        return after[name] - counters[name]
+        return after[name] - counters.get(name, 0)
 
-    # One that left before its request was read was never begun; a few were faster than we.
-    gone = [line for line in server.lines if "left" in line][-400:]
-    assert grown("cancelled") + grown("length") <= 400
-    assert grown("cancelled") >= 300
-    assert len(gone) >= 300
+    # One that left before its request was read may never begin, or begin only when all seems
+    # settled; a few were faster than we.
+    assert grown("cancelled") + grown("length") <= 500
+    assert grown("cancelled") >= 375
+    assert sum("left" in line for line in server.lines) >= 375
     assert server.resident - before < 16 * 2**20
     assert server.completion("x").status == 200
 

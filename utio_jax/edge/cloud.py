@@ -153,6 +153,7 @@ class Cloud:
         self._room = round_up(slots, widths.key_step)
         self._device, self._lock = threading.Lock(), threading.Lock()
         self._stats, self._wires = CloudStats(), set[Wire]()
+        self._serving = dict[threading.Thread, Wire]()
         self._ended, self._greeting = threading.Event(), threading.Semaphore(_GREETED)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
@@ -182,15 +183,18 @@ class Cloud:
         self._ended.wait()
 
     def close(self) -> None:
-        """Hangs up on all edges, and listens no more."""
+        """Hangs up on all edges, listens no more, and waits for blocks that run."""
         self._ended.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._lock:
-            wires = [*self._wires]
-        for wire in wires:
+            serving = dict(self._serving)
+        for wire in serving.values():
             wire.line.close()
+        # One that is still inside of XLA when the interpreter ends would abort the process.
+        for thread in serving:
+            thread.join()
 
     def _warm(self) -> None:
         all_shapes(self._part, self._widths, self._room)
@@ -222,6 +226,8 @@ class Cloud:
             return
         finally:
             self._greeting.release()
+        with self._lock:
+            self._serving[threading.current_thread()] = wire
         try:
             self._serve(wire)
         except (ProcessLostError, TimeoutError):
@@ -234,6 +240,8 @@ class Cloud:
                 self._wires.discard(wire)
             # What was said last is still on its way: an end of our own making would undo it.
             wire.line.part(_HELLO_SECONDS)
+            with self._lock:
+                del self._serving[threading.current_thread()]
 
     def _serve(self, wire: Wire) -> None:
         """Does what an edge asks for, until it leaves."""
