@@ -53,7 +53,7 @@ from utio_jax.policies.importance import (
     predictive_entropy,
     surrogate_importance,
 )
-from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
+from utio_jax.policies.learned import CandidateGates, Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
     Entropy,
@@ -92,6 +92,7 @@ __all__ = [
     "Boundary",
     "BucketPlan",
     "Buckets",
+    "CandidateGates",
     "CapacityPrefix",
     "Chance",
     "Classifier",

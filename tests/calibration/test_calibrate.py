@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import shutil
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,28 @@ from helpers.models import plain_nll
 from scipy import stats
 
 from utio_jax import Entropy, KeepFirst, Learned, Position, PositionDecay, StateGate
-from utio_jax.calibration.gates import SIGNALS, fit_gates, worth_going_deeper
+from utio_jax.calibration.calibrate import calibrate
+from utio_jax.calibration.gates import (
+    SIGNALS,
+    SignalFitter,
+    fit_gates,
+    likely_followers,
+    worth_going_deeper,
+)
+from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.hindsight import hindsight_policies
+from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import (
+    collect_scores,
     harm_gini,
     predicted_tokens,
     rank_correlation,
     study_exits,
 )
 from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
+from utio_jax.core.arrays import normalise
 from utio_jax.core.documents import Batch
+from utio_jax.core.lens import Wrapped
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.signals import DepthTable
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
@@ -137,6 +150,73 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
     for index, (x, target) in enumerate(zip(states, root, strict=True)):
         logit = np.asarray(classifier.at(index)(jnp.asarray(x)))
         assert ((logit > 0) == (target > 0.3)).mean() > 0.85
+
+
+def test_candidates_are_what_follows_a_token_most_often() -> None:
+    rng = np.random.default_rng(0)
+    ids = (rng.integers(0, 9, (6, 30)) * rng.integers(1, 3, (6, 30))).astype(np.int32)
+    lengths = np.asarray([30, 1, 12, 30, 2, 25])
+    batches = [
+        Batch(token_ids=ids[rows], lengths=lengths[rows], window=np.arange(3))
+        for rows in (slice(0, 3), slice(3, 6))
+    ]
+    found = likely_followers(batches, vocab_size=40, count=4)
+    every = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+    common = [
+        token for token, _ in sorted(
+            Counter(itertools.chain(*every)).items(), key=lambda item: (-item[1], item[0])
+        )
+    ]  # fmt: skip
+    for token in range(40):
+        follow = Counter(b for row in every for a, b in itertools.pairwise(row) if a == token)
+        wanted = sorted(follow, key=lambda other: (-follow[other], other))[:4]
+        wanted += [other for other in common if other not in wanted]
+        assert found[token].tolist() == wanted[:4], token
+    assert likely_followers(batches, vocab_size=40, count=99).shape == (40, 40)
+
+
+def test_gates_learn_from_what_they_see_beside_states() -> None:
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(1, 4000, 6)).astype(np.float32)
+    more = 30 + 10 * rng.normal(size=(1, 4000, 2)).astype(np.float32)
+    target = states[..., 0] * 0.1 + (more[..., 1] - 30) / 10
+    gates = fit_gates(states, target, more, hidden=8, steps=800)
+    seen = jnp.concatenate([normalise(jnp.asarray(states[0])), jnp.asarray(more[0])], axis=-1)
+    error = np.asarray(gates.at(0).read(seen)) - target[0]
+    assert error.var() < 0.02 * target.var()
+    alone = fit_gates(states, target, hidden=8, steps=800)
+    assert (np.asarray(alone.at(0)(states[0])) - target[0]).var() > 0.5 * target.var()
+
+
+def test_candidates_need_a_head_of_a_few_tokens(tiny: Any, text: list[Batch]) -> None:
+    class Whole(Wrapped):
+        """A decoder that cannot tell which of its parameters are the head's."""
+
+        reduce_head: Any = None
+
+    bare, params = Whole(tiny.decoder), {"model": tiny.params}
+    fitter = SignalFitter(bare, params, study_exits(bare, params, text[:1]))
+    with pytest.raises(ValueError, match=r"Wanted a decoder with reduce_head.*Got Whole\. Add"):
+        fitter.fit("candidates")
+
+
+@pytest.mark.check
+def test_candidate_gates_are_asked_about_what_they_were_fitted_to(
+    tiny: Any, text: list[Batch]
+) -> None:
+    studies = study_exits(tiny.decoder, tiny.params, text[:2])
+    fitter = SignalFitter(tiny.decoder, tiny.params, studies)
+    signal = fitter.candidates(3)
+    assert signal.likely.shape == (64, 3)
+    states = predicted_tokens(studies, [study.states for study in studies])
+    seen = fitter._of_candidates(signal.likely)
+    scores = collect_scores(tiny.decoder, tiny.params, signal, studies, depths=(1, 2, 4))
+    for index, found in enumerate(predicted_tokens(studies, scores)):
+        inputs = [normalise(jnp.asarray(states[index])), jnp.asarray(seen[index])]
+        wanted = signal.gates.at(index).read(jnp.concatenate(inputs, axis=-1))
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+        root = np.sqrt(studies[0].kl[index, studies[0].predicted])
+        assert np.corrcoef(found[: len(root)], root)[0, 1] > 0.8, "fitted to these very tokens"
 
 
 def test_the_cost_aware_target_is_whether_a_later_exit_is_cheaper_in_all() -> None:
@@ -276,6 +356,42 @@ def test_a_calibration_survives_its_files_and_refuses_other_models(
     (tmp_path / "policies.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="cannot be read"):
         load_calibration(tmp_path, model_sha256="a" * 64)
+
+
+@pytest.mark.check
+def test_weights_come_from_a_text_of_their_own(tiny: Any, text: list[Batch]) -> None:
+    model, mine, other = (tiny.decoder, tiny.params), [*text, *text[:1]], text
+    policies = ("utio_surrogate",)
+    means = {
+        "mine": calibrated(tiny, mine, policies, (0.8,)),
+        "other": calibrated(tiny, other, policies, (0.8,)),
+    }
+    options: dict[str, Any] = {"model_sha256": "a" * 64, "text": {"documents": 40}}
+    options |= {"goal": Budgets(budgets=(0.8,)), "executor": EXECUTOR}
+    apart = calibrate(*model, mine, gate_batches=other, policies=policies, **options)
+
+    def weights(found: Calibration) -> np.ndarray:
+        return np.asarray(jax.tree.leaves(found.signals["utio_surrogate"])[0])
+
+    np.testing.assert_array_equal(weights(apart), weights(means["other"]))
+    assert np.abs(weights(apart) - weights(means["mine"])).max() > 1e-3
+    # Thresholds are least harm's on the first text, at the scores that those weights give there.
+    studies = study_exits(*model, mine)
+    search = ThresholdSearch(*model, studies, executor=EXECUTOR)
+    entries, _ = options["goal"].reach(search, apart.signals["utio_surrogate"], lambda _: None)
+    assert entries == apart.entries["utio_surrogate"]
+    assert apart.info["tokens"] == means["mine"].info["tokens"]
+    # What each policy's weights come from is kept, and told where another text is asked for.
+    named = apart.info["gate_text"]["utio_surrogate"]
+    assert named["windows"] == sum(len(batch.lengths) for batch in other)
+    assert "gate_text" not in means["mine"].info
+    both = calibrate(*model, mine, policies=["position"], done=apart, **options)
+    assert both.info["gate_text"] == {"utio_surrogate": named}
+    again = {"done": both, "policies": policies, **options}
+    with pytest.raises(ValueError, match="keep utio_surrogate, .* the calibration text. Got one"):
+        calibrate(*model, mine, **again)
+    assert calibrate(*model, mine, gate_batches=other, **again) == both
+    assert "gate_text" not in calibrate(*model, mine, refit=True, **again).info
 
 
 @pytest.mark.check

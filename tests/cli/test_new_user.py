@@ -41,6 +41,8 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.evaluation.evaluate import DocumentScore
 from utio_jax.models import load
+from utio_jax.models.texts import describe
+from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies.signals import Position
 from utio_jax.policies.store import Calibration, Thresholds
 from utio_jax.report.terminal import documents_table
@@ -117,6 +119,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
         ("calibrate --text X --confidence 0.9", "Wanted --max-disagreement with --confidence"),
         ("calibrate --text X --lens-steps 5", "Wanted --fit-lens with --lens-steps"),
+        ("calibrate --text X --gate-tokens 9", "Wanted --gate-text FILES with --gate-tokens, at"),
+        ("calibrate --text X --gate-text Y --gate-tokens 0", "at least 1. Got --gate-tokens 0"),
         ("calibrate --text X --clock engine", "Wanted --max-nll-increase-pct with --clock engine"),
         (
             "calibrate --text X --slots 4",
@@ -207,6 +211,39 @@ def test_a_calibration_is_added_to_and_the_place_is_told(
     assert seen[1]["refit"]
     assert main([*arguments, "entropy", "--resume"]) == 0
     assert not seen[2]["refit"]
+
+
+def test_gates_may_have_a_text_of_their_own(
+    bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen, model = fake_calibrate(monkeypatch), load(bare)
+    arguments = ["calibrate", "--model", str(bare), "--exits", "1", "2", "4", "--policy", "entropy"]
+    arguments += ["--text", str(source("colorsys"))]
+    others = [str(source(name)) for name in ("bisect", "heapq")]
+    assert main(arguments) == 0
+    assert (seen[0]["gate_batches"], seen[0]["gate_text"]) == (None, None)
+    assert main([*arguments, "--gate-text", *others]) == 0
+    assert seen[1]["text"] == seen[0]["text"]
+    read = [ids for name in others for ids in model.encode([Path(name).read_text()])[0]]
+    kept = [
+        token
+        for batch in seen[1]["gate_batches"]
+        for row, length in zip(batch.token_ids, batch.lengths, strict=True)
+        for token in row[:length]
+    ]
+    assert len(read) <= len(kept) < 1.1 * len(read)  # Windows overlap by a token.
+    assert set(kept) == set(read)
+    assert seen[1]["gate_text"]["documents"] == 2
+    assert seen[1]["gate_text"]["tokens"] == len(kept)
+    assert main([*arguments, "--gate-text", *others, "--gate-tokens", "1"]) == 0
+    assert len(seen[2]["gate_batches"]) == 1
+    split = standard_library("train")
+    monkeypatch.setattr(
+        "utio_jax.models.training.corpus.standard_library",
+        lambda name: split[:3] if name == "train" else (),
+    )
+    assert main([*arguments, "--gate-text", "train", "--gate-tokens", "1"]) == 0
+    assert seen[3]["gate_text"] | {"tokens": 0} == describe(split[:3]) | {"tokens": 0}
 
 
 def test_what_cannot_be_added_to_stays_as_it_is(

@@ -21,7 +21,12 @@ from jax.sharding import Mesh
 from utio_jax.calibration.gates import SIGNALS, SignalFitter
 from utio_jax.calibration.goals import Budgets, Goal
 from utio_jax.calibration.search import ThresholdSearch
-from utio_jax.calibration.studies import predicted_tokens, rank_correlation, study_exits
+from utio_jax.calibration.studies import (
+    ExitStudy,
+    predicted_tokens,
+    rank_correlation,
+    study_exits,
+)
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_params, versions
@@ -42,6 +47,8 @@ def calibrate(  # noqa: PLR0913 (options, each named)
     *,
     model_sha256: str | None = None,
     text: Mapping[str, Any] | None = None,
+    gate_batches: Sequence[Batch] | None = None,
+    gate_text: Mapping[str, Any] | None = None,
     policies: Sequence[str] = POLICIES,
     goal: Goal = Budgets(),
     executor: Executor = MicroBatches(),
@@ -61,6 +68,9 @@ def calibrate(  # noqa: PLR0913 (options, each named)
       model_sha256: identifies the weights; a saved calibration refuses others. None takes
         `utio_jax.core.files.hash_params` of `params`.
       text: identifies the text, for the record; None: its size and hash.
+      gate_batches: another text, to which the weights of signals are fitted, so that thresholds see
+        scores as they are on text that no gate knows; None fits both to `batches`.
+      gate_text: identifies that text; None: its size and hash.
       policies: names from `utio_jax.calibration.gates.SIGNALS`.
       goal: `Budgets`, `MaxLoss` or `MaxDisagreement`. A policy that cannot reach it has no entry,
         and `info["goals"]` says so.
@@ -89,25 +99,32 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         "versions": versions(),
         "seed": seed,
         "width": batches[0].token_ids.shape[1],
-        "tokens": int(sum(np.maximum(batch.lengths - 1, 0).sum() for batch in batches)),
+        "tokens": _predicted(batches),
         "goal": goal.asked(),
     }
-    if info["tokens"] < _LEAST:
-        raise ValueError(
-            f"Wanted at least {_LEAST} predicted tokens to fit policies to. Got {info['tokens']}. "
-            "Add text."
-        )
+    _check_enough(info["tokens"])
+    of_gates = None
+    if gate_batches is not None:
+        _check_enough(_predicted(gate_batches))
+        of_gates = _describe(gate_batches) if gate_text is None else dict(gate_text)
     fitted = Calibration(
         entries={}, signals={}, info={**info, "goals": {}, "rank_correlation_kl": {}}
     )
     if done is not None:
         _check_same(done, info, policies)
+        if not refit:
+            _check_gates(done, of_gates, policies)
         fitted = done
-    say("exits of the full pass")
-    done_so_far = itertools.count(1)
-    counted = lambda: say(f"exits: batch {next(done_so_far)} of {len(batches)}")  # noqa: E731
-    studies = study_exits(decoder, params, batches, mesh=mesh, progress=counted)
-    fitter = SignalFitter(decoder, params, studies, seed=seed)
+
+    def study(batches: Sequence[Batch], what: str) -> list[ExitStudy]:
+        say(f"{what} of the full pass")
+        done_so_far = itertools.count(1)
+        counted = lambda: say(f"{what}: batch {next(done_so_far)} of {len(batches)}")  # noqa: E731
+        return study_exits(decoder, params, batches, mesh=mesh, progress=counted)
+
+    studies = study(batches, "exits")
+    others = studies if gate_batches is None else study(gate_batches, "exits for gates")
+    fitter = SignalFitter(decoder, params, others, seed=seed)
     search = ThresholdSearch(decoder, params, studies, executor=executor, mesh=mesh)
     of_exits = {
         "exit_nll_increase_pct": search.exit_nll_increase_pct(),
@@ -121,7 +138,8 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         signal = fitter.fit(name)
         entries, record = goal.reach(search, signal, say)
         correlations = _correlations(search, signal)
-        fitted = fitted.adding(name, signal, entries, goal=record, correlations=correlations)
+        known = {"goal": record, "correlations": correlations, "gate_text": of_gates}
+        fitted = fitted.adding(name, signal, entries, **known)
         if keep is not None:
             keep(fitted)
         search.forget()
@@ -156,6 +174,29 @@ def _check_same(done: Calibration, info: Mapping[str, Any], policies: Sequence[s
             f"those that were fitted before: {', '.join(every)}. Fit all of them at once, or name "
             "another --out."
         )
+
+
+def _check_enough(tokens: int) -> None:
+    if tokens < _LEAST:
+        raise ValueError(
+            f"Wanted at least {_LEAST} predicted tokens to fit policies to. Got {tokens}. Add text."
+        )
+
+
+def _check_gates(done: Calibration, gate_text: Any, policies: Sequence[str]) -> None:
+    """Raises ValueError where a policy that is kept has its weights from another text."""
+    known = done.info.get("gate_text", {})
+    for name in policies:
+        if name in done.info["goals"] and known.get(name) != gate_text:
+            raise ValueError(
+                f"Wanted to keep {name}, with weights from {gate_text or 'the calibration text'}. "
+                f"Got one with weights from {known.get(name) or 'the calibration text'}. Fit it "
+                "again, or name another --out."
+            )
+
+
+def _predicted(batches: Sequence[Batch]) -> int:
+    return int(sum(np.maximum(batch.lengths - 1, 0).sum() for batch in batches))
 
 
 def _describe(batches: Sequence[Batch]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ class Calibrate(OfWindows):
 
     Attributes:
       policy: learned, utio_surrogate, utio_before, position, prompt_router, softmax_gap,
-        max_probability, entropy, state_similarity, classifier, cost_aware, patience, hazard; or
-        all. By default learned and utio_surrogate.
+        max_probability, entropy, state_similarity, classifier, cost_aware, patience, hazard,
+        candidates; or all. By default learned and utio_surrogate.
       budget: target flops_ratios. By default 0.5, 0.6, 0.75 and 0.9.
       max_nll_increase_pct: instead of budgets, least cost within this loss over full depth, in %.
       clock: what cost is, with --max-nll-increase-pct: flops, or engine: seconds that an engine's
@@ -47,6 +47,11 @@ class Calibrate(OfWindows):
       confidence: of that promise, for all policies at once: pick the cheapest. By default 0.95.
       text: text files; by default the calibrate split of this Python's standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+      gate_text: text files to which the weights of signals are fitted, other ones than thresholds:
+        gates look better on what they have seen. `train` takes that split of the standard library.
+        By default the calibration text.
+      gate_tokens: at most so many of it, in windows drawn over all of its documents. By default
+        800,000.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
         half of the documents; the policies get the other half. Written beside --out, and kept where
         the same one is there already.
@@ -68,6 +73,8 @@ class Calibrate(OfWindows):
     confidence: float | None = None
     text: tuple[Path, ...] = ()
     token_ids: Path | None = None
+    gate_text: tuple[str, ...] = ()
+    gate_tokens: int | None = None
     fit_lens: bool = False
     lens_steps: int | None = None
     seed: int = 0
@@ -122,12 +129,15 @@ class Calibrate(OfWindows):
                 policies=len(policies),
                 seed=self.seed,
             )
+        gate_batches, gate_text = self._gate_windows(model)
         fitted = calibrate(
             model.decoder,
             model.params,
             _windows(documents, config),
             model_sha256=model.sha256,
             text=described,
+            gate_batches=gate_batches,
+            gate_text=gate_text,
             policies=policies,
             goal=goal,
             seed=self.seed,
@@ -198,8 +208,31 @@ class Calibrate(OfWindows):
             raise ValueError(
                 f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."
             )
+        if self.gate_tokens is not None and (self.gate_tokens < 1 or not self.gate_text):
+            raise ValueError(
+                "Wanted --gate-text FILES with --gate-tokens, at least 1. Got --gate-tokens "
+                f"{self.gate_tokens} and {' '.join(self.gate_text) or 'no --gate-text'}."
+            )
         if self.out is not None:
             check_writable(calibration_file(self.out), "--out")
+
+    def _gate_windows(self, model: Any) -> tuple[list[Batch] | None, dict[str, Any] | None]:
+        """Returns the text of the weights, and what identifies it; None: as the thresholds."""
+        from utio_jax.calibration.gates import gate_windows
+
+        if not self.gate_text:
+            return None, None
+        split = "train" if self.gate_text == ("train",) else None
+        files = () if split else tuple(map(Path, self.gate_text))
+        documents, described = read_documents(model, files, None, split)
+        config = model.decoder.config
+        width, vocab_size = config.context_length, config.vocab_size
+        sizes: dict[str, int] = {} if self.gate_tokens is None else {"tokens": self.gate_tokens}
+        batches = gate_windows(
+            documents, width=width, vocab_size=vocab_size, seed=self.seed, **sizes
+        )
+        tokens = sum(int(batch.lengths.sum()) for batch in batches)
+        return batches, {**described, "tokens": tokens}
 
     def _place(self, model: Any) -> Path:
         """Returns the file to write, once it is known that it can be.

@@ -311,8 +311,8 @@ def reduced_head(decoder: Decoder, params: Params, token_ids: Int[Array, " kept"
     """
     if not isinstance(decoder, HasReducedHead):
         raise ValueError(
-            "Wanted a decoder with reduce_head(params, token_ids), to draft among fewer tokens. "
-            f"Got {type(decoder).__name__}. Add the method, or draft with the whole head."
+            "Wanted a decoder with reduce_head(params, token_ids), for the logits of fewer tokens. "
+            f"Got {type(decoder).__name__}. Add the method, or use what needs the whole head."
         )
     return decoder.reduce_head(params, token_ids)
 

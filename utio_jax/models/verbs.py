@@ -19,6 +19,7 @@ from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
+from utio_jax.calibration.gates import gate_windows
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.risk import split_documents
@@ -259,6 +260,7 @@ class Verbs:
         max_disagreement: float | None = None,
         confidence: float = 0.95,
         policies: Sequence[str] = ("learned",),
+        gate_files: Sequence[Source] = (),
         exits: Sequence[int] = (),
         seed: int = 0,
         out: str | Path | None = None,
@@ -279,6 +281,8 @@ class Verbs:
             tokens other than full depth's, promised by risk control.
           confidence: of that promise.
           policies: names from `utio_jax.calibration.SIGNALS`.
+          gate_files: paths, or token ids, other ones, to which the weights of signals are fitted;
+            by default `files`, which leaves thresholds that trust gates more than they should.
           exits: depths at which tokens may stop, ending at the last layer, for a model that names
             none; by default at a half, two thirds and five sixths of it.
           seed: of gates and halves.
@@ -325,10 +329,14 @@ class Verbs:
                 policies=len(policies),
                 seed=seed,
             )
+        config = self.decoder.config
+        sizes = {"width": min(_CONTEXT, config.context_length), "vocab_size": config.vocab_size}
+        others = gate_windows(self.documents(gate_files), **sizes) if gate_files else None
         fitted = calibrate(
             self.decoder,
             self.params,
             self.windows(documents),
+            gate_batches=others,
             model_sha256=self.sha256,
             policies=policies,
             goal=goal,

@@ -19,7 +19,7 @@ from utio_jax.policies.importance import (
     surrogate_importance,
 )
 from utio_jax.policies.layer_sets import LayerSets, given_sets, random_sets, skip_decode
-from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
+from utio_jax.policies.learned import CandidateGates, Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
     DepthTable,
@@ -40,6 +40,7 @@ from utio_jax.policies.wrappers import DepthFloor, KeepFirst, PositionDecay
 __all__ = [
     "Boundary",
     "Calibration",
+    "CandidateGates",
     "Chance",
     "DepthFloor",
     "DepthTable",

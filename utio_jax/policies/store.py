@@ -116,9 +116,15 @@ class Calibration:
         *,
         goal: Mapping[str, Any],
         correlations: Mapping[str, float | None],
+        gate_text: Mapping[str, Any] | None = None,
     ) -> Calibration:
         """Returns the calibration with one policy more, and the record of how it was fitted."""
         info = dict(self.info)
+        gates = {key: text for key, text in info.pop("gate_text", {}).items() if key != name}
+        if gate_text is not None:
+            gates[name] = dict(gate_text)
+        if gates:
+            info["gate_text"] = gates
         info["goals"] = {**info["goals"], name: dict(goal)}
         info["rank_correlation_kl"] = {**info["rank_correlation_kl"], name: dict(correlations)}
         return Calibration(
@@ -230,12 +236,19 @@ def _misfits(part: Any, path: str) -> Iterator[str]:
         for field in dataclasses.fields(part):
             value, name = getattr(part, field.name), f"{path}.{field.name}"
             leaves = [] if field.metadata.get("static") else jax.tree.leaves(value)
-            if exits is not None and any(jnp.shape(leaf)[:1] != (len(exits),) for leaf in leaves):
+            each = dataclasses.is_dataclass(value) or "exit" in _first_axis(declared[field.name])
+            wanted = (len(exits),) if exits is not None and each else None
+            if wanted is not None and any(jnp.shape(leaf)[:1] != wanted for leaf in leaves):
                 yield f"{name} has shapes {[jnp.shape(leaf) for leaf in leaves]} for exits {exits}"
             if dataclasses.is_dataclass(value):
                 yield from _misfits(value, name)
             elif leaves and not isinstance(value, declared[field.name]):
                 yield f"{name} has shape {jnp.shape(value)}, wanted {declared[field.name].__name__}"
+
+
+def _first_axis(declared: Any) -> str:
+    """Returns the name of the first axis that a field of `jaxtyping` is declared with."""
+    return f"{getattr(declared, 'dim_str', '')} ".split(" ", 1)[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
