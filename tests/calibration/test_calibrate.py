@@ -387,6 +387,8 @@ def test_weights_come_from_a_text_of_their_own(tiny: Any, text: list[Batch]) -> 
     assert "gate_text" not in means["mine"].info
     both = calibrate(*model, mine, policies=["position"], done=apart, **options)
     assert both.info["gate_text"] == {"utio_surrogate": named}
+    free = calibrate(*model, mine, gate_batches=other, policies=["position"], **options)
+    assert "gate_text" not in free.info, "it has no weights"
     again = {"done": both, "policies": policies, **options}
     with pytest.raises(ValueError, match="keep utio_surrogate, .* the calibration text. Got one"):
         calibrate(*model, mine, **again)

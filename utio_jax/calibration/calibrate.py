@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -138,7 +139,8 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         signal = fitter.fit(name)
         entries, record = goal.reach(search, signal, say)
         correlations = _correlations(search, signal)
-        known = {"goal": record, "correlations": correlations, "gate_text": of_gates}
+        learnt = of_gates if jax.tree.leaves(signal) else None  # Some have no weights.
+        known = {"goal": record, "correlations": correlations, "gate_text": learnt}
         fitted = fitted.adding(name, signal, entries, **known)
         if keep is not None:
             keep(fitted)
@@ -187,7 +189,8 @@ def _check_gates(done: Calibration, gate_text: Any, policies: Sequence[str]) -> 
     """Raises ValueError where a policy that is kept has its weights from another text."""
     known = done.info.get("gate_text", {})
     for name in policies:
-        if name in done.info["goals"] and known.get(name) != gate_text:
+        kept = name in done.signals and jax.tree.leaves(done.signals[name])
+        if kept and known.get(name) != gate_text:
             raise ValueError(
                 f"Wanted to keep {name}, with weights from {gate_text or 'the calibration text'}. "
                 f"Got one with weights from {known.get(name) or 'the calibration text'}. Fit it "

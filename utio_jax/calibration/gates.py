@@ -38,7 +38,7 @@ from utio_jax.policies.signals import (
 )
 
 CANDIDATES = 16
-"""Likely next tokens whose logits a gate sees: 64 tell more, and take twice a layer's time."""
+"""Likely next tokens whose logits a gate sees: 64 tell more, and take a layer's time."""
 
 GATE_TOKENS = 800_000
 """Of a text of the gates' own: with 160 dimensions and five exits 1.3 GB of states in float16."""
