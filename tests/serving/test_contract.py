@@ -676,7 +676,7 @@ def test_openais_client_is_told_what_is_wrong(
     with server.limited(request_seconds=1.0), server.slowed(0.2):
         with pytest.raises(openai.InternalServerError) as late:  # Not tried again: once in the log.
             client.with_options(max_retries=3).completions.create(
-                model="small", prompt="x", max_tokens=200
+                model="small", prompt="x", max_tokens=200, temperature=0
             )
         assert late.value.status_code == 504
         server.wait_for(lambda: server.lines[-1].get("status") == 504)
