@@ -431,4 +431,4 @@ print((read("VmHWM") - before) / size)
     found = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
-    assert float(found.stdout) < 1.25
+    assert float(found.stdout) < 1.3  # 1.15 to 1.25, as threads happen to overlap.
