@@ -32,6 +32,7 @@ from utio_jax import (
 from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.policies.base import Boundary
+from utio_jax.policies.learned import candidate_inputs
 
 IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
 
@@ -185,6 +186,19 @@ def test_gates_see_what_an_exit_predicts_of_candidates(
     cost = 2 * (5 * dim + (dim + 6) * 8 + 8 + (dim * dim if through_lens else 0))
     assert signal.flops(0, model.decoder, model.params) == cost
     assert not signal.reads_logits(0)
+
+
+@pytest.mark.parametrize("candidates", [[3, 9, 3], [9], [3, 9]])
+def test_candidates_may_tie_or_be_one(
+    tiny: Any, states: list[np.ndarray], candidates: list[int]
+) -> None:
+    x = jnp.asarray(states[1][0], jnp.float32)
+    likely = jnp.broadcast_to(jnp.asarray(candidates), (len(x), len(candidates)))
+    options = {"depth": EXITS[0]}
+    found = candidate_inputs(tiny.decoder, tiny.params, x, likely, jnp.arange(len(x)), **options)
+    logits = np.sort(np.asarray(tiny.decoder.unembed(tiny.params, x))[:, candidates], axis=-1)
+    wanted = logits[:, -1] - logits[:, -2] if len(candidates) > 1 else np.zeros(len(x))
+    np.testing.assert_allclose(np.asarray(found)[:, 2], wanted, atol=1e-5)
 
 
 def test_candidates_need_token_ids_of_the_same_vocabulary(tiny: Any) -> None:

@@ -8,6 +8,8 @@ for `classifier` and `hazard`.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -121,35 +123,36 @@ class CandidateGates(SignalBase):
     def __call__(
         self, index: int, boundary: Boundary, memory: Int[Array, "batch token"]
     ) -> tuple[jax.Array, Int[Array, "batch token"]]:
-        decoder, depth = boundary.decoder, boundary.depth
-        gate = self.gates.at(exit_index(self.exits, depth, self.name))
+        decoder = boundary.decoder
+        index = exit_index(self.exits, boundary.depth, self.name)
         if len(self.likely) != decoder.config.vocab_size:
             raise ValueError(
                 f"Wanted candidates of {decoder.config.vocab_size} tokens, the model's vocabulary. "
                 f"These gates have them of {len(self.likely)}. Fit gates to this model."
             )
 
-        def value(x: jax.Array, token_ids: jax.Array, positions: jax.Array) -> jax.Array:
-            more = candidate_inputs(
-                decoder, boundary.params, x, self.likely[token_ids], positions, depth=depth
-            )
-            return gate.read(jnp.concatenate([normalise(x), more], axis=-1))
-
+        value = partial(self._value, decoder, boundary.params, index=index)
         return boundary.map_live(value, boundary.x, memory, boundary.positions), memory
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        depth = self.exits[0]  # All cost the same.
         x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
-        kept = jax.ShapeDtypeStruct((1, self.likely.shape[1]), jnp.int32)
-        at = jax.ShapeDtypeStruct((1,), jnp.int32)
+        one = jax.ShapeDtypeStruct((1,), jnp.int32)
+        value = partial(self._value, decoder, index=0)  # All cost the same.
+        return count_matmul_flops(value, params, x, one, one)
 
-        def value(
-            params: Params, x: jax.Array, candidates: jax.Array, positions: jax.Array
-        ) -> jax.Array:
-            more = candidate_inputs(decoder, params, x, candidates, positions, depth=depth)
-            return self.gates.at(0).read(jnp.concatenate([x, more], axis=-1))
-
-        return count_matmul_flops(value, params, x, kept, at)
+    def _value(
+        self,
+        decoder: Decoder,
+        params: Params,
+        x: Float[Array, "slot dim"],
+        token_ids: Int[Array, " slot"],
+        positions: Int[Array, " slot"],
+        *,
+        index: int,
+    ) -> Float[Array, " slot"]:
+        candidates, depth = self.likely[token_ids], self.exits[index]
+        more = candidate_inputs(decoder, params, x, candidates, positions, depth=depth)
+        return self.gates.at(index).read(jnp.concatenate([normalise(x), more], axis=-1))
 
 
 def candidate_inputs(
@@ -181,8 +184,10 @@ def candidate_inputs(
     logits = jax.vmap(one)(apply_exit_lens(decoder, params, x, depth), candidates)
     logits = logits.astype(jnp.float32)
     most = jnp.max(logits, axis=-1)
-    second = jnp.max(jnp.where(logits == most[:, None], -jnp.inf, logits), axis=-1)
-    second = jnp.where(jnp.isfinite(second), second, most)  # All are equal, or there is one.
+    largest = logits == most[:, None]
+    second = jnp.max(jnp.where(largest, -jnp.inf, logits), axis=-1)
+    one_of_several = jnp.sum(largest, axis=-1) > 1  # As happens in bfloat16.
+    second = jnp.where(one_of_several | (logits.shape[-1] == 1), most, second)
     weights = jnp.exp(logits - most[:, None])
     total = jnp.sum(weights, axis=-1)
     log_total = most + jnp.log(total)
