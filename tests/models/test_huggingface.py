@@ -17,6 +17,7 @@ import pytest
 
 from utio_jax.cli.main import main
 from utio_jax.core.files import load_tensors, save_tensors
+from utio_jax.core.lens import Lensed
 from utio_jax.decoding.generate import generate
 from utio_jax.models import Model, Transformer, load, save
 from utio_jax.models.families import read_config
@@ -478,6 +479,66 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     assert again["loss_after"] == after
     assert main(["finetune", "--model", str(FOLDER / "gpt2"), *arguments[6:]]) == 2
     assert "Wanted exits before the last layer" in capsys.readouterr().err
+
+
+def test_late_exits_of_a_stock_model_leave_it_what_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(rng.integers(0, 48, (60, 40)).tolist()))
+    stock = load_tensors(FOLDER / "gpt2" / "model.safetensors")
+
+    def run(out: Path, *more: str, steps: int = 30) -> Any:
+        arguments = ["finetune", "--late", "--token-ids", str(ids), "--out", str(out)]
+        arguments += ["--rate", "0.002", "--tokens-per-step", "256", "--context", "32"]
+        assert main([*arguments, "--steps", str(steps), *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    of_stock = ("--model", str(FOLDER / "gpt2"), "--exits", "1", "2", "3")
+    found = run(tmp_path / "out", *of_stock)
+    # What is to be known is the model, not the text, which is noise: its exits are read better.
+    tuned, model = load(tmp_path / "out" / "model"), load(FOLDER / "gpt2", exits=(1, 2, 3))
+    assert isinstance(tuned.decoder, Lensed)
+    assert tuned.decoder.config.exits == (1, 2, 3)
+
+    def divergences(decoder: Any, params: Any) -> list[float]:
+        """KL(the stock model || each exit) on the whole text, in nats."""
+        tokens = jnp.asarray(json.loads(ids.read_text()), jnp.int32)
+        wanted = jax.nn.log_softmax(logits_of(model, tokens))
+        states = dense_states(decoder, params, tokens, jnp.full(60, 40), depths=(1, 2, 3))
+        if isinstance(decoder, Lensed):
+            states = (*(decoder.translate(params, states[d - 1], d) for d in (1, 2)), states[2])
+        found = [jax.nn.log_softmax(decoder.unembed(params, x)) for x in states]
+        return [float((jnp.exp(wanted) * (wanted - x)).sum(-1).mean()) for x in found]
+
+    bare, late = divergences(model.decoder, model.params), divergences(tuned.decoder, tuned.params)
+    assert late[0] < 0.5 * bare[0]
+    assert late[1] < 0.5 * bare[1]
+    assert late[2] < 0.1 * late[1], "the model is what it was, nearly"
+    assert abs(found["full_depth_loss_increase_pct"]) < 1.0
+    written = load_tensors(tmp_path / "out" / "model" / "model.safetensors")
+    same = {name for name in written if np.array_equal(written[name], stock[name])}
+    layered = {name for name in written if ".h." in f".{name}"}
+    assert layered, sorted(written)
+    assert same >= set(written) - layered, "embedding, last norm and head"
+    assert not same & {name for name in layered if "mlp" in name and "weight" in name}
+
+    # Nothing is left to do, and no maps are fitted for it.
+    assert run(tmp_path / "out", *of_stock, "--resume")["loss_after"] == found["loss_after"]
+    # Interrupted before a checkpoint: the lens is not taken for other text unless asked.
+    shutil.rmtree(tmp_path / "out" / "checkpoints")
+    other = ["finetune", "--late", *of_stock, "--token-ids", str(ids), "--out"]
+    assert main([*other, str(tmp_path / "out")]) == 2
+    assert "holds the lens of another run" in capsys.readouterr().err
+    # From the maps of a lens.
+    again = run(tmp_path / "more", "--model", str(tmp_path / "out" / "model"), steps=1)
+    assert again["loss_before"] == found["loss_after"]
+    assert again["exits"] == [1, 2, 3]
+    assert main(["finetune", "--late", *of_stock, "--text", __file__, "--exit-weight", "0"]) == 2
+    assert "Wanted an exit weight above 0. Got 0.0. Exits that the model does" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def branch(
 ) -> Any:
     optimizer = late_optimizer(CONFIG, late)
     start = branch_off(trunk_of(trunk, decoder, CONFIG), decoder, optimizer)
-    objective = late_objective(decoder, CONFIG, late)
+    objective = late_objective(decoder, late, begin=CONFIG.branch_step)
     return train(
         decoder, stream, CONFIG, out=out, start=start, optimizer=optimizer, objective=objective
     )
@@ -114,7 +114,7 @@ def test_the_loss_is_the_last_layers_and_a_share_of_what_exits_miss_of_it(
     }
     tokens = jax.random.randint(keys[2], (3, 9), 0, 48)
     params, key = {"model": model, "lens": maps}, jax.random.key(7)
-    total, losses = late_objective(decoder, CONFIG, late)(
+    total, losses = late_objective(decoder, late, begin=CONFIG.branch_step)(
         params, tokens, key, jnp.int32(CONFIG.branch_step + 1)
     )
     dropout_key, split_key = jax.random.split(key)
@@ -144,7 +144,7 @@ def test_exits_never_reach_norm_and_head_nor_what_they_are_to_learn(decoder: Tra
     maps = {"matrix": jnp.full((2, dim, dim), 0.01), "bias": jnp.zeros((2, dim))}
 
     def gradient(weights: tuple[float, ...]) -> Any:
-        objective = late_objective(decoder, CONFIG, LateExits(weights=weights))
+        objective = late_objective(decoder, LateExits(weights=weights), begin=CONFIG.branch_step)
         params = {"model": model, "lens": maps}
         grads: Any = jax.grad(lambda p: objective(p, tokens, jax.random.key(0), step)[0])(params)
         return grads["model"]
@@ -170,6 +170,59 @@ def test_exits_never_reach_norm_and_head_nor_what_they_are_to_learn(decoder: Tra
         assert np.abs(left[:2] - right[:2]).max() > 1e-5
 
 
+def test_a_stock_models_exits_learn_from_the_model_as_it_was(decoder: Transformer) -> None:
+    """Losses against plain arithmetic; only layers below an exit feel it, nothing else moves."""
+    late = LateExits(weights=(0.5, 0.25), ramp=2)
+    was, now = live_params(decoder), live_params(decoder)
+    now = {**now, "layers": jax.tree.map(lambda x: 1.05 * x, now["layers"])}
+    keys = jax.random.split(jax.random.key(1), 3)
+    dim = decoder.config.embed_dim
+    maps = {
+        "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
+        "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
+    }
+    tokens, key = jax.random.randint(keys[2], (3, 9), 0, 48), jax.random.key(7)
+    objective = late_objective(decoder, late, begin=5, teacher=was["layers"])
+    assert len(jax.tree.leaves(objective)) == len(jax.tree.leaves(was["layers"])), "an argument"
+    total, losses = objective({"model": now, "lens": maps}, tokens, key, jnp.int32(5))
+
+    dropout_key, split_key = jax.random.split(key)
+
+    def predicted(model: Any, depth: int, index: int | None) -> np.ndarray:
+        x = exit_states(decoder, model, tokens[:, :-1], dropout_key, 0.0)[depth - 1].reshape(24, -1)
+        if index is not None:
+            x = x + x @ maps["matrix"][index] + maps["bias"][index][None]
+        return np.asarray(jax.nn.log_softmax(decoder.unembed(model, x)))
+
+    def apart(wanted: np.ndarray, found: np.ndarray) -> float:
+        return (np.exp(wanted) * (wanted - found)).sum(-1).mean()
+
+    wanted = predicted(was, 4, None)
+    order = np.asarray(jax.random.permutation(split_key, 24))
+    one, two = order[:12], order[12:]
+    slow = [
+        apart(wanted[one], predicted(now, 1, 0)[one]),
+        apart(wanted[two], predicted(now, 2, 1)[two]),
+        apart(wanted, predicted(now, 4, None)),
+    ]
+    assert min(slow) > 1e-3
+    np.testing.assert_allclose(losses, slow, rtol=2e-4)
+    np.testing.assert_allclose(total, slow[2] + 0.5 * (0.5 * slow[0] + 0.25 * slow[1]), rtol=2e-4)
+
+    def slopes(model: Any) -> Any:
+        params = {"model": model, "lens": maps}
+        return jax.grad(lambda p: objective(p, tokens, key, jnp.int32(50))[0])(params)["model"]
+
+    start = slopes(was)
+    for name in set(start) - {"layers"}:
+        assert all(not np.any(leaf) for leaf in jax.tree.leaves(slopes(now)[name])), name
+    for leaf in jax.tree.leaves(start["layers"]):
+        np.testing.assert_allclose(leaf[2:], 0, atol=2e-6)  # The last layer is the teacher's yet.
+        assert np.abs(leaf[:2]).max() > 1e-6
+    moved = jax.tree.leaves(slopes(now)["layers"])
+    assert all(np.abs(leaf[2:]).max() > 1e-6 for leaf in moved), "and held to it from then on"
+
+
 def test_a_trained_branch_is_served_through_its_lens(
     decoder: Transformer, trunk: Path, stream: np.ndarray, tmp_path: Path
 ) -> None:
@@ -193,7 +246,7 @@ def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_
     with pytest.raises(ValueError, match=r"step 5, the last.* Got \[2, 3, 4\]"):
         trunk_of(tmp_path / "short", decoder, CONFIG)
     with pytest.raises(ValueError, match="one weight for each exit before the last"):
-        late_objective(decoder, CONFIG, LateExits(weights=(0.1,)))
+        late_objective(decoder, LateExits(weights=(0.1,)), begin=0)
     with pytest.raises(ValueError, match="Wanted a trunk for late exits"):
         run_recipe(tmp_path / "out", preset="late-16")
     with pytest.raises(ValueError, match=r"nothing else. Got preset 'plain-8' and trunk"):

@@ -101,7 +101,7 @@ def fit_lens(
     lens = _regression(states, exits, ridge=config.ridge)
     # Each exit's head once forwards and once backwards, full depth's forwards.
     step = config.batch * token_cost(decoder, params).head * (1 + 2 * len(exits))
-    steps = max(1, int(min(config.steps, config.flops / step)))
+    steps = min(config.steps, max(1, int(config.flops / step)))
     config = dataclasses.replace(config, steps=steps)
     return _descend(decoder, params, lens, states, config, say)
 

@@ -22,7 +22,11 @@ class Finetune(OfModel):
       steps: optimizer steps.
       tokens_per_step: positions predicted in one step.
       context: tokens of a training window; at most the model's own.
-      rate: peak learning rate.
+      rate: peak learning rate. By default 3e-4, and 3e-5 with --late.
+      late: learn from the model as it was instead of the text: its exits get a map each (from the
+        lens, where it has one) and a small share of the loss, and the model is to stay what it is.
+      exit_weight: share of each exit in the loss, beside the last layer's 1. By default 0.5, and
+        0.1 with --late.
       seed: of everything random.
       dtype: of the written weights: float32, bfloat16 or float16.
       resume: continue from the latest checkpoint.
@@ -34,7 +38,9 @@ class Finetune(OfModel):
     steps: int = 500
     tokens_per_step: int = 4096
     context: int = 512
-    rate: float = 3e-4
+    rate: float | None = None
+    late: bool = False
+    exit_weight: float | None = None
     seed: int = 0
     dtype: str = "float32"
     resume: bool = False
@@ -49,18 +55,21 @@ class Finetune(OfModel):
             raise ValueError(
                 f"Wanted --dtype float32, bfloat16 or float16. Got --dtype {self.dtype}."
             )
-        check_out(self.out)
-        # A lens would no longer fit what comes out.
-        plain = dataclasses.replace(self, lens="none") if self.lens == "auto" else self
-        model = plain.load()
-        documents, _ = read_documents(model, self.text, self.token_ids, None)
         config = FinetuneConfig(
             steps=self.steps,
             tokens_per_step=self.tokens_per_step,
             context=self.context,
             rate=self.rate,
+            late=self.late,
+            exit_weight=self.exit_weight,
             seed=self.seed,
         )
+        check_out(self.out)
+        # A lens would no longer fit what comes out; the maps of late exits learn on.
+        drop = self.lens == "auto" and not self.late
+        plain = dataclasses.replace(self, lens="none") if drop else self
+        model = plain.load()
+        documents, _ = read_documents(model, self.text, self.token_ids, None)
         found = finetune(
             model, documents, config, out=self.out, resume=self.resume, dtype=self.dtype
         )

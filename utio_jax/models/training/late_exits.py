@@ -11,11 +11,15 @@ map of its own in front of the shared norm and head, a tuned lens (Belrose et al
 whose gradient reaches neither norm, embedding nor the last layer's logits. Adding exits after the
 backbone, rather than from the start, is the mixed regime of Kubaty et al. 2024 (arXiv 2407.14320).
 An exit of weight 0 is only read: its map learns, and the trunk does not feel it.
+
+A stock model's trunk is trained already: there exits and last layer learn from the model as it was
+(`utio_jax.models.training.finetune`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +28,7 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 
-from utio_jax.core.decoder import Params
+from utio_jax.core.decoder import LayerParams, Params
 from utio_jax.core.lens import Lens, read_through
 from utio_jax.models.training.train import (
     Objective,
@@ -103,11 +107,22 @@ def branch_off(trunk: Start, decoder: Transformer, optimizer: Any) -> Start:
 
 def late_optimizer(config: TrainConfig, late: LateExits) -> optax.GradientTransformation:
     """Returns the plain run's optimizer for the trunk, and Adam for the maps."""
-    trunk = make_optimizer(config)
-    maps = optax.adam(
-        lambda step: late.map_rate * config.rate_at(jnp.asarray(step) + config.branch_step),
-        b2=0.99,
+    return with_maps(
+        make_optimizer(config),
+        lambda step: late.map_rate * config.rate_at(step + config.branch_step),
     )
+
+
+def with_maps(
+    trunk: optax.GradientTransformation, map_rate: Callable[[jax.Array], jax.Array]
+) -> optax.GradientTransformation:
+    """Returns an optimizer of `{"model": ..., "lens": ...}`: the trunk's own, and Adam for maps.
+
+    Args:
+      trunk: of the model's parameters.
+      map_rate: learning rate of the maps at a step of this optimizer.
+    """
+    maps = optax.adam(lambda step: map_rate(jnp.asarray(step)), b2=0.99)
 
     def init(params: Params) -> _States:
         return _States(trunk.init(params["model"]), maps.init(params["lens"]))
@@ -122,12 +137,22 @@ def late_optimizer(config: TrainConfig, late: LateExits) -> optax.GradientTransf
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
-def late_objective(decoder: Transformer, config: TrainConfig, late: LateExits) -> Objective:
+def late_objective(
+    decoder: Transformer, late: LateExits, *, begin: int, teacher: LayerParams | None = None
+) -> Objective:
     """Returns the loss of the last layer, and the exits' small shares.
 
     In every step each exit has its own random share of the positions, so any number of exits costs
     one head more than plain training. The loss of each exit that is reported is its KL divergence
-    from the last layer, in nats per token; the last one's is the cross-entropy.
+    from what it learns from, in nats per token.
+
+    Args:
+      decoder: the model.
+      late: the exits' weights.
+      begin: the step from which these rise.
+      teacher: layers as they were, of a model whose embedding, norm and head stay as they are. Last
+        layer and exits learn from its prediction, by KL divergence. None: the last layer learns
+        from the labels, by cross-entropy, and the exits from it.
 
     Raises:
       ValueError: not one weight for each exit before the last.
@@ -139,37 +164,54 @@ def late_objective(decoder: Transformer, config: TrainConfig, late: LateExits) -
         )
 
     def objective(
-        params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
+        teacher: LayerParams | None,
+        params: Params,
+        tokens: jax.Array,
+        key: jax.Array,
+        step: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         dropout_key, split_key = jax.random.split(key)
-        states = exit_states(decoder, params["model"], tokens[:, :-1], dropout_key, 0.0)
+        fixed, inputs = jax.lax.stop_gradient(params["model"]), tokens[:, :-1]
+        model = (
+            params["model"] if teacher is None else {**fixed, "layers": params["model"]["layers"]}
+        )
+        states = exit_states(decoder, model, inputs, dropout_key, 0.0)
         labels = tokens[:, 1:].reshape(-1)
         flat = states.reshape(states.shape[0], labels.size, -1)
-        logits = decoder.unembed(params["model"], flat[-1]).astype(jnp.float32)
-        own = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-        teacher = jax.lax.stop_gradient(jax.nn.log_softmax(logits))
-        fixed = jax.lax.stop_gradient(params["model"])
+        mine = jax.nn.log_softmax(decoder.unembed(model, flat[-1]).astype(jnp.float32))
+        if teacher is None:
+            wanted = jax.lax.stop_gradient(mine)
+            own = -jnp.take_along_axis(mine, labels[:, None], axis=-1).mean()
+        else:
+            before = exit_states(decoder, {**fixed, "layers": teacher}, inputs, dropout_key, 0.0)
+            last = before[-1].reshape(labels.size, -1)
+            wanted = jax.nn.log_softmax(decoder.unembed(fixed, last).astype(jnp.float32))
+            own = _divergence(wanted, mine)
         share = labels.size // max(1, len(exits) - 1)
         order = jax.random.permutation(split_key, labels.size)
 
-        def divergence(index: int, depth: int) -> jax.Array:
+        def missed(index: int, depth: int) -> jax.Array:
             chosen = order[index * share : (index + 1) * share]
             x = flat[depth - 1][chosen]
             if not late.weights[index]:
                 x = jax.lax.stop_gradient(x)
             read = read_through(params["lens"], exits[:-1], x, depth)
             student = jax.nn.log_softmax(decoder.unembed(fixed, read).astype(jnp.float32))
-            wanted = teacher[chosen]
-            return jnp.sum(jnp.exp(wanted) * (wanted - student), axis=-1).mean()
+            return _divergence(wanted[chosen], student)
 
-        learnt = jnp.stack([divergence(i, depth) for i, depth in enumerate(exits[:-1])])
-        ramp = jnp.clip((step - config.branch_step + 1) / late.ramp, 0.0, 1.0)
+        learnt = jnp.stack([missed(i, depth) for i, depth in enumerate(exits[:-1])])
+        ramp = jnp.clip((step - begin + 1) / late.ramp, 0.0, 1.0)
         # A map alone learns at any scale of its loss: Adam divides by it.
         scales = jnp.asarray([weight or 1.0 for weight in late.weights])
         shares = jnp.where(jnp.asarray(late.weights) > 0, ramp * scales, scales)
         return own + shares @ learnt, jnp.append(learnt, own)
 
-    return objective
+    return jax.tree_util.Partial(objective, teacher)
+
+
+def _divergence(wanted: jax.Array, found: jax.Array) -> jax.Array:
+    """Returns KL(wanted || found), `[token, vocab]` log probabilities each, mean over tokens."""
+    return jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1).mean()
 
 
 def lens_of(params: Params, exits: tuple[int, ...]) -> Lens:

@@ -125,7 +125,7 @@ def run_recipe(
     if late is not None and trunk is not None:
         optimizer = late_optimizer(recipe, late)
         begin = branch_off(trunk_of(trunk, decoder, recipe), decoder, optimizer)
-        objective = late_objective(decoder, recipe, late)
+        objective = late_objective(decoder, late, begin=recipe.branch_step)
         branch = {"optimizer": optimizer, "start": begin, "objective": objective}
     params = train(
         decoder,

@@ -34,7 +34,9 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.models.training.corpus import Document
 from utio_jax.staircase.reference import apply_layer
 
-# `(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit.
+# `(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit. Arrays of
+# its own, a teacher's, it holds as a `jax.tree_util.Partial`: they become an argument of the
+# program, not constants in it.
 Objective = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -311,6 +313,7 @@ def train(  # noqa: PLR0913 (options, each named)
         optimizer = make_optimizer(config) if optimizer is None else optimizer
         if objective is None:
             objective = _anytime(decoder, config)
+        loss = jax.tree_util.Partial(objective)
         if start is None:
             start = Start(params=decoder.init(jax.random.key(config.seed)))
         # Copies: the state is donated, and what was given stays the caller's.
@@ -321,9 +324,11 @@ def train(  # noqa: PLR0913 (options, each named)
             state = manager.restore(latest, args=ocp.args.StandardRestore(state))
 
         @partial(jax.jit, donate_argnums=0)
-        def update(state: Any, tokens: jax.Array, step: jax.Array) -> tuple[Any, jax.Array]:
+        def update(
+            state: Any, loss: Objective, tokens: jax.Array, step: jax.Array
+        ) -> tuple[Any, jax.Array]:
             key = jax.random.fold_in(jax.random.key(config.seed), step)
-            grads, losses = jax.grad(objective, has_aux=True)(state["params"], tokens, key, step)
+            grads, losses = jax.grad(loss, has_aux=True)(state["params"], tokens, key, step)
             updates, optimizer_state = optimizer.update(grads, state["optimizer"], state["params"])
             return {
                 "params": optax.apply_updates(state["params"], updates),
@@ -337,9 +342,8 @@ def train(  # noqa: PLR0913 (options, each named)
             tqdm(total=config.steps, initial=first, unit="step", mininterval=5) as bar,
         ):
             for step in range(first, config.steps):
-                state, losses = update(
-                    state, jnp.asarray(batch_at(stream, step, config)), jnp.int32(step)
-                )
+                tokens = jnp.asarray(batch_at(stream, step, config))
+                state, losses = update(state, loss, tokens, jnp.int32(step))
                 losses = np.asarray(losses)
                 if not np.isfinite(losses).all():
                     raise FloatingPointError(
