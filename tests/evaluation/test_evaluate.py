@@ -131,6 +131,7 @@ def test_flops_are_those_of_the_decided_layers_when_nothing_is_padded(tiny: Any)
 def test_one_text_runs_no_empty_rows(tiny: Any) -> None:
     """300 tokens in a context of 128: two rows of 128 and one of 64, of up to 16."""
     document, shapes = np.arange(300) % 64, list[tuple[int, ...]]()
+    read_counts()  # What tests of another file left, if they ran in this process.
     found = score_documents(
         Counting(tiny.decoder.config),
         tiny.params,
