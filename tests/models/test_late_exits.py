@@ -14,6 +14,7 @@ import optax
 import pytest
 from helpers.models import live_params
 
+from utio_jax.core.flops import count_matmul_flops
 from utio_jax.core.lens import Lensed, lensed
 from utio_jax.models.checkpoint import load
 from utio_jax.models.training import recipe
@@ -22,6 +23,8 @@ from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.late_exits import (
     LateExits,
     branch_off,
+    grow_from,
+    grown,
     late_objective,
     late_optimizer,
     lens_of,
@@ -70,7 +73,7 @@ def trunk(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> Path:
 def branch(
     decoder: Transformer, trunk: Path, stream: np.ndarray, late: LateExits, out: Path
 ) -> Any:
-    optimizer = late_optimizer(CONFIG, late)
+    optimizer = late_optimizer(CONFIG, late, begin=CONFIG.branch_step)
     start = branch_off(trunk_of(trunk, decoder, CONFIG), decoder, optimizer)
     objective = late_objective(decoder, late, begin=CONFIG.branch_step)
     return train(
@@ -238,6 +241,138 @@ def test_a_trained_branch_is_served_through_its_lens(
     assert abs(left[0] - plain[0]) > 1e-4, "the first exit is read through its own"
 
 
+def shallow_of(decoder: Transformer) -> tuple[Transformer, Any]:
+    """A model of two layers, and its weights, under which both do something."""
+    config = dataclasses.replace(decoder.config, num_layers=2, exits=(2,))
+    return Transformer(config), live_params(Transformer(config))
+
+
+GROWN_EXITS = (2, 3, 4)
+
+
+def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
+    decoder: Transformer,
+) -> None:
+    """Losses and gradients against plain arithmetic; what lies below is a constant."""
+    deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
+    shallow, below = shallow_of(decoder)
+    late, keys = LateExits(weights=(0.0, 0.5), ramp=2), jax.random.split(jax.random.key(1), 3)
+    dim = decoder.config.embed_dim
+    params = {
+        "model": {"layers": jax.tree.map(lambda leaf: leaf[2:], live_params(deep)["layers"])},
+        "lens": {
+            "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
+            "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
+        },
+    }
+    tokens, key = jax.random.randint(keys[2], (3, 9), 0, 48), jax.random.key(7)
+    objective = late_objective(deep, late, begin=0, below=below)
+    held = sorted(map(id, jax.tree.leaves(objective)))
+    assert held == sorted(map(id, jax.tree.leaves(below))), "arguments of the program"
+    dropout_key, split_key = jax.random.split(key)
+    order = np.asarray(jax.random.permutation(split_key, 24))
+    states = exit_states(shallow, below, tokens[:, :-1], dropout_key, 0.0)
+
+    def slow(params: Any) -> tuple[jax.Array, jax.Array]:
+        whole = grown(below, params)["model"]
+        deeper = exit_states(deep, whole, tokens[:, :-1], dropout_key, 0.0)
+        of_exit = {2: states[1], 3: deeper[2], 4: deeper[3]}
+
+        def predicted(depth: int, index: int | None) -> jax.Array:
+            x = of_exit[depth].reshape(24, dim)
+            if index is not None:
+                x = x + x @ params["lens"]["matrix"][index] + params["lens"]["bias"][index][None]
+            return jax.nn.log_softmax(shallow.unembed(below, x))
+
+        mine = predicted(4, None)
+        wanted = jax.lax.stop_gradient(mine)
+        own = -mine[jnp.arange(24), tokens[:, 1:].reshape(-1)].mean()
+        missed = [
+            jnp.sum(jnp.exp(wanted) * (wanted - predicted(depth, index)), -1)[
+                order[12 * index : 12 * index + 12]
+            ].mean()
+            for index, depth in enumerate((2, 3))
+        ]
+        return own + missed[0] + 0.5 * 0.5 * missed[1], jnp.stack([*missed, own])
+
+    def fast(params: Any) -> tuple[jax.Array, jax.Array]:
+        return objective(params, tokens, key, jnp.int32(0))
+
+    found: Any = jax.value_and_grad(fast, has_aux=True)(params)
+    with jax.numpy_rank_promotion("allow"):
+        wanted: Any = jax.value_and_grad(slow, has_aux=True)(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-6), wanted, found)
+    assert min(np.abs(leaf).max() for leaf in jax.tree.leaves(found[1])) > 1e-5
+
+
+def test_layers_that_do_not_learn_have_no_backward_pass(decoder: Transformer) -> None:
+    """A step of the layers added: the ones below once, their own four times (once recomputed)."""
+    deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
+    params, tokens = live_params(deep), jnp.zeros((2, 8), jnp.int32)
+
+    def flops(fixed: int) -> float:
+        def loss(layers: Any) -> jax.Array:
+            model = {**params, "layers": layers}
+            key = jax.random.key(0)
+            return exit_states(deep, model, tokens, key, 0.0, fixed_layers=fixed)[-1].sum()
+
+        return count_matmul_flops(jax.grad(loss), params["layers"])
+
+    one = flops(3)
+    layer = (
+        count_matmul_flops(lambda: exit_states(deep, params, tokens, jax.random.key(0), 0.0)) / 4
+    )
+    assert flops(2) - one == flops(1) - flops(2) > 2 * layer
+    assert one == pytest.approx(3 * layer + (flops(2) - one + layer), rel=1e-6)
+
+    late, batch = LateExits(weights=(0.0, 0.5)), jnp.zeros((2, 9), jnp.int32)
+    below = {**params, "layers": jax.tree.map(lambda leaf: leaf[:2], params["layers"])}
+    start = grow_from(below, deep, jax.random.key(0)).params
+    steps = [
+        count_matmul_flops(
+            jax.grad(lambda p, o=objective: o(p, batch, jax.random.key(0), jnp.int32(0))[0]), given
+        )
+        for objective, given in (
+            (late_objective(deep, late, begin=0), {**start, "model": params}),
+            (late_objective(deep, late, begin=0, below=below), start),
+        )
+    ]
+    assert steps[0] - steps[1] > flops(0) - flops(2) - layer, "and so has the recipe's own loss"
+
+
+def test_the_model_below_stays_what_it_was(
+    decoder: Transformer, stream: np.ndarray, tmp_path: Path
+) -> None:
+    """Bit for bit: its own last layer is the first exit, and what is added learns above it."""
+    deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
+    shallow, below = shallow_of(decoder)
+    late = LateExits(weights=(0.0, 0.3), ramp=2)
+    start = grow_from(below, deep, jax.random.key(0))
+    documents, run = [stream[:40].astype(np.int32)], tmp_path / "grown"
+    first = grown(below, start.params)
+    before = exit_losses(deep, first["model"], documents, width=16)[0]
+    np.testing.assert_allclose(before, before[0], rtol=1e-6, err_msg="added layers begin as none")
+    learnt = train(
+        deep,
+        stream,
+        CONFIG,
+        out=run,
+        start=start,
+        optimizer=late_optimizer(CONFIG, late, begin=0),
+        objective=late_objective(deep, late, begin=0, below=below),
+    )
+    assert set(learnt["model"]) == {"layers"}
+    whole = grown(below, learnt)["model"]
+    np.testing.assert_array_equal(
+        exit_losses(deep, whole, documents, width=16)[0][0],
+        exit_losses(shallow, below, documents, width=16)[0][0],
+    )
+    after = exit_losses(deep, whole, documents, width=16)[0]
+    assert np.abs(np.diff(after)).min() > 1e-4, "what was added reads otherwise"
+    with pytest.raises(ValueError, match=r"trained model of 2 layers .* up to 4. Got one of other"):
+        grow_from(live_params(decoder), deep, jax.random.key(0))
+
+
 def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint of step 5.* Got none\. Train the trunk"):
         trunk_of(tmp_path / "nothing", decoder, CONFIG)
@@ -305,5 +440,16 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     }
     loaded = load(folder)
     assert isinstance(loaded.decoder, Lensed)  # The maps are served with the model.
+    below = run_recipe(tmp_path / "below", preset="plain-tiny-2", steps=6)
+    added = {"preset": "grown-tiny", "steps": 6, "trunk": tmp_path / "below"}
+    deeper = run_recipe(tmp_path / "grown", **added)
+    assert list(deeper["bits_per_byte"]) == ["2", "3", "4"]
+    assert list(below["bits_per_byte"]) == ["2"]
+    assert isinstance(load(tmp_path / "grown" / "model").decoder, Lensed)
+    again = run_recipe(tmp_path / "grown", resume=True, **added)  # Done: it is read and saved.
+    assert again["bits_per_byte"] == deeper["bits_per_byte"]
+    run_recipe(tmp_path / "other", preset="plain-tiny-2", steps=6, seed=1)
+    with pytest.raises(ValueError, match=r"layers added to the model .* or another --out"):
+        run_recipe(tmp_path / "grown", resume=True, **{**added, "trunk": tmp_path / "other"})
     texts = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
     assert texts[0] == texts[1]

@@ -14,6 +14,12 @@ An exit of weight 0 is only read: its map learns, and the trunk does not feel it
 
 A stock model's trunk is trained already: there exits and last layer learn from the model as it was
 (`utio_jax.models.training.finetune`).
+
+Or the other way round, late depth: layers are added on top of a shallower model that is finished
+and never learns from them. Its own last layer stays what it was, as an exit that costs nothing.
+
+    utio-jax train --preset plain-8 --out out/plain8
+    utio-jax train --preset grown-16 --trunk out/plain8 --out out/grown
 """
 
 from __future__ import annotations
@@ -96,20 +102,56 @@ def trunk_of(folder: str | Path, decoder: Transformer, config: TrainConfig) -> S
 
 def branch_off(trunk: Start, decoder: Transformer, optimizer: Any) -> Start:
     """Returns where the branch begins: the trunk, and maps that change nothing yet."""
-    exits, dim = len(decoder.config.exits) - 1, decoder.config.embed_dim
-    params = {
-        "model": trunk.params,
-        "lens": {"matrix": jnp.zeros((exits, dim, dim)), "bias": jnp.zeros((exits, dim))},
-    }
+    params = {"model": trunk.params, "lens": _no_maps(decoder)}
     fresh = optimizer.init(params)
     return Start(params=params, optimizer=fresh._replace(model=trunk.optimizer), step=trunk.step)
 
 
-def late_optimizer(config: TrainConfig, late: LateExits) -> optax.GradientTransformation:
-    """Returns the plain run's optimizer for the trunk, and Adam for the maps."""
+def grow_from(below: Params, decoder: Transformer, key: jax.Array) -> Start:
+    """Returns where added layers begin: they change nothing yet, and neither do the exits' maps.
+
+    Only what learns is among the parameters: the layers that `below` lacks, and the maps.
+
+    Args:
+      below: parameters of a shallower model of the same width and vocabulary.
+      decoder: the deeper one; the first of its exits is the shallower model's last layer.
+      key: for the matrices that read; those that write begin at zero.
+
+    Raises:
+      ValueError: `below` is no such model.
+    """
+    first, fresh = decoder.config.exits[0], decoder.init(key)
+    wanted = {**fresh, "layers": jax.tree.map(lambda leaf: leaf[:first], fresh["layers"])}
+    if jax.tree.map(jnp.shape, wanted) != jax.tree.map(jnp.shape, below):
+        raise ValueError(
+            f"Wanted a trained model of {first} layers of width {decoder.config.embed_dim}, to add "
+            f"layers up to {decoder.config.num_layers}. Got one of other shapes: "
+            f"{jax.tree.map(jnp.shape, below)}."
+        )
+    added = jax.tree.map(lambda leaf: leaf[first:], fresh["layers"])
+    return Start(params={"model": {"layers": added}, "lens": _no_maps(decoder)})
+
+
+def _no_maps(decoder: Transformer) -> dict[str, jax.Array]:
+    """Returns maps that change nothing yet, of each exit before the last."""
+    exits, dim = len(decoder.config.exits) - 1, decoder.config.embed_dim
+    return {"matrix": jnp.zeros((exits, dim, dim)), "bias": jnp.zeros((exits, dim))}
+
+
+def grown(below: Params, params: Params) -> Params:
+    """Returns the whole model of a shallower one and the layers added to it, with their maps."""
+    layers = jax.tree.map(
+        lambda *parts: jnp.concatenate(parts), below["layers"], params["model"]["layers"]
+    )
+    return {**params, "model": {**below, "layers": layers}}
+
+
+def late_optimizer(
+    config: TrainConfig, late: LateExits, *, begin: int
+) -> optax.GradientTransformation:
+    """Returns the plain run's optimizer for the layers, and Adam for the maps, new at `begin`."""
     return with_maps(
-        make_optimizer(config),
-        lambda step: late.map_rate * config.rate_at(step + config.branch_step),
+        make_optimizer(config), lambda step: late.map_rate * config.rate_at(step + begin)
     )
 
 
@@ -138,7 +180,12 @@ def with_maps(
 
 
 def late_objective(
-    decoder: Transformer, late: LateExits, *, begin: int, teacher: LayerParams | None = None
+    decoder: Transformer,
+    late: LateExits,
+    *,
+    begin: int,
+    teacher: LayerParams | None = None,
+    below: Params | None = None,
 ) -> Objective:
     """Returns the loss of the last layer, and the exits' small shares.
 
@@ -153,6 +200,8 @@ def late_objective(
       teacher: layers as they were, of a model whose embedding, norm and head stay as they are. Last
         layer and exits learn from its prediction, by KL divergence. None: the last layer learns
         from the labels, by cross-entropy, and the exits from it.
+      below: the whole shallower model that layers are added to (`grow_from`). It stays as it is,
+        its embedding, norm and head too.
 
     Raises:
       ValueError: not one weight for each exit before the last.
@@ -163,19 +212,21 @@ def late_objective(
             f"Wanted one weight for each exit before the last of {exits}. Got {late.weights}."
         )
 
-    def objective(
+    def objective(  # The first two are held: arguments of the program, not constants in it.
         teacher: LayerParams | None,
+        below: Params | None,
         params: Params,
         tokens: jax.Array,
         key: jax.Array,
         step: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         dropout_key, split_key = jax.random.split(key)
-        fixed, inputs = jax.lax.stop_gradient(params["model"]), tokens[:, :-1]
-        model = (
-            params["model"] if teacher is None else {**fixed, "layers": params["model"]["layers"]}
-        )
-        states = exit_states(decoder, model, inputs, dropout_key, 0.0)
+        model = params["model"] if below is None else grown(below, params)["model"]
+        fixed, inputs = jax.lax.stop_gradient(model), tokens[:, :-1]
+        if teacher is not None:
+            model = {**fixed, "layers": model["layers"]}
+        settled = 0 if below is None else exits[0]
+        states = exit_states(decoder, model, inputs, dropout_key, 0.0, fixed_layers=settled)
         labels = tokens[:, 1:].reshape(-1)
         flat = states.reshape(states.shape[0], labels.size, -1)
         mine = jax.nn.log_softmax(decoder.unembed(model, flat[-1]).astype(jnp.float32))
@@ -206,7 +257,7 @@ def late_objective(
         shares = jnp.where(jnp.asarray(late.weights) > 0, ramp * scales, scales)
         return own + shares @ learnt, jnp.append(learnt, own)
 
-    return jax.tree_util.Partial(objective, teacher)
+    return jax.tree_util.Partial(objective, teacher, below)
 
 
 def _divergence(wanted: jax.Array, found: jax.Array) -> jax.Array:

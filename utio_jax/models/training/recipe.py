@@ -28,6 +28,8 @@ from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.late_exits import (
     LateExits,
     branch_off,
+    grow_from,
+    grown,
     late_objective,
     late_optimizer,
     lens_of,
@@ -43,13 +45,27 @@ _PRESETS = {
     "plain-10": PLAIN_10,
     "plain-8": PLAIN_8,
     "late-16": STDLIB_16,
+    "grown-16": dataclasses.replace(STDLIB_16, exits=(8, 10, 12, 16)),
     "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
     "late-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
+    "grown-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128, exits=(2, 3, 4)),
+    "plain-tiny-2": dataclasses.replace(
+        TINY, vocab_size=512, context_length=128, num_layers=2, exits=(2,)
+    ),
     "plain-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128, exits=(4,)),
 }
 _LATE = {
     "late-16": LateExits(),
     "late-tiny": LateExits(weights=(0.0, 0.1), ramp=5),
+    "grown-16": LateExits(weights=(0.0, 0.3, 0.3)),
+    "grown-tiny": LateExits(weights=(0.0, 0.3), ramp=5),
+}
+_GROWN = ("grown-16", "grown-tiny")
+_TRUNKS = {
+    "late-16": "plain-16",
+    "late-tiny": "plain-tiny",
+    "grown-16": "plain-8",
+    "grown-tiny": "plain-tiny-2",
 }
 
 
@@ -72,10 +88,12 @@ def run_recipe(
     Args:
       out: see above.
       preset: one of the recipes.
-      steps: optimizer steps, those of the trunk included.
+      steps: optimizer steps; those of the trunk included where exits branch off, and without them
+        where layers are added.
       seed: of everything random.
       resume: go on from the latest checkpoint in `out`.
-      trunk: `out` of the plain run from which late exits branch off.
+      trunk: `out` of the plain run from which late exits branch off, or of the finished shallower
+        one that layers are added to.
       exit_weight: of each late exit that has one, instead of the preset's.
 
     Raises:
@@ -89,7 +107,8 @@ def run_recipe(
         raise ValueError(
             f"Wanted a trunk for late exits ({', '.join(_LATE)}), and for nothing else. Got preset "
             f"{preset!r} and trunk {trunk}. First: utio-jax train --preset "
-            "plain-16 --out TRUNK; then --preset late-16 --trunk TRUNK."
+            f"{_TRUNKS.get(preset, 'plain-16')} --out TRUNK; then --preset "
+            f"{preset if late else 'late-16'} --trunk TRUNK."
         )
     if exit_weight is not None:
         if late is None or not exit_weight > 0:
@@ -122,20 +141,29 @@ def run_recipe(
     held_out = encode([d.text for d in standard_library("calibrate")[:12]])
     read: Decoder = decoder if late is None else Lensed(decoder)
     branch: dict[str, Any] = {}
+    below = _below(Path(trunk), folder) if trunk is not None and preset in _GROWN else None
+    whole = partial(grown, below) if below is not None else _as_it_is
     if late is not None and trunk is not None:
-        optimizer = late_optimizer(recipe, late)
-        begin = branch_off(trunk_of(trunk, decoder, recipe), decoder, optimizer)
-        objective = late_objective(decoder, late, begin=recipe.branch_step)
-        branch = {"optimizer": optimizer, "start": begin, "objective": objective}
-    params = train(
+        begin = recipe.branch_step if below is None else 0
+        optimizer = late_optimizer(recipe, late, begin=begin)
+        if below is None:
+            start = branch_off(trunk_of(trunk, decoder, recipe), decoder, optimizer)
+        else:
+            start = grow_from(below, decoder, jax.random.key(seed))
+        objective = late_objective(decoder, late, begin=begin, below=below)
+        branch = {"optimizer": optimizer, "start": start, "objective": objective}
+    learnt = train(
         decoder,
         stream,
         recipe,
         out=folder,
         resume=resume,
-        validate=lambda params: exit_losses(read, params, held_out, width=config.context_length)[0],
+        validate=lambda learning: exit_losses(
+            read, whole(learning), held_out, width=config.context_length
+        )[0],
         **branch,
     )
+    params = whole(learnt)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), params)
     bits = bits_of_test_split(read, rounded, encode)
     summary = {
@@ -150,7 +178,7 @@ def run_recipe(
         "bits_per_byte": bits,
     }
     save_text(folder / "model" / "tokenizer.json", (folder / "tokenizer.json").read_text())
-    save_text(folder / "model" / "README.md", model_card(summary, config, _loss_of(config, late)))
+    save_text(folder / "model" / "README.md", model_card(summary, config, _loss_of(preset, late)))
     # Last: a folder with a config is whole; a lens names the weights that it belongs to.
     save(folder / "model", decoder, params if late is None else params["model"])
     if late is not None:
@@ -158,6 +186,27 @@ def run_recipe(
         maps = lens_of(rounded, config.exits)
         save_lens(folder / "model", maps, info={"model_sha256": owner, "weights": late.weights})
     return summary
+
+
+def _as_it_is(params: Params) -> Params:
+    return params
+
+
+def _below(trunk: Path, folder: Path) -> Params:
+    """Returns the finished model of a plain run that layers are added to, as it is served.
+
+    Raises:
+      ValueError: `folder` holds a run that added layers to another model.
+    """
+    found, note = load(trunk / "model"), folder / "below.sha256"
+    before = note.read_text().strip() if note.exists() else found.sha256
+    if before != found.sha256:
+        raise ValueError(
+            f"{folder} holds layers added to the model {before[:16]}. Got {found.sha256[:16]} in "
+            f"{trunk / 'model'}. Name that run's --trunk again, or another --out."
+        )
+    save_text(note, found.sha256 + "\n")
+    return found.params
 
 
 def _take_over_text(trunk: Path, folder: Path) -> None:
@@ -194,20 +243,24 @@ def bits_of_test_split(decoder: Decoder, params: Params, encode: Any) -> dict[st
     }
 
 
-def _loss_of(config: TransformerConfig, late: LateExits | None) -> str:
+def _loss_of(preset: str, late: LateExits | None) -> str:
     """Says what was minimised, for the model card."""
-    if late is not None:
-        shares = ", ".join(
-            f"{depth}: {weight:g}"
-            for depth, weight in zip(config.exits[:-1], late.weights, strict=True)
-        )
+    exits = _PRESETS[preset].exits
+    if late is None:
+        return "the last layer's loss" if len(exits) == 1 else "anytime loss, layer dropout"
+    shares = ", ".join(
+        f"{depth}: {weight:g}" for depth, weight in zip(exits[:-1], late.weights, strict=True)
+    )
+    if preset in _GROWN:
         return (
-            "the last layer's loss; from the end of the constant learning rate on also the exits' "
-            f"KL divergence from it, through a map each (weights {shares})"
+            f"the last layer's loss, by the layers above {exits[0]} alone, on a finished model of "
+            f"{exits[0]}; and the exits' KL divergence from it, through a map each "
+            f"(weights {shares}; of weight 0: the map alone)"
         )
-    if len(config.exits) == 1:
-        return "the last layer's loss"
-    return "anytime loss at every exit, layer dropout"
+    return (
+        "the last layer's loss; from the end of the constant learning rate on also the exits' "
+        f"KL divergence from it, through a map each (weights {shares})"
+    )
 
 
 def model_card(summary: dict[str, Any], config: TransformerConfig, loss: str) -> str:

@@ -124,8 +124,20 @@ def exit_states(
     token_ids: jax.Array,
     key: jax.Array,
     max_layer_dropout: float,
+    *,
+    fixed_layers: int = 0,
 ) -> jax.Array:
-    """Returns the states after every layer, `[layer, batch, token, dim]`; rows drop layers."""
+    """Returns the states after every layer, `[layer, batch, token, dim]`; rows drop layers.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      token_ids: `[batch, token]`.
+      key: for dropout.
+      max_layer_dropout: see `TrainConfig`.
+      fixed_layers: how many of the first layers do not learn. No gradient enters them, and none is
+        computed.
+    """
     batch, token = token_ids.shape
     num_layers = decoder.config.num_layers
     positions = jnp.broadcast_to(jnp.arange(token), (batch, token))
@@ -149,7 +161,14 @@ def exit_states(
 
     x = decoder.embed(params, token_ids, positions)
     xs = decoder.layers(params), kept, jnp.arange(num_layers)
-    return jax.lax.scan(body, x, xs)[1]
+    if not fixed_layers:
+        return jax.lax.scan(body, x, xs)[1]
+    fixed, learning = (
+        jax.tree.map(lambda leaf, part=part: leaf[part], xs)
+        for part in (slice(fixed_layers), slice(fixed_layers, None))
+    )
+    x, below = jax.lax.scan(body, *jax.lax.stop_gradient((x, fixed)))
+    return jnp.concatenate([below, jax.lax.scan(body, x, learning)[1]])
 
 
 def anytime_loss(
