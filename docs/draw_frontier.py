@@ -16,7 +16,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 ROOT = Path(__file__).parent.parent
-STYLES = (("#3b6fb6", "s-"), ("#11806a", "o-"), ("#b23a48", "D-"), ("#b0762a", "v-"))
+STYLES = (
+    ("#3b6fb6", "s-"),
+    ("#11806a", "o-"),
+    ("#b23a48", "D-"),
+    ("#b0762a", "v-"),
+    ("#7b4fa3", "^-"),
+)
 
 
 def main() -> None:

@@ -280,7 +280,8 @@ For demonstrations and experiments with adaptive depth; it is not useful for wri
   and {text["bytes"]:,} bytes (SHA-256 `{text["sha256"][:16]}`), under the PSF licence. A file's
   split is the SHA-256 of its relative path mod 20: 0 test, 1-2 calibrate, rest train; files of test
   packages, idlelib, lib2to3 and turtledemo only ever train.
-- **Recipe**: `utio-jax train --steps {summary["steps"]}`: {summary["tokens"]:,} tokens, Muon;
+- **Recipe**: `utio-jax train --preset {summary["preset"]} --steps {summary["steps"]}`:
+  {summary["tokens"]:,} tokens, Muon;
   {loss}.
 - **Hardware**: {platform.machine()} CPU; {json.dumps(summary["seconds_total"])} seconds since it
   was last started or resumed.
