@@ -36,7 +36,7 @@ def test_what_matters_comes_before_how_to_install() -> None:
         README.index(words)
         for words in ("Unified Token-Importance Optimizer", "is called the", "\n## Install\n")
     )
-    assert spelled < README.index("Plain models of 8 and 12 layers") < hull < install
+    assert spelled < README.index("Plain models of 8, 10 and 12 layers") < hull < install
     assert hull < README.index("<!-- figures"), "hull is explained before it is used"
 
 
