@@ -442,7 +442,9 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     assert isinstance(loaded.decoder, Lensed)  # The maps are served with the model.
     below = run_recipe(tmp_path / "below", preset="plain-tiny-2", steps=6)
     added = {"preset": "grown-tiny", "steps": 6, "trunk": tmp_path / "below"}
-    deeper = run_recipe(tmp_path / "grown", **added)
+    with pytest.raises(ValueError, match="Wanted a trained model of 2 layers"):
+        run_recipe(tmp_path / "grown", **{**added, "trunk": tmp_path / "plain"})
+    deeper = run_recipe(tmp_path / "grown", **added)  # A wrong trunk has not bound the folder.
     assert list(deeper["bits_per_byte"]) == ["2", "3", "4"]
     assert list(below["bits_per_byte"]) == ["2"]
     assert isinstance(load(tmp_path / "grown" / "model").decoder, Lensed)

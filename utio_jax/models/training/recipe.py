@@ -141,7 +141,7 @@ def run_recipe(
     held_out = encode([d.text for d in standard_library("calibrate")[:12]])
     read: Decoder = decoder if late is None else Lensed(decoder)
     branch: dict[str, Any] = {}
-    below = _below(Path(trunk), folder) if trunk is not None and preset in _GROWN else None
+    below = _below(Path(trunk), folder, decoder) if trunk is not None and preset in _GROWN else None
     whole = partial(grown, below) if below is not None else _as_it_is
     if late is not None and trunk is not None:
         begin = recipe.branch_step if below is None else 0
@@ -192,13 +192,16 @@ def _as_it_is(params: Params) -> Params:
     return params
 
 
-def _below(trunk: Path, folder: Path) -> Params:
+def _below(trunk: Path, folder: Path, decoder: Transformer) -> Params:
     """Returns the finished model of a plain run that layers are added to, as it is served.
 
     Raises:
-      ValueError: `folder` holds a run that added layers to another model.
+      ValueError: `folder` holds a run that added layers to another model, or `decoder` is no deeper
+        one of its shapes.
     """
     found, note = load(trunk / "model"), folder / "below.sha256"
+    # Before it is written down: a wrong trunk must not bind the folder.
+    jax.eval_shape(lambda: grow_from(found.params, decoder, jax.random.key(0)).params)
     before = note.read_text().strip() if note.exists() else found.sha256
     if before != found.sha256:
         raise ValueError(
