@@ -28,10 +28,19 @@ from utio_jax.models.training.late_exits import (
     late_objective,
     late_optimizer,
     lens_of,
+    stack_on,
     trunk_of,
 )
 from utio_jax.models.training.recipe import run_recipe
-from utio_jax.models.training.train import Start, TrainConfig, anytime_loss, exit_states, train
+from utio_jax.models.training.train import (
+    Start,
+    TrainConfig,
+    anytime_loss,
+    batch_at,
+    exit_states,
+    make_optimizer,
+    train,
+)
 from utio_jax.models.transformer import Transformer
 
 pytestmark = pytest.mark.check
@@ -373,6 +382,64 @@ def test_the_model_below_stays_what_it_was(
         grow_from(live_params(decoder), deep, jax.random.key(0))
 
 
+def test_copies_are_stacked_on_a_trunk_and_all_layers_learn(
+    decoder: Transformer, stream: np.ndarray, tmp_path: Path
+) -> None:
+    """What the first step learns is what the objective's gradient and the trunk's momentum say."""
+    deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
+    shallow = Transformer(dataclasses.replace(decoder.config, num_layers=2, exits=(2,)))
+    train(shallow, stream, CONFIG, out=tmp_path / "plain")
+    trunk = trunk_of(tmp_path / "plain", shallow, CONFIG)
+    began = CONFIG.branch_step
+    steps: dict[float, list[Any]] = {}
+    for weight in (0.0, 0.9):
+        late = LateExits(weights=(weight, 0.0), ramp=1)
+        optimizer = late_optimizer(CONFIG, late, begin=began)
+        start = stack_on(trunk, deep, optimizer)
+        seen = steps[weight] = [start.params]
+        train(
+            deep,
+            stream,
+            CONFIG,
+            out=tmp_path / str(weight),
+            start=start,
+            optimizer=optimizer,
+            objective=late_objective(deep, late, begin=began),
+            validate=lambda now, seen=seen: seen.append(jax.tree.map(np.array, now)) or [0.0],
+        )
+        assert len(seen) == 1 + CONFIG.steps - began
+
+    begin, first, last = steps[0.0][0]["model"], steps[0.0][1]["model"], steps[0.0][-1]["model"]
+    for left, right in zip(
+        jax.tree.leaves(begin["layers"]), jax.tree.leaves(trunk.params["layers"]), strict=True
+    ):
+        for layer in range(4):
+            np.testing.assert_array_equal(left[layer], right[layer % 2])
+    assert set(begin) == set(trunk.params)
+    # The optimizer of a plain model of four layers, which knows the first two already.
+    known, nothing = trunk.optimizer, make_optimizer(CONFIG).init(begin)
+    state = jax.tree.map(
+        lambda old, new: old if old.shape == new.shape else new.at[:2].set(old), known, nothing
+    )
+    tokens = jnp.asarray(batch_at(stream, began, CONFIG))
+    key = jax.random.fold_in(jax.random.key(CONFIG.seed), began)
+    plain = plainly(decoder)
+    slopes: Any = jax.grad(
+        lambda params: anytime_loss(params, tokens, key, decoder=plain, config=CONFIG)[0]
+    )(begin)
+    updates = make_optimizer(CONFIG).update(slopes, state, begin)[0]
+    wanted = optax.apply_updates(begin, updates)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), wanted, first)
+
+    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(axis=tuple(range(1, a.ndim))), begin, last)
+    assert min(leaf.min() for leaf in jax.tree.leaves(moved["layers"])) > 1e-5, "every layer learns"
+    weighed = steps[0.9][-1]["model"]["layers"]
+    apart = jax.tree.map(lambda a, b: np.abs(a - b)[:2].max(), weighed, last["layers"])
+    assert min(jax.tree.leaves(apart)) > 1e-5, "those below feel the exit"
+    with pytest.raises(ValueError, match="Wanted a trained model of 2 layers"):
+        stack_on(Start(params=live_params(decoder)), deep, optimizer)
+
+
 def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint of step 5.* Got none\. Train the trunk"):
         trunk_of(tmp_path / "nothing", decoder, CONFIG)
@@ -453,5 +520,16 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     run_recipe(tmp_path / "other", preset="plain-tiny-2", steps=6, seed=1)
     with pytest.raises(ValueError, match=r"layers added to the model .* or another --out"):
         run_recipe(tmp_path / "grown", resume=True, **{**added, "trunk": tmp_path / "other"})
+    stacked = run_recipe(
+        tmp_path / "stacked", preset="stacked-tiny", steps=6, trunk=tmp_path / "below"
+    )
+    assert list(stacked["bits_per_byte"]) == ["2", "3", "4"]
+    assert stacked["bits_per_byte"]["2"] != below["bits_per_byte"]["2"], "the first layers learn on"
+    card = (tmp_path / "stacked" / "model" / "README.md").read_text()
+    assert "these and copies of them" in card
+    log = (tmp_path / "stacked" / "log.tsv").read_text().splitlines()
+    assert log[0].split("\t")[0] == "3", "it goes on from the end of the constant rate"
+    with pytest.raises(ValueError, match="cannot be read as one"):
+        run_recipe(tmp_path / "wrong", preset="stacked-tiny", steps=6, trunk=tmp_path / "plain")
     texts = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
     assert texts[0] == texts[1]

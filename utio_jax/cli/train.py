@@ -22,11 +22,13 @@ class Train:
       steps: optimizer steps; 2200 take 60 to 90 minutes on two CPU cores.
       preset: "stdlib-16", "tiny"; a control without exits: "plain-16", "plain-12", "plain-10",
         "plain-8"; exits that a plain run gets late: "late-16"; or layers that are added to a
-        finished plain-8, which stays as it is: "grown-16".
+        finished plain-8, which stays as it is: "grown-16"; or to a plain-8 before its rate
+        falls, and all learn: "stacked-16".
       seed: of everything random.
       trunk: of "late-16": the --out of the plain-16 run, of as many steps, that it branches off; of
-        "grown-16": that of the plain-8 run.
-      exit_weight: of these: share of each exit in the loss. By default 0.1, and 0.3 for "grown-16".
+        "grown-16" and "stacked-16": that of the plain-8 run.
+      exit_weight: of these: share of each exit in the loss. By default 0.1; 0.3 for "grown-16" and
+        "stacked-16", whose exit 8 has 1.
     """
 
     out: Path = Path("out/train")

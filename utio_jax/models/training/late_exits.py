@@ -20,6 +20,13 @@ and never learns from them. Its own last layer stays what it was, as an exit tha
 
     utio-jax train --preset plain-8 --out out/plain8
     utio-jax train --preset grown-16 --trunk out/plain8 --out out/grown
+
+And both at once, stacking: the shallower run's checkpoint at the end of the constant learning rate
+goes on as a deeper model whose added layers begin as copies of its own, and all layers learn (Gong
+et al. 2019; Du et al. 2024, arXiv 2405.15319). What was the last layer becomes an exit with a share
+of the loss. As measured, this is worse than layers added late (`results/late_exits.md`).
+
+    utio-jax train --preset stacked-16 --trunk out/plain8 --out out/stacked
 """
 
 from __future__ import annotations
@@ -69,11 +76,11 @@ class _States(NamedTuple):
 
 
 def trunk_of(folder: str | Path, decoder: Transformer, config: TrainConfig) -> Start:
-    """Returns the checkpoint of a plain run from which exits branch off.
+    """Returns the checkpoint of a plain run from which another goes on.
 
     Args:
-      folder: `out` of `train`, of a model with these layers and no exits.
-      decoder: of the branch.
+      folder: `out` of `train`, of a model with the decoder's layers and no exits.
+      decoder: of the plain run; which exits it has does not matter.
       config: of the branch; steps and seed are the plain run's.
 
     Raises:
@@ -107,6 +114,36 @@ def branch_off(trunk: Start, decoder: Transformer, optimizer: Any) -> Start:
     return Start(params=params, optimizer=fresh._replace(model=trunk.optimizer), step=trunk.step)
 
 
+def stack_on(trunk: Start, decoder: Transformer, optimizer: optax.GradientTransformation) -> Start:
+    """Returns where a shallower trunk goes on as a deeper model, all of whose layers learn.
+
+    The layers added are copies of the trunk's, in its order, as often as it takes (depthwise
+    stacking, Du et al. 2024, arXiv 2405.15319). What the optimizer knows of the trunk stays; of
+    the copies it knows nothing.
+
+    Args:
+      trunk: a shallower run's checkpoint, with the state of its optimizer.
+      decoder: the deeper one; the first of its exits is the shallower model's last layer.
+      optimizer: of the deeper model and its maps (`with_maps`).
+
+    Raises:
+      ValueError: the trunk is no such model.
+    """
+    first = _check_below(trunk.params, decoder)
+    order = jnp.arange(decoder.config.num_layers) % first
+    layers = jax.tree.map(lambda leaf: leaf[order], trunk.params["layers"])
+    params = {"model": {**trunk.params, "layers": layers}, "lens": _no_maps(decoder)}
+    fresh: Any = optimizer.init(params)
+    known = jax.tree.map(
+        lambda new, old: (
+            old if old.shape == new.shape else jnp.concatenate([old, new[old.shape[0] :]])
+        ),
+        fresh.model,
+        trunk.optimizer,
+    )
+    return Start(params=params, optimizer=fresh._replace(model=known), step=trunk.step)
+
+
 def grow_from(below: Params, decoder: Transformer, key: jax.Array) -> Start:
     """Returns where added layers begin: they change nothing yet, and neither do the exits' maps.
 
@@ -120,16 +157,27 @@ def grow_from(below: Params, decoder: Transformer, key: jax.Array) -> Start:
     Raises:
       ValueError: `below` is no such model.
     """
-    first, fresh = decoder.config.exits[0], decoder.init(key)
-    wanted = {**fresh, "layers": jax.tree.map(lambda leaf: leaf[:first], fresh["layers"])}
+    first, fresh = _check_below(below, decoder), decoder.init(key)
+    added = jax.tree.map(lambda leaf: leaf[first:], fresh["layers"])
+    return Start(params={"model": {"layers": added}, "lens": _no_maps(decoder)})
+
+
+def _check_below(below: Params, decoder: Transformer) -> int:
+    """Returns how many layers a shallower model has; the first of the deeper one's exits."""
+    first, fresh = decoder.config.exits[0], jax.eval_shape(decoder.init, jax.random.key(0))
+    wanted = {
+        **fresh,
+        "layers": jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((first, *leaf.shape[1:]), leaf.dtype), fresh["layers"]
+        ),
+    }
     if jax.tree.map(jnp.shape, wanted) != jax.tree.map(jnp.shape, below):
         raise ValueError(
             f"Wanted a trained model of {first} layers of width {decoder.config.embed_dim}, to add "
             f"layers up to {decoder.config.num_layers}. Got one of other shapes: "
             f"{jax.tree.map(jnp.shape, below)}."
         )
-    added = jax.tree.map(lambda leaf: leaf[first:], fresh["layers"])
-    return Start(params={"model": {"layers": added}, "lens": _no_maps(decoder)})
+    return first
 
 
 def _no_maps(decoder: Transformer) -> dict[str, jax.Array]:

@@ -33,6 +33,7 @@ from utio_jax.models.training.late_exits import (
     late_objective,
     late_optimizer,
     lens_of,
+    stack_on,
     trunk_of,
 )
 from utio_jax.models.training.train import TrainConfig, bits_per_byte, train, training_stream
@@ -46,9 +47,11 @@ _PRESETS = {
     "plain-8": PLAIN_8,
     "late-16": STDLIB_16,
     "grown-16": dataclasses.replace(STDLIB_16, exits=(8, 10, 12, 16)),
+    "stacked-16": dataclasses.replace(STDLIB_16, exits=(8, 10, 12, 16)),
     "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
     "late-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
     "grown-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128, exits=(2, 3, 4)),
+    "stacked-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128, exits=(2, 3, 4)),
     "plain-tiny-2": dataclasses.replace(
         TINY, vocab_size=512, context_length=128, num_layers=2, exits=(2,)
     ),
@@ -59,13 +62,18 @@ _LATE = {
     "late-tiny": LateExits(weights=(0.0, 0.1), ramp=5),
     "grown-16": LateExits(weights=(0.0, 0.3, 0.3)),
     "grown-tiny": LateExits(weights=(0.0, 0.3), ramp=5),
+    "stacked-16": LateExits(weights=(1.0, 0.3, 0.3)),
+    "stacked-tiny": LateExits(weights=(1.0, 0.3), ramp=5),
 }
 _GROWN = ("grown-16", "grown-tiny")
+_STACKED = ("stacked-16", "stacked-tiny")
 _TRUNKS = {
     "late-16": "plain-16",
     "late-tiny": "plain-tiny",
     "grown-16": "plain-8",
     "grown-tiny": "plain-tiny-2",
+    "stacked-16": "plain-8",
+    "stacked-tiny": "plain-tiny-2",
 }
 
 
@@ -146,10 +154,11 @@ def run_recipe(
     if late is not None and trunk is not None:
         begin = recipe.branch_step if below is None else 0
         optimizer = late_optimizer(recipe, late, begin=begin)
-        if below is None:
-            start = branch_off(trunk_of(trunk, decoder, recipe), decoder, optimizer)
-        else:
+        if below is not None:
             start = grow_from(below, decoder, jax.random.key(seed))
+        else:
+            found = trunk_of(trunk, Transformer(_PRESETS[_TRUNKS[preset]]), recipe)
+            start = (stack_on if preset in _STACKED else branch_off)(found, decoder, optimizer)
         objective = late_objective(decoder, late, begin=begin, below=below)
         branch = {"optimizer": optimizer, "start": start, "objective": objective}
     learnt = train(
@@ -259,6 +268,12 @@ def _loss_of(preset: str, late: LateExits | None) -> str:
             f"the last layer's loss, by the layers above {exits[0]} alone, on a finished model of "
             f"{exits[0]}; and the exits' KL divergence from it, through a map each "
             f"(weights {shares}; of weight 0: the map alone)"
+        )
+    if preset in _STACKED:
+        return (
+            f"the last layer's loss, by all layers; up to the end of the constant learning rate "
+            f"there were {exits[0]}, from then on these and copies of them, and the exits' KL "
+            f"divergence from the last one, through a map each (weights {shares})"
         )
     return (
         "the last layer's loss; from the end of the constant learning rate on also the exits' "
