@@ -529,7 +529,7 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     assert "these and copies of them" in card
     log = (tmp_path / "stacked" / "log.tsv").read_text().splitlines()
     assert log[0].split("\t")[0] == "3", "it goes on from the end of the constant rate"
-    with pytest.raises(ValueError, match="cannot be read as one"):
+    with pytest.raises(ValueError, match="trunk of 2 layers of width .* Got one of other shapes"):
         run_recipe(tmp_path / "wrong", preset="stacked-tiny", steps=6, trunk=tmp_path / "plain")
     texts = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
     assert texts[0] == texts[1]

@@ -96,14 +96,19 @@ def trunk_of(folder: str | Path, decoder: Transformer, config: TrainConfig) -> S
             f"{config.steps} steps, in {place}. Got {steps or 'none'}. Train the trunk first: "
             f"utio-jax train --preset plain-... --steps {config.steps} --out {folder}"
         )
-    with ocp.CheckpointManager(place, options=ocp.CheckpointManagerOptions(read_only=True)) as kept:
-        try:
-            found = kept.restore(config.branch_step, args=ocp.args.StandardRestore(state))
-        except (KeyError, TypeError, ValueError) as error:
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    handler = ocp.StandardCheckpointHandler()
+    with ocp.CheckpointManager(place, options=options, item_handlers=handler) as kept:
+        # Before it is read: a restore that fails half way leaves reads behind that nobody awaits.
+        shapes = jax.tree.map(
+            lambda leaf: tuple(leaf.shape), dict(kept.item_metadata(config.branch_step)["params"])
+        )
+        if shapes != jax.tree.map(jnp.shape, params):
             raise ValueError(
                 f"Wanted a trunk of {decoder.config.num_layers} layers of width "
-                f"{decoder.config.embed_dim} in {folder}. It cannot be read as one: {error}"
-            ) from error
+                f"{decoder.config.embed_dim} in {folder}. Got one of other shapes: {shapes}."
+            )
+        found = kept.restore(config.branch_step, args=ocp.args.StandardRestore(state))
     return Start(params=found["params"], optimizer=found["optimizer"], step=config.branch_step)
 
 
