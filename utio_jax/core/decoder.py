@@ -54,6 +54,10 @@ class DecoderConfig:
         such a model scores rows, and cannot generate.
       input_shape: of what `embed` reads of one token: `()` for an id; a patch's pixels, or an id
         and its kind, are an array, `[batch, token, *input_shape]`.
+      kv_source: for each layer, the layers whose keys and values it reads, their heads side by
+        side. Layers with K/V of their own come first. Empty: each layer reads its own.
+      kv_depth: for each layer with K/V of its own, the depth of the states that these are made
+        from, at most the layer's own. Empty: the states before the layer.
     """
 
     vocab_size: int
@@ -70,6 +74,8 @@ class DecoderConfig:
     attention_softcap: float | None = None
     causal: bool = True
     input_shape: tuple[int, ...] = ()
+    kv_source: tuple[tuple[int, ...], ...] = ()
+    kv_depth: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.exits:
@@ -97,6 +103,63 @@ class DecoderConfig:
                 f"{type(self).__name__} needs an attention_softcap above 0, or None. "
                 f"Got attention_softcap={self.attention_softcap}."
             )
+        self._check_kv_source()
+
+    def _check_kv_source(self) -> None:
+        if not self.kv_source and not self.kv_depth:
+            return
+        name = type(self).__name__
+        source = tuple(tuple(int(row) for row in rows) for rows in self.kv_source)
+        if len(source) != self.num_layers or not all(source):
+            raise ValueError(
+                f"{name} needs a kv_source that names layers for each of its {self.num_layers} "
+                f"layers. Got kv_source={self.kv_source}."
+            )
+        own = 1 + max(max(rows) for rows in source)
+        depth = tuple(self.kv_depth) or tuple(range(own))
+        if len(depth) != own or any(not 0 <= at <= row for row, at in enumerate(depth)):
+            raise ValueError(
+                f"{name} needs a kv_depth for each of its {own} layers with K/V of their own, from "
+                f"0 to the layer's index. Got kv_depth={self.kv_depth}."
+            )
+        for layer, rows in enumerate(source):
+            if min(rows) < 0 or max(depth[row] for row in rows) > layer:
+                raise ValueError(
+                    f"{name} needs a kv_source of K/V that are made before they are read. "
+                    f"Got {rows} for layer {layer}."
+                )
+            if self.num_heads % (len(rows) * self.num_kv_heads):
+                raise ValueError(
+                    f"{name} needs as many K/V heads in each layer as divide "
+                    f"num_heads={self.num_heads}. Got {len(rows)} x {self.num_kv_heads} in layer "
+                    f"{layer}."
+                )
+        object.__setattr__(self, "kv_source", source)
+        object.__setattr__(self, "kv_depth", depth)
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers have keys and values of their own: the first ones."""
+        return len(self.kv_depth) or self.num_layers
+
+    @property
+    def kv_complete(self) -> int:
+        """Layers after which a token has left all keys and values that others will ever read."""
+        return max(self.kv_depth) if self.kv_depth else self.num_layers - 1
+
+    def kv_made(self, layer: int) -> tuple[int, ...]:
+        """Returns the layers whose keys and values are made of the states before `layer`."""
+        if not self.kv_depth:
+            return (layer,)
+        return tuple(row for row, depth in enumerate(self.kv_depth) if depth == layer)
+
+    def kv_read(self, layer: int) -> tuple[int, ...]:
+        """Returns the layers whose keys and values `layer` reads, their heads side by side."""
+        return self.kv_source[layer] if self.kv_source else (layer,)
+
+    def kv_needs(self, layer: int) -> int:
+        """Returns the depth of the deepest states that the K/V which `layer` reads are made of."""
+        return max(self.kv_depth[row] for row in self.kv_source[layer]) if self.kv_source else layer
 
     def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
         """Returns how many keys a token may attend to in a layer; None where none is limited."""

@@ -210,6 +210,10 @@ class Layer(nn.Module):
         return jnp.square(nn.relu(self.up_proj(x)))
 
 
+_OF_KV = ("k_proj", "v_proj", "k_norm")
+"""What a layer has for its keys and values alone."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Transformer:
     """`TransformerConfig` made into a `Decoder`. Hashes by its configuration.
@@ -235,7 +239,7 @@ class Transformer:
 
         params = {
             "embedding": table(embedding_key, config.vocab_size),
-            "layers": stack(jax.random.split(layer_key, config.num_layers)),
+            "layers": self._own_keys_values(stack(jax.random.split(layer_key, config.num_layers))),
             "norm": norm_of(config).init(key, x)["params"],
         }
         if config.positions == "learned":
@@ -247,6 +251,17 @@ class Transformer:
                 )
             }
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+    def _own_keys_values(self, layers: LayerParams) -> LayerParams:
+        """Returns the stack without the K/V projections of layers that read others' K/V.
+
+        Those have shorter leading axes, `kv_layers`; an index beyond is never asked for.
+        """
+        own = self.config.kv_layers
+        return {
+            name: jax.tree.map(lambda leaf: leaf[:own], leaf) if name in _OF_KV else leaf
+            for name, leaf in layers.items()
+        }
 
     def layers(self, params: Params) -> LayerParams:
         if self.config.local_rope_theta is None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, get_args
 
 import jax
@@ -95,6 +96,15 @@ def positions_of(
     return positions, positions < lengths[:, None]
 
 
+def dense_keys_values(
+    decoder: Decoder, layer: LayerParams, x: Float[Array, "batch token dim"], places: Places
+) -> tuple[jax.Array, jax.Array]:
+    """Returns one layer's keys and values for every token, `[batch, token, kv_head, head_dim]`."""
+    made = keys_values_of(decoder, layer, flat(x), flat(places))
+    keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in made)
+    return keys, values
+
+
 def apply_layer(
     decoder: Decoder,
     layer: LayerParams,
@@ -102,9 +112,7 @@ def apply_layer(
     places: Places,
     mix: Mixer,
     visible: Bool[Array, "#batch token token"],
-    *,
-    source: Float[Array, "batch token dim"] | None = None,
-    frozen: tuple[jax.Array, jax.Array, jax.Array] | None = None,
+    keys_values: tuple[jax.Array, jax.Array] | None = None,
 ) -> Float[Array, "batch token dim"]:
     """Returns one dense layer's output for every token.
 
@@ -115,23 +123,21 @@ def apply_layer(
       places: of all tokens.
       mix: how tokens of this layer see each other.
       visible: which keys each token sees.
-      source: states that keys and values are projected from; None: `x`.
-      frozen: which tokens `[batch, token]` show other keys and values, and these.
+      keys_values: what tokens see of each other; None: what the layer makes of `x`.
     """
     rows = lambda y: y.reshape(*x.shape[:2], *y.shape[1:])  # noqa: E731
-    shown = flat(x if source is None else source)
-    keys, values = (rows(y) for y in keys_values_of(decoder, layer, shown, flat(places)))
-    if frozen is not None:
-        is_frozen = frozen[0][..., None, None]
-        keys, values = (
-            jnp.where(is_frozen, frozen[1], keys),
-            jnp.where(is_frozen, frozen[2], values),
-        )
+    keys, values = keys_values or dense_keys_values(decoder, layer, x, places)
 
     def attend(queries: jax.Array) -> jax.Array:
         return flat(mix(rows(queries), keys, values, visible))
 
     return rows(run_layer(decoder, layer, flat(x), flat(places), attend))
+
+
+def side_by_side(rows: Iterable[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and values of some layers as those of one, heads side by side."""
+    keys, values = (jnp.concatenate(each, axis=-2) for each in zip(*rows, strict=True))
+    return keys, values
 
 
 def dense_states(
@@ -154,10 +160,36 @@ def dense_states(
 
     x = decoder.embed(params, token_ids, positions)
     states, done = [], 0
+    if decoder.config.kv_source:
+        return _dense_shared(decoder, params, x, places, positions, key_positions, depths)
     for depth in depths:
         x = jax.lax.fori_loop(done, depth, run_one, x)
         states.append(x)
         done = depth
+    return tuple(states)
+
+
+def _dense_shared(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "batch token dim"],
+    places: Places,
+    positions: Int[Array, "batch token"],
+    key_positions: Int[Array, "batch token"],
+    depths: tuple[int, ...],
+) -> tuple[Float[Array, "batch token dim"], ...]:
+    """Returns what `dense_states` does where layers read others' keys and values."""
+    made: dict[int, tuple[jax.Array, ...]] = {}
+    config, states = decoder.config, []
+    for index in range(depths[-1]):
+        for row in config.kv_made(index):
+            made[row] = dense_keys_values(decoder, layer_at(decoder, params, row), x, places)
+        read = side_by_side(made[row] for row in config.kv_read(index))
+        mix, layer = mixer_at(decoder, index), layer_at(decoder, params, index)
+        visible = mix.visible(positions, key_positions)
+        x = apply_layer(decoder, layer, x, places, mix, visible, read)
+        if index + 1 in depths:
+            states.append(x)
     return tuple(states)
 
 
@@ -196,21 +228,30 @@ def reference_states(
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
     x = decoder.embed(params, token_ids, positions)
+    made: dict[int, tuple[jax.Array, ...]] = {}
+    config = decoder.config
     source = x  # What K/V are projected from; differs from x only under "full".
-    for index in range(decoder.config.num_layers):
+    for index in range(config.num_layers):
         layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
+        for row in config.kv_made(index):
+            own = layer_at(decoder, params, row)
+            made[row] = dense_keys_values(decoder, own, source, places)
+            if kv == "mapped":
+                frozen, *mapped = mapped_keys_values(decoder, params, own, x, places, depths, row)
+                pairs, there = zip(mapped, made[row], strict=True), frozen[..., None, None]
+                made[row] = tuple(jnp.where(there, *pair) for pair in pairs)
+        read = side_by_side(made[row] for row in config.kv_read(index))
         runs = valid & (index < depths)
-        key_positions = jnp.where(runs if kv == "drop" else valid, positions, NOWHERE)
+        # Of a token that stopped, there are only those that were made before.
+        there = valid & (config.kv_needs(index) < depths)
+        key_positions = jnp.where(there if kv == "drop" else valid, positions, NOWHERE)
         visible = seen = mix.visible(positions, key_positions)
         if sparse is not None:
             history = visible_history(sparse.history, positions, key_positions, mix.window)
             seen = jnp.where(sparse.sparse[index][..., None], history, visible)
-        frozen = None
-        if kv == "mapped":
-            frozen = mapped_keys_values(decoder, params, layer, x, places, depths, index)
-        new = apply_layer(decoder, layer, x, places, mix, seen, source=source, frozen=frozen)
+        new = apply_layer(decoder, layer, x, places, mix, seen, read)
         if kv == "full":
-            source = apply_layer(decoder, layer, source, places, mix, visible)
+            source = apply_layer(decoder, layer, source, places, mix, visible, read)
         x = jnp.where(runs[..., None], new, x)
         source = source if kv == "full" else x
     read = x

@@ -20,7 +20,16 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.files import replacing, save_text
 from utio_jax.core.lens import Lensed, save_lens
 from utio_jax.models.checkpoint import load, save
-from utio_jax.models.presets import PLAIN_8, PLAIN_10, PLAIN_12, PLAIN_16, STDLIB_16, TINY
+from utio_jax.models.presets import (
+    BANK_16,
+    PLAIN_8,
+    PLAIN_10,
+    PLAIN_12,
+    PLAIN_16,
+    SHARED_16,
+    STDLIB_16,
+    TINY,
+)
 from utio_jax.models.texts import Document, describe
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from utio_jax.models.training.corpus import standard_library
@@ -42,6 +51,8 @@ from utio_jax.models.transformer import Transformer, TransformerConfig
 _PRESETS = {
     "stdlib-16": STDLIB_16,
     "plain-16": PLAIN_16,
+    "shared-16": SHARED_16,
+    "bank-16": BANK_16,
     "plain-12": PLAIN_12,
     "plain-10": PLAIN_10,
     "plain-8": PLAIN_8,

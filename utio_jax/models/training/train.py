@@ -31,8 +31,9 @@ from tqdm.auto import tqdm
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.layer import layer_at
 from utio_jax.models.training.corpus import Document
-from utio_jax.staircase.reference import apply_layer
+from utio_jax.staircase.reference import apply_layer, dense_keys_values, side_by_side
 
 # `(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit. Arrays of
 # its own, a teacher's, it holds as a `jax.tree_util.Partial`: they become an argument of the
@@ -160,6 +161,8 @@ def exit_states(
         return x, x
 
     x = decoder.embed(params, token_ids, positions)
+    if decoder.config.kv_source:
+        return _shared_states(decoder, params, x, places, positions, kept)
     xs = decoder.layers(params), kept, jnp.arange(num_layers)
     if not fixed_layers:
         return jax.lax.scan(body, x, xs)[1]
@@ -169,6 +172,67 @@ def exit_states(
     )
     x, below = jax.lax.scan(body, *jax.lax.stop_gradient((x, fixed)))
     return jnp.concatenate([below, jax.lax.scan(body, x, learning)[1]])
+
+
+def _shared_states(
+    decoder: Trainable,
+    params: Params,
+    x: jax.Array,
+    places: Any,
+    positions: jax.Array,
+    kept: jax.Array,
+) -> jax.Array:
+    """Returns what `exit_states` does where upper layers read K/V that were made below.
+
+    The layers below read their own; those above all read the same.
+    """
+    config, stack = decoder.config, decoder.layers(params)
+    first = next(i for i, rows in enumerate(config.kv_source) if rows != (i,))
+    if set(config.kv_source[first:]) != {config.kv_source[-1]}:
+        raise ValueError(
+            "Wanted one kv_source for all upper layers, to train them. "
+            f"Got {config.kv_source[first:]}."
+        )
+
+    def run(x: jax.Array, xs: Any, shared: Any) -> jax.Array:
+        layer, kept_rows, index = xs
+        mix = mixer_at(decoder, index)
+        seen = mix.visible(positions, positions)
+        new = apply_layer(decoder, layer, x, places, mix, seen, shared)
+        return jnp.where(kept_rows[:, None, None], new, x)
+
+    @jax.checkpoint
+    def own(x: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
+        shared = dense_keys_values(decoder, xs[0], x, places)
+        x = run(x, xs, shared)
+        return x, (x, shared)
+
+    below = jax.tree.map(lambda leaf: leaf[:first], (stack, kept, jnp.arange(len(kept))))
+    x, (states, made) = jax.lax.scan(own, x, below)
+    rows = []
+    for row in config.kv_source[-1]:
+        if row < first:
+            rows.append(jax.tree.map(lambda leaf, row=row: leaf[row], made))
+        else:
+            rows.append(dense_keys_values(decoder, layer_at(decoder, params, row), x, places))
+    shared = side_by_side(rows)
+
+    @jax.checkpoint
+    def above(x: jax.Array, xs: Any, shared: Any) -> jax.Array:
+        return run(x, xs, shared)
+
+    def body(x: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
+        x = above(x, xs, shared)
+        return x, x
+
+    counted = len(kept)  # K/V projections have shorter axes, and are not read here.
+    rest = {
+        name: jax.tree.map(lambda leaf: leaf[first:], leaf)
+        for name, leaf in stack.items()
+        if all(len(array) == counted for array in jax.tree.leaves(leaf))
+    }
+    tail = rest, kept[first:], jnp.arange(first, counted)
+    return jnp.concatenate([states, jax.lax.scan(body, x, tail)[1]])
 
 
 def anytime_loss(
