@@ -219,22 +219,26 @@ def masked(decoder: Any, params: Any, cache: Any, x: Any, block: Any, **options:
     width = options["width"]
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
 
-    def attention(cache: Any, index: Any, keys: Any, values: Any, queries: Any) -> Any:
-        cache = write(cache, index, keys, values, positions=block.positions, valid=block.valid)
-        key_positions = slots
-        if options["shown"] is not None:
-            key_positions = jnp.where(options["shown"][:, :width] > index, slots, NOWHERE)
-        window = decoder.config.window_at(index)
-        low = visible_history(HISTORY, block.positions, key_positions, window)
-        dense = visible_history(
-            dataclasses.replace(HISTORY, recent=width), block.positions, key_positions, window
-        )
-        visible = jnp.where(options["dense"][:, :, None], dense, low)
-        cap = decoder.config.attention_softcap
-        return attend(
-            queries, cache.keys[index, :, :width], cache.values[index, :, :width], visible,
-            softcap=cap,
-        ), cache  # fmt: skip
+    def attention(cache: Any, sources: Any) -> Any:
+        (layer,) = sources
+
+        def attended(index: Any, queries: Any) -> Any:
+            key_positions = slots
+            if options["shown"] is not None:
+                key_positions = jnp.where(options["shown"][:, :width] > index, slots, NOWHERE)
+            window = decoder.config.window_at(index)
+            low = visible_history(HISTORY, block.positions, key_positions, window)
+            dense = visible_history(
+                dataclasses.replace(HISTORY, recent=width), block.positions, key_positions, window
+            )
+            visible = jnp.where(options["dense"][:, :, None], dense, low)
+            cap = decoder.config.attention_softcap
+            return attend(
+                queries, cache.keys[layer, :, :width], cache.values[layer, :, :width], visible,
+                softcap=cap,
+            )  # fmt: skip
+
+        return attended
 
     return run_layers(
         decoder, params, cache, x, block, attention, start=options["start"], stop=options["stop"],

@@ -75,7 +75,8 @@ def prompt_cost(
         ends = np.zeros(rows, np.int64)
         ends[: len(lengths[start : start + rows])] = lengths[start : start + rows]
         live = jnp.asarray(np.arange(width)[None, :] < ends[:, None])
-        full = executor.work(executor.pack(0, live), num_layers)  # All tokens: segment 0's slots.
+        slots = executor.pack(0, live)  # All tokens: segment 0's slots.
+        full = executor.work(slots, num_layers, kv_layers=decoder.config.kv_layers)
         flops_full += pass_flops(cost, full)
     decided = np.concatenate(generated.prompt_depths)
     return PromptCost(

@@ -55,9 +55,10 @@ class DecoderConfig:
       input_shape: of what `embed` reads of one token: `()` for an id; a patch's pixels, or an id
         and its kind, are an array, `[batch, token, *input_shape]`.
       kv_source: for each layer, the layers whose keys and values it reads, their heads side by
-        side. Layers with K/V of their own come first. Empty: each layer reads its own.
+        side. First come layers that read their own, then those that read others', which are made
+        once (YOCO, arXiv 2405.05254). Empty: each layer reads its own.
       kv_depth: for each layer with K/V of its own, the depth of the states that these are made
-        from, at most the layer's own. Empty: the states before the layer.
+        from. Follows from `kv_source`.
     """
 
     vocab_size: int
@@ -108,34 +109,34 @@ class DecoderConfig:
     def _check_kv_source(self) -> None:
         if not self.kv_source and not self.kv_depth:
             return
-        name = type(self).__name__
-        source = tuple(tuple(int(row) for row in rows) for rows in self.kv_source)
-        if len(source) != self.num_layers or not all(source):
+        name, layers = type(self).__name__, self.num_layers
+        source = tuple(tuple(rows) for rows in self.kv_source)
+        own = next((i for i, rows in enumerate(source) if rows != (i,)), len(source))
+        above = source[own:]
+        if len(source) != layers or not above or len({len(rows) for rows in above}) != 1:
             raise ValueError(
-                f"{name} needs a kv_source that names layers for each of its {self.num_layers} "
-                f"layers. Got kv_source={self.kv_source}."
+                f"{name} needs a kv_source for each of its {layers} layers: first those that read "
+                "their own keys and values, then those that read as many layers' each. Got "
+                f"kv_source={self.kv_source}."
             )
-        own = 1 + max(max(rows) for rows in source)
-        depth = tuple(self.kv_depth) or tuple(range(own))
-        if len(depth) != own or any(not 0 <= at <= row for row, at in enumerate(depth)):
+        made = max(max(rows) for rows in above) + 1
+        depth = (*range(min(made, own)), *([own] * (made - own)))
+        if min(min(rows) for rows in above) < 0 or tuple(self.kv_depth or depth) != depth:
             raise ValueError(
-                f"{name} needs a kv_depth for each of its {own} layers with K/V of their own, from "
-                f"0 to the layer's index. Got kv_depth={self.kv_depth}."
+                f"{name} needs a kv_source of layers below {layers}, and keys and values made of "
+                f"the states before their layers, those from layer {own} on of the states before "
+                f"that one: kv_depth={depth}. Got kv_source={self.kv_source} and "
+                f"kv_depth={self.kv_depth}."
             )
-        for layer, rows in enumerate(source):
-            if min(rows) < 0 or max(depth[row] for row in rows) > layer:
-                raise ValueError(
-                    f"{name} needs a kv_source of K/V that are made before they are read. "
-                    f"Got {rows} for layer {layer}."
-                )
-            if self.num_heads % (len(rows) * self.num_kv_heads):
-                raise ValueError(
-                    f"{name} needs as many K/V heads in each layer as divide "
-                    f"num_heads={self.num_heads}. Got {len(rows)} x {self.num_kv_heads} in layer "
-                    f"{layer}."
-                )
+        if self.num_heads % (len(above[0]) * self.num_kv_heads):
+            raise ValueError(
+                f"{name} needs as many K/V heads in each layer as divide "
+                f"num_heads={self.num_heads}. Got {len(above[0])} x {self.num_kv_heads} in those "
+                "that read others' keys and values."
+            )
+        # Layers below that no other reads have keys and values for themselves all the same.
         object.__setattr__(self, "kv_source", source)
-        object.__setattr__(self, "kv_depth", depth)
+        object.__setattr__(self, "kv_depth", (*range(own), *([own] * max(0, made - own))))
 
     @property
     def kv_layers(self) -> int:
@@ -143,23 +144,25 @@ class DecoderConfig:
         return len(self.kv_depth) or self.num_layers
 
     @property
+    def kv_own(self) -> int:
+        """How many layers read their own keys and values alone: the first ones."""
+        if not self.kv_source:
+            return self.num_layers
+        return next(i for i, rows in enumerate(self.kv_source) if rows != (i,))
+
+    @property
     def kv_complete(self) -> int:
-        """Layers after which a token has left all keys and values that others will ever read."""
+        """Layers after which a token's state makes all keys and values that others still read."""
         return max(self.kv_depth) if self.kv_depth else self.num_layers - 1
 
-    def kv_made(self, layer: int) -> tuple[int, ...]:
-        """Returns the layers whose keys and values are made of the states before `layer`."""
-        if not self.kv_depth:
-            return (layer,)
-        return tuple(row for row, depth in enumerate(self.kv_depth) if depth == layer)
+    def kv_made(self, start: int, stop: int) -> tuple[int, ...]:
+        """Returns the layers whose keys and values are made of states at depths [start, stop)."""
+        depths = self.kv_depth or range(self.num_layers)
+        return tuple(row for row, depth in enumerate(depths) if start <= depth < stop)
 
     def kv_read(self, layer: int) -> tuple[int, ...]:
         """Returns the layers whose keys and values `layer` reads, their heads side by side."""
         return self.kv_source[layer] if self.kv_source else (layer,)
-
-    def kv_needs(self, layer: int) -> int:
-        """Returns the depth of the deepest states that the K/V which `layer` reads are made of."""
-        return max(self.kv_depth[row] for row in self.kv_source[layer]) if self.kv_source else layer
 
     def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
         """Returns how many keys a token may attend to in a layer; None where none is limited."""

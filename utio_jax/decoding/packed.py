@@ -19,16 +19,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache, write
+from utio_jax.attention.cache import KVCache
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.rows import attend_rows, chosen_first
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import Depth
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.segments import (
+    Attend,
     Block,
     Bounds,
     Layers,
+    Sources,
+    depth_of_kv,
     project_frozen,
     run_layers,
     run_segment,
@@ -70,24 +73,23 @@ def run_rows(  # noqa: PLR0913 (arrays of one segment)
     assert block.rows is not None
     order = jnp.arange(x.shape[0], dtype=jnp.int32)
 
-    def attention(
-        cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
-        places = {"positions": block.positions, "valid": block.valid, "rows": block.rows}
-        cache = write(cache, index, keys, values, **places)
-        attended = attend_rows(
-            mixer_at(decoder, index),
-            cache,
-            jnp.zeros(queries.shape, cache.values.dtype),
-            queries,
-            block.positions,
-            layer=index,
-            rows=(order, count),
-            width=width,
-            shown=shown,
-            cache_rows=block.rows,
-        )
-        return attended, cache
+    def attention(cache: KVCache, sources: Sources) -> Attend:
+        def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
+            return attend_rows(
+                mixer_at(decoder, index),
+                cache,
+                jnp.zeros(queries.shape, cache.values.dtype),
+                queries,
+                block.positions,
+                layers=sources,
+                seen_from=depth_of_kv(decoder, index),
+                rows=(order, count),
+                width=width,
+                shown=shown,
+                cache_rows=block.rows,
+            )
+
+        return attend
 
     return run_layers(
         decoder,

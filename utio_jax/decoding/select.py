@@ -29,12 +29,21 @@ from utio_jax.attention.cache import KVCache, init_cache, read
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.core.arrays import executed_heads, flat, map_head, next_token_nll
-from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, check_depths, has_exit_lens
+from utio_jax.core.decoder import (
+    Decoder,
+    LayerParams,
+    Params,
+    apply_exit_lens,
+    check_depths,
+    has_exit_lens,
+)
 from utio_jax.core.documents import check_ids, check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.layer import over_layers
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
-from utio_jax.decoding.segments import block_at, prefill, run_layers
+from utio_jax.decoding.segments import prefill
+from utio_jax.staircase.reference import apply_layer, dense_keys_values
 
 _SLOT_STEP = 64
 
@@ -340,20 +349,20 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
     before = jnp.broadcast_to(before, (rows.size, slots))
     key_positions = jnp.concatenate([before, jnp.where(real, positions, NOWHERE)], axis=1)
 
-    def attend(
-        memory: None, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
-    ) -> tuple[jax.Array, None]:
-        mix = mixer_at(decoder, index)
-        shared = read(context.cache, index, width=slots)
+    places = decoder.encode_positions(positions)
+
+    def run(index: jax.Array, layer: LayerParams, x: jax.Array) -> jax.Array:
+        shared = read(context.cache, (index,), width=slots)
         keys, values = (
             jnp.concatenate([jnp.broadcast_to(old, (rows.size, *old.shape[1:])), new], axis=1)
-            for old, new in zip(shared, (keys, values), strict=True)
+            for old, new in zip(shared, dense_keys_values(decoder, layer, x, places), strict=True)
         )
-        return mix(queries, keys, values, mix.visible(positions, key_positions)), memory
+        mix = mixer_at(decoder, index)
+        visible = mix.visible(positions, key_positions)
+        return apply_layer(decoder, layer, x, places, mix, visible, (keys, values))
 
-    block = block_at(decoder, positions, real)
     with jax.named_scope("select"):
-        mine, _ = run_layers(decoder, params, None, mine, block, attend, start=start, stop=stop)
+        mine = over_layers(decoder, params, run, mine, start=start, stop=stop)
     with jax.named_scope("head"):
         states = apply_exit_lens(decoder, params, flat(mine), stop)
         nll = map_head(decoder, params, next_token_nll, states, flat(labels[:, 1:]))

@@ -23,10 +23,10 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.decoder import Decoder, LayerParams, Params, apply_exit_lens
 from utio_jax.core.files import hash_params
 from utio_jax.core.kv_maps import KVMapped
+from utio_jax.core.layer import keys_values_of, over_layers, run_layer
 from utio_jax.core.lens import Lensed
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.sampling import DRAW, PerRowSampling, draw, token_keys
-from utio_jax.decoding.segments import block_at, run_layers
 from utio_jax.devices.processes import digest
 from utio_jax.policies.base import Boundary, Policy
 
@@ -190,29 +190,33 @@ def run_part(
         x = decoder.embed(part.params, x, positions)
     slots = jnp.arange(width, dtype=jnp.int32)[None, :]
 
-    def attend(
-        cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
+    places = jax.tree.map(lambda leaf: leaf[0], decoder.encode_positions(positions))
+
+    def run(
+        index: jax.Array, layer: LayerParams, carry: tuple[jax.Array, KVCache]
     ) -> tuple[jax.Array, KVCache]:
+        x, cache = carry
         own = index - part.start
+        keys, values = (y[None] for y in keys_values_of(decoder, layer, x, places))
         cache = write(cache, own, keys, values, positions=positions, valid=valid)
         mix = mixer_at(decoder, index)
-        visible = mix.visible(positions, slots)
-        keys, values = read(cache, own, width=width)
-        return mix(queries, keys, values, visible), cache
+        visible = mix.visible(positions, slots)[0]
+        keys, values = (y[0] for y in read(cache, (own,), width=width))
+        attend = lambda queries: mix(queries, keys, values, visible)  # noqa: E731
+        new = run_layer(decoder, layer, x, places, attend)
+        return jnp.where(valid[0][:, None], new, x), cache
 
     with jax.named_scope(f"layers_{part.start}_{part.stop}"):
-        x, cache = run_layers(
+        states, cache = over_layers(
             decoder,
             part.params,
-            cache,
-            x,
-            block_at(decoder, positions, valid),
-            attend,
+            run,
+            (x[0], cache),
             start=part.start,
             stop=part.stop,
             layers=part.layers,
         )
-    return Ran(states=x[0], last=x[0, count - 1], cache=cache)
+    return Ran(states=states, last=states[count - 1], cache=cache)
 
 
 @pytree

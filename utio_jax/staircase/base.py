@@ -17,11 +17,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.attention.cache import KVCache
-from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, Places
+from utio_jax.attention.cache import KVCache, read, write_prompt
+from utio_jax.core.decoder import (
+    Decoder,
+    DecoderConfig,
+    HasKVMaps,
+    Inputs,
+    LayerParams,
+    Params,
+    Places,
+)
+from utio_jax.core.layer import layer_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.staircase.reference import positions_of
+from utio_jax.staircase.reference import dense_keys_values, positions_of
 
 
 @pytree
@@ -68,17 +77,16 @@ class Tokens:
             depth=jnp.zeros_like(positions),
         )
 
-    def freeze(self, stops: Bool[Array, "batch token"], *, depth: int, kv: str) -> Tokens:
+    def freeze(self, stops: Bool[Array, "batch token"], *, depth: int, hide: bool) -> Tokens:
         """Returns the tokens with some of them frozen at a depth.
 
-        Under `kv="drop"` frozen tokens are seen no more; otherwise the others go on to see what
-        their frozen states make of keys and values.
+        With `hide` (`kv="drop"`, before all keys and values are made) they are seen no more;
+        otherwise the others go on to see what their frozen states make of keys and values.
         """
-        live = self.live & ~stops
         return dataclasses.replace(
             self,
-            live=live,
-            shown=live if kv == "drop" else self.shown,
+            live=self.live & ~stops,
+            shown=self.shown & ~stops if hide else self.shown,
             depth=jnp.where(stops, depth, self.depth),
         )
 
@@ -152,7 +160,8 @@ class Executor(Protocol):
         """Returns the states after layers `[start, stop)`; tokens without a slot are unchanged.
 
         Keys are seen where `tokens.shown`; with `only_live_keys` only the slots' own are projected.
-        A cache receives all K/V that are projected, token by token from slot 0 on.
+        A cache receives all K/V that are projected, token by token from slot 0 on. There has to be
+        one where layers read others' K/V (`DecoderConfig.kv_source`): they are read from it.
         """
         ...
 
@@ -175,9 +184,55 @@ class Executor(Protocol):
         """Returns the slots that go through the head where `map_slots` calls `map_head`."""
         ...
 
-    def work(self, slots: Any, layers: int, *, only_live_keys: bool = False) -> Work:
-        """Returns what running `layers` layers on the slots executes."""
+    def work(
+        self, slots: Any, layers: int, *, kv_layers: int, only_live_keys: bool = False
+    ) -> Work:
+        """Returns what running `layers` layers on the slots executes.
+
+        Keys and values are made for `kv_layers` of them.
+        """
         ...
+
+
+def spans(config: DecoderConfig, start: int, stop: int) -> list[tuple[int, int, bool]]:
+    """Returns layers [start, stop) as those that read their own K/V, and those that do not."""
+    own = config.kv_own
+    parts = [(start, min(stop, own), False), (max(start, own), stop, True)]
+    return [part for part in parts if part[0] < part[1]]
+
+
+def make_shared(
+    decoder: Decoder, params: Params, cache: KVCache, x: jax.Array, places: Places
+) -> KVCache:
+    """Returns the cache with K/V that are made once, of all tokens' states after `kv_own` layers.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      cache: of rows of the tokens' shape.
+      x: states `[batch, token, dim]`.
+      places: of the tokens.
+    """
+    first = decoder.config.kv_own
+    for row in decoder.config.kv_made(first, first + 1):
+        layer = layer_at(decoder, params, row)
+        cache = write_prompt(cache, row, *dense_keys_values(decoder, layer, x, places))
+    return cache
+
+
+def shared_at(
+    config: DecoderConfig, cache: KVCache, width: int
+) -> Callable[[Int[Array, ""]], tuple[jax.Array, jax.Array]]:
+    """Returns what maps a layer's index to the K/V that it reads, `[batch, token, ...]`.
+
+    Where all layers from `kv_own` on read the same, that is read here, once.
+    """
+    sources = config.kv_source[config.kv_own :]
+    if len({*sources}) == 1:
+        same = read(cache, sources[0], width=width)
+        return lambda index: same
+    table = jnp.asarray(sources, jnp.int32)
+    return lambda index: read(cache, tuple(table[index - config.kv_own]), width=width)
 
 
 def rotated(decoder: Decoder, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:

@@ -53,7 +53,7 @@ def run_layer_sets(
                 model.decoder, model.params, tokens, slots, (start, stop), only_live_keys=alone
             )
         ran.append(tokens.live)
-        spent = executor.work(slots, stop - start, only_live_keys=alone)
+        spent = executor.work(slots, stop - start, kv_layers=stop - start, only_live_keys=alone)
 
         # 3. Ask which tokens run the next segment: every token, whether or not it ran this one.
         asked = dataclasses.replace(tokens, x=x, live=real)

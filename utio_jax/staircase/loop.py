@@ -26,7 +26,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.attention.cache import KVCache
+from utio_jax.attention.cache import KVCache, init_cache
 from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, Params, check_depths
 from utio_jax.core.kv_maps import check_stops
 from utio_jax.core.pytrees import pytree
@@ -123,6 +123,10 @@ def staircase(  # noqa: PLR0913 (options, each named)
             read=read,
             ran=ran,
         )
+    own_cache = cache is None and bool(decoder.config.kv_source)
+    if own_cache:  # Layers read there what others have made.
+        batch, width, _ = tokens.x.shape
+        cache = init_cache(decoder.config, batch=batch, slots=width, dtype=tokens.x.dtype)
     packing = Packing(model, attention, depths, token_ids, tokens.positions)
     reading = Reading.start(model, tokens, depths)
     work: list[Work] = []
@@ -139,7 +143,10 @@ def staircase(  # noqa: PLR0913 (options, each named)
                 decoder, params, tokens, slots, (start, stop), cache, only_live_keys=alone
             )
             tokens = dataclasses.replace(tokens, x=x)
-        spent = packing.work + executor.work(slots, stop - start, only_live_keys=alone)
+        made = len(decoder.config.kv_made(start, stop))
+        spent = packing.work + executor.work(
+            slots, stop - start, kv_layers=made, only_live_keys=alone
+        )
 
         # 3. Ask which tokens go deeper. At the last depth none do.
         last = stop == depths[-1]
@@ -154,7 +161,8 @@ def staircase(  # noqa: PLR0913 (options, each named)
 
         # 4. Freeze the others. The head reads each token once: where a policy looked, or below.
         reading = reading.add(head, stops)
-        tokens = tokens.freeze(stops, depth=stop, kv=kv)
+        hide = kv == "drop" and stop <= decoder.config.kv_complete
+        tokens = tokens.freeze(stops, depth=stop, hide=hide)
         if kv == "mapped" and stop < decoder.config.num_layers:
             tokens, mapped = model.show_mapped(tokens, stops, depth=stop)
             spent += mapped
@@ -168,7 +176,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
         work=stack_work([*work, *rest]),
         read=read,
         sparse=packing.chosen(),
-        cache=cache,
+        cache=None if own_cache else cache,
     )
 
 
