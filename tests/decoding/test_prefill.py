@@ -146,11 +146,12 @@ def test_new_thresholds_compile_nothing(count_compiles: Any) -> None:
 
 
 def test_the_faster_full_depth_program_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = lively_model().decoder
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert fastest_prefill(1, 448) is None
-    assert fastest_prefill(8, 448) == Prefill()
+    assert fastest_prefill(decoder, 1, 448, kv="propagate") is None
+    assert fastest_prefill(decoder, 8, 448, kv="propagate") == Prefill()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert fastest_prefill(8, 448) is None
+    assert fastest_prefill(decoder, 8, 448, kv="propagate") is None
     monkeypatch.undo()
     assert plain_run().prompt_work is None
     assert all((depths == 4).all() for depths in plain_run().prompt_depths)

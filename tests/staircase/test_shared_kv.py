@@ -13,20 +13,12 @@ import pytest
 from helpers import cases
 from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, lively_model, run
 from helpers.models import Model, assert_close, live_params
+from helpers.shared_kv import KINDS
 
 from utio_jax import Adaptive, CapacityPrefix, Lossless, Plain, given_depths, staircase, uniform
 from utio_jax.attention.cache import init_cache
 from utio_jax.models import TINY, Transformer
 from utio_jax.staircase.reference import dense_states, reference_states
-
-KINDS = {
-    "heads of two layers": {"num_kv_heads": 1, "kv_source": ((0,), (1,), (0, 1), (0, 1))},
-    "made once": {"num_kv_heads": 1, "kv_source": ((0,), (1,), (2, 3), (2, 3))},
-    "of the last of a kind": {
-        "kv_source": ((0,), (1,), (0,), (1,)),
-        "windows": (0, 5, 0, 5),
-    },
-}
 
 
 def model_of(kind: str) -> Model:

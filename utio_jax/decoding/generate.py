@@ -223,8 +223,9 @@ def generate(  # noqa: PLR0913 (options, each named)
       seeds: one per prompt, or one number for all, to which the prompt's index is added. A row's
         draws depend on its seed and prompt alone.
       lengths: how lengths are rounded.
-      prefill: how deep and how densely prompts are read. None: every token in full, by whichever
-        of the two programs is faster.
+      prefill: how deep and how densely prompts are read. None: as the full model reads them, by
+        whichever program is fastest (`utio_jax.decoding.prefill.fastest_prefill`); `Prefill()`:
+        every token through all layers.
       stop_when: ends a row when it returns True: called on the host with the row's number and its
         new tokens so far, after every `chunk` of them. The row keeps what it has by then.
       chunk: new tokens per row between two such calls. None are made without `stop_when`.
@@ -268,7 +269,9 @@ def generate(  # noqa: PLR0913 (options, each named)
         asking=asking,
         mesh=mesh,
     )
-    found = _collect(state, mode, lengths, rows=len(prompts), devices=check_mesh(mesh))
+    rows, devices = len(prompts), check_mesh(mesh)
+    layers = decoder.config.num_layers
+    found = _collect(state, mode, lengths, rows=rows, devices=devices, num_layers=layers)
     return found if asking is None else dataclasses.replace(found, asked=asking.tokens)
 
 
@@ -304,7 +307,13 @@ def stream(
 
 
 def _collect(
-    state: DecodeState, mode: Mode, lengths: Lengths, *, rows: int, devices: int
+    state: DecodeState,
+    mode: Mode,
+    lengths: Lengths,
+    *,
+    rows: int,
+    devices: int,
+    num_layers: int,
 ) -> Generated:
     known, starts, ends, reasons = (
         np.asarray(leaf)[:rows]
@@ -323,12 +332,11 @@ def _collect(
     view_slots = np.zeros(len(ends))
     if views is not None:
         view_slots = np.asarray(views.key_slots, np.float64)[:rows]
-    model_layers = state.cache.keys.shape[0]
-    held = (ends.astype(np.int64) - 1) * per_slot * model_layers
+    held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
     # Of all rows, those included that fill up a mesh.
     all_rows = state.lengths.shape[0]
     held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // all_rows
-    prompt_depths, prompt_work = tuple(np.full(end, model_layers, np.int32) for end in starts), None
+    prompt_depths, prompt_work = tuple(np.full(end, num_layers, np.int32) for end in starts), None
     if state.prompt is not None:
         prompt_depths = _cut(np.asarray(state.prompt.depths)[:rows], np.zeros_like(starts), starts)
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
@@ -367,7 +375,7 @@ def _collect(
         bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
-        num_layers=model_layers,
+        num_layers=num_layers,
         group=all_rows // devices,
         thought=thought,
         uncertainty=uncertainty,

@@ -161,7 +161,11 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     for row, ids in zip(padded, rows, strict=True):
         row[: ids.size] = ids
     shape = -(-len(rows) // check_mesh(mesh)), width
-    prefill = fastest_prefill(*shape) if prefill is None else prefill.for_shape(*shape)
+    prefill = (
+        fastest_prefill(decoder, *shape, kv=mode.prompt_kv)
+        if prefill is None
+        else prefill.for_shape(*shape)
+    )
     mode, sampling, prefill = canonical((mode, sampling, prefill))
     params, mode, sampling, stops, prefill = place((params, mode, sampling, stops, prefill), mesh)
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds.astype(np.uint32)

@@ -30,7 +30,7 @@ from utio_jax.staircase.base import Executor, Tokens, rotated
 from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.prompts import PromptImportance
+from utio_jax.staircase.prompts import PromptChoice, PromptImportance
 from utio_jax.staircase.reference import FrozenKV, check_kv, positions_of
 from utio_jax.staircase.sparse import SparseAttention
 
@@ -90,10 +90,15 @@ class Prefill:
         executor = CapacityPrefix(capacities=capacities, min_bucket=_UNIT, certain=True)
         return dataclasses.replace(self, executor=executor)
 
-    @property
-    def exact(self) -> bool:
-        """Whether what comes out is the full model's."""
-        return self.policy is None and self.attention is None
+    def exact(self, decoder: Decoder) -> bool:
+        """Returns whether new tokens and their cache are those of prompts read in full."""
+        if self.policy is None or self.attention is not None:
+            return self.attention is None
+        config, stops = decoder.config, self.policy.depths
+        complete = bool(config.kv_source) and config.kv_complete <= stops[0]
+        # The last token, from which the first new one is drawn, runs all layers.
+        whole = isinstance(self.policy, PromptImportance) and stops[-1] == config.num_layers
+        return complete and whole and self.kv == "propagate"
 
     def depth_policy(self, decoder: Decoder) -> Policy:
         """Returns the policy, or the one that runs every layer."""
@@ -117,7 +122,7 @@ class Prefill:
         depths = check_policy(policy, decoder, kv=mine)
         if self.attention is not None:
             self.attention.index_of(0, depths)
-        if not self.exact and kv == "full":
+        if not self.exact(decoder) and kv == "full":
             raise ValueError(
                 'Wanted prompts at full depth and with dense attention for a mode with kv="full", '
                 "which promises the full model's keys and values. Got a Prefill with a policy or "
@@ -195,13 +200,31 @@ def _write_mapped(
     return jax.lax.fori_loop(start, decoder.config.num_layers, write, cache)
 
 
-def fastest_prefill(batch: int, width: int) -> Prefill | None:
-    """Returns which of the two full-depth programs reads prompts faster here; None: the dense one.
+def exact_prefill(decoder: Decoder) -> Prefill | None:
+    """Returns how prompts stop early and lose nothing; None where no layer reads others' K/V.
+
+    Where the upper layers read keys and values made below (`DecoderConfig.kv_source`), a token that
+    has run `kv_complete` layers has left all that others will ever read of it. So the last token
+    alone, from which the next one is drawn, runs the rest (YOCO, arXiv 2405.05254, section 2.3).
+    """
+    if not decoder.config.kv_source:
+        return None
+    choice = PromptChoice(stop=decoder.config.kv_complete, deep=0.0, by="none", kv="propagate")
+    return Prefill(policy=choice.policy(decoder), kv="propagate")
+
+
+def fastest_prefill(decoder: Decoder, batch: int, width: int, *, kv: str) -> Prefill | None:
+    """Returns the fastest way to read prompts without loss; None: the dense program.
 
     Args:
+      decoder: the model.
       batch: rows.
       width: of the padded prompts, in tokens.
+      kv: of the mode; under `"drop"` a token is seen as deep as it ran.
     """
+    exact = exact_prefill(decoder) if kv != "drop" else None
+    if exact is not None:
+        return exact.for_shape(batch, width)
     return Prefill() if _staircase_is_faster(batch, width, scores=_CPU_SCORES) else None
 
 
