@@ -78,7 +78,7 @@ from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
 from utio_jax.staircase.encoding import encode_rows, encode_tokens
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import dense_states, reference_layer_sets, reference_states
+from utio_jax.staircase.reference import dense_states, reference_states
 from utio_jax.staircase.score import Scores, exit_nll, full_depth, score
 from utio_jax.staircase.sparse import SparseAttention
 
@@ -155,7 +155,6 @@ __all__ = [
     "load",
     "predictive_entropy",
     "random_depths",
-    "reference_layer_sets",
     "reference_states",
     "run_buckets",
     "score",

@@ -30,7 +30,6 @@ from utio_jax import (
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.models.vision import VisionTransformer, patches_of, vision_config
-from utio_jax.policies.layer_sets import skip_decode
 from utio_jax.staircase.encoding import (
     RowBlocks,
     encode_rows,
@@ -301,8 +300,6 @@ def test_what_does_not_fit_is_named(vision: Model, unchecked_shapes: None) -> No
         vision.decoder.classify(vision.params, jnp.zeros((1, 16)), 4)
     with pytest.raises(TypeError, match="Wanted a policy"):
         run(inputs, lengths, "entropy")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="which leave for good. Got 'skip_decode'"):
-        run(inputs, lengths, skip_decode(EXITS, most=3, least=1, span=4))
     decoder = Transformer(TINY)
     with pytest.raises(ValueError, match="Wanted an encoder.*causal=True"):
         encode_rows(decoder, {}, inputs, lengths, uniform(3))  # type: ignore[arg-type]

@@ -27,10 +27,8 @@ from utio_jax import (
 )
 from utio_jax.attention.history import History
 from utio_jax.models import Mamba2
-from utio_jax.policies.layer_sets import given_sets
 from utio_jax.policies.signals import Chance
 from utio_jax.staircase.prompts import AttentionHeat, PromptImportance
-from utio_jax.staircase.reference import reference_layer_sets
 from utio_jax.staircase.sparse import SparseAttention
 
 DEPTHS, EXECUTOR = (1, 2, 4), cases.SHAPES[1].executor
@@ -196,30 +194,6 @@ def test_sparse_attention_is_refused_since_there_is_one_state_for_all() -> None:
             uniform(4),
             attention=attention,
         )
-
-
-@pytest.mark.check
-def test_sets_of_layers_equal_their_reference() -> None:
-    model = recurrent_model()
-    ids, lengths = model.tokens(2, 17, seed=2), jnp.asarray([17, 9])
-    runs = np.random.default_rng(0).random((3, 2, 17)) < 0.5
-    runs[0] = True
-    layers = np.repeat(runs, np.diff((0, *DEPTHS)), axis=0)
-    for kv in ("propagate", "drop"):
-        found = cases.run_staircase(
-            model.decoder,
-            model.params,
-            ids,
-            lengths,
-            given_sets(jnp.asarray(runs), depths=DEPTHS),
-            kv=kv,
-            executor=EXECUTOR,
-        )
-        wanted = reference_layer_sets(
-            model.decoder, model.params, ids, lengths, jnp.asarray(layers), kv=kv
-        )
-        real = np.arange(17) < np.asarray(lengths)[:, None]
-        np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=1e-4)
 
 
 def test_attention_heat_is_refused_where_there_is_no_attention() -> None:

@@ -8,7 +8,6 @@ from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import SIGNALS
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
-from utio_jax.calibration.layer_sets import fit_prompt_sets
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.online import adapt
 from utio_jax.calibration.positions import margins_by_position, sums_by_position
@@ -46,7 +45,6 @@ __all__ = [
     "control",
     "fit_band",
     "fit_lens",
-    "fit_prompt_sets",
     "fit_row_exits",
     "fit_select",
     "fit_stop",

@@ -9,7 +9,6 @@ from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompt_router import route_by_prompts
 from utio_jax.decoding.sampling import (
     Chain,
     Greedy,
@@ -63,7 +62,6 @@ __all__ = [
     "generate",
     "generate_text",
     "read_context",
-    "route_by_prompts",
     "select",
     "stream",
     "stream_text",

@@ -18,7 +18,6 @@ from utio_jax.policies.importance import (
     predictive_entropy,
     surrogate_importance,
 )
-from utio_jax.policies.layer_sets import LayerSets, given_sets, random_sets, skip_decode
 from utio_jax.policies.learned import CandidateGates, Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
@@ -47,7 +46,6 @@ __all__ = [
     "Entropy",
     "Hazard",
     "KeepFirst",
-    "LayerSets",
     "Learned",
     "MaxProbability",
     "Patience",
@@ -69,13 +67,10 @@ __all__ = [
     "covering_depths",
     "embedding_outlier",
     "given_depths",
-    "given_sets",
     "load_calibration",
     "never_stops",
     "predictive_entropy",
     "random_depths",
-    "random_sets",
-    "skip_decode",
     "surrogate_importance",
     "surrogate_table",
     "uniform",

@@ -23,7 +23,7 @@ from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import AttentionHeat, Interleaved, PromptImportance, Recency
-from utio_jax.staircase.reference import dense_states, reference_layer_sets, reference_states
+from utio_jax.staircase.reference import dense_states, reference_states
 from utio_jax.staircase.score import (
     Comparison,
     Scores,
@@ -64,7 +64,6 @@ __all__ = [
     "fit_capacities",
     "full_depth",
     "read_exits",
-    "reference_layer_sets",
     "reference_states",
     "run_buckets",
     "score",

@@ -34,7 +34,7 @@ from utio_jax.core.layer import layer_at
 from utio_jax.core.lens import Wrapped
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
-from utio_jax.policies.base import Boundary, Policy, Signal, rejoins
+from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.staircase.base import Executor, Tokens, over_blocks
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -138,11 +138,6 @@ def encode_rows(
     """
     check_inputs(encoder, inputs, lengths)
     depths = check_policy(policy, encoder)
-    if rejoins(policy):
-        raise ValueError(
-            "Wanted a policy of depths for whole rows, which leave for good. Got "
-            f"{policy.name!r}, which has sets of layers. Take encode_tokens, or Thresholded."
-        )
     tokens, rows = Tokens.embed(encoder, params, inputs, lengths), inputs.shape[0]
     read = _reader(encoder, params)
     pooled = encoder.pool(params, tokens.x, tokens.live)

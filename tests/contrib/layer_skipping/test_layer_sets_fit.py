@@ -12,14 +12,11 @@ import numpy as np
 import pytest
 from helpers import cases
 
-from utio_jax.calibration.layer_sets import (
-    _threshold,
-    fit_prompt_sets,
-    skipping_harm,
-)
 from utio_jax.calibration.studies import study_exits
+from utio_jax.contrib.layer_skipping import fit_prompt_sets, reference_layer_sets
+from utio_jax.contrib.layer_skipping.fitting import _threshold, skipping_harm
+from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.core.documents import Batch
-from utio_jax.staircase.reference import reference_layer_sets
 
 PROMPT = 4
 
@@ -77,13 +74,12 @@ def test_rows_choose_no_more_layers_than_wanted(tiny: Any, batches: list[Batch])
     assert policy.depths == depths
     ran = []
     for batch in batches:
-        found = cases.run_staircase(
+        found = run_sets(
             tiny.decoder,
             tiny.params,
             batch.token_ids,
             batch.lengths,
             policy,
-            kv="propagate",
             executor=cases.EXECUTOR,
         )
         each = np.asarray(found.depths)

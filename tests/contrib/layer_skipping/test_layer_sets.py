@@ -15,13 +15,17 @@ from helpers import cases
 from helpers.counting import Counting, read_counts
 from helpers.marks import quick_where
 
-from utio_jax import CapacityPrefix, Entropy, MicroBatches, Position, given_depths
-from utio_jax.attention.cache import init_cache
-from utio_jax.evaluation.evaluate import score_documents
-from utio_jax.policies.layer_sets import LayerSets, given_sets, random_sets, skip_decode
+from utio_jax import CapacityPrefix, Entropy, MicroBatches, given_depths
+from utio_jax.contrib.layer_skipping import (
+    LayerSets,
+    given_sets,
+    random_sets,
+    reference_layer_sets,
+    score_layer_sets,
+    skip_decode,
+)
+from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.policies.learned import PromptRouter, StateGate
-from utio_jax.staircase.loop import staircase
-from utio_jax.staircase.reference import reference_layer_sets
 
 DEPTHS = (1, 2, 3, 4)
 SHAPES = tuple(
@@ -50,9 +54,7 @@ def by_layer(runs: np.ndarray, depths: tuple[int, ...]) -> np.ndarray:
 
 def run(model: Any, ids: Any, lengths: Any, policy: Any) -> Any:
     """Returns what the pass found, compiled once for policies of one kind."""
-    return cases.run_staircase(
-        model.decoder, model.params, ids, lengths, policy, kv="propagate", executor=cases.EXECUTOR
-    )
+    return run_sets(model.decoder, model.params, ids, lengths, policy, executor=cases.EXECUTOR)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="kv")
@@ -66,7 +68,7 @@ def compare(model: Any, shape: cases.Shape, seeds: range) -> float:
     worst = 0.0
     for seed in seeds:
         ids, lengths, runs = draw(shape, model.decoder.config.vocab_size, seed)
-        found = cases.run_staircase(
+        found = run_sets(
             model.decoder,
             model.params,
             ids,
@@ -114,17 +116,17 @@ def test_a_set_of_the_first_segments_is_a_depth(tiny: Any, kv: str) -> None:
     shape = dataclasses.replace(SHAPES[3], kv=kv)
     ids, lengths, depths = cases.draw(shape, tiny.decoder.config.vocab_size, 7)
     runs = depths[None] > np.array((0, *shape.depths[:-1]))[:, None, None]
-    run_both = partial(
-        cases.run_staircase, tiny.decoder, tiny.params, ids, lengths, executor=shape.executor
+    rows, how = (tiny.decoder, tiny.params, ids, lengths), {"kv": kv, "executor": shape.executor}
+    sets = run_sets(*rows, given_sets(jnp.asarray(runs), depths=shape.depths), **how)
+    prefix = cases.run_staircase(
+        *rows, given_depths(jnp.asarray(depths), depths=shape.depths), **how
     )
-    sets = run_both(given_sets(jnp.asarray(runs), depths=shape.depths), kv=kv)
-    prefix = run_both(given_depths(jnp.asarray(depths), depths=shape.depths), kv=kv)
     real = np.arange(shape.token) < lengths[:, None]
     np.testing.assert_allclose(sets.x[real], prefix.x[real], atol=1e-5)
     np.testing.assert_array_equal(sets.depths, prefix.depths)
     for name in ("queries", "keys_values", "key_slots"):
         wanted = np.asarray(getattr(prefix.work, name))
-        np.testing.assert_array_equal(np.asarray(getattr(sets.work, name)), wanted)
+        np.testing.assert_array_equal(np.asarray(getattr(sets.work, name))[:-1], wanted)
 
 
 def test_only_what_a_set_holds_is_run(tiny: Any) -> None:
@@ -135,14 +137,13 @@ def test_only_what_a_set_holds_is_run(tiny: Any) -> None:
     runs[0], runs[2, 0, :5] = True, True
     executor = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=16)
     policy = given_sets(jnp.asarray(runs), depths=DEPTHS)
-    counted = jax.jit(staircase, static_argnums=0, static_argnames="executor")
     read_counts()
-    found = counted(decoder, tiny.params, ids, lengths, policy, executor=executor)
+    found = run_sets(decoder, tiny.params, ids, lengths, policy, executor=executor)
     jax.block_until_ready(found.x)
     counts = read_counts()
     # 32 slots in layer 0, 5 in layer 2, padded to 8; nothing in layers 1 and 3.
-    np.testing.assert_array_equal(np.asarray(found.work.queries), [32, 0, 8, 0])
-    np.testing.assert_array_equal(np.asarray(found.work.keys_values), [32, 0, 32, 0])
+    np.testing.assert_array_equal(np.asarray(found.work.queries), [32, 0, 8, 0, 0])
+    np.testing.assert_array_equal(np.asarray(found.work.keys_values), [32, 0, 32, 0, 0])
     assert counts["queries"] == counts["finish_layer"] == 40
     assert counts["keys_values"] == 64
     np.testing.assert_array_equal(found.depths[0], [2] * 5 + [1] * 11)
@@ -153,13 +154,11 @@ def test_all_are_asked_again_after_they_have_skipped(tiny: Any) -> None:
     ids, lengths = jnp.arange(12).reshape(1, 12), jnp.asarray([9])
     policy = LayerSets(signal=Entropy(), thresholds=jnp.asarray([1e9, 0.0, 0.0]), depths=DEPTHS)
     executor = MicroBatches(min_bucket=1, block=4, query_block=4, key_step=16)
-    found = cases.run_staircase(
-        tiny.decoder, tiny.params, ids, lengths, policy, kv="propagate", executor=executor
-    )
+    found = run_sets(tiny.decoder, tiny.params, ids, lengths, policy, executor=executor)
     real = np.arange(12) < 9
     np.testing.assert_array_equal(found.ran[:, 0], [real, real & False, real, real])
-    np.testing.assert_array_equal(np.asarray(found.work.decisions), [9, 9, 9, 0])
-    np.testing.assert_array_equal(np.asarray(found.work.heads), [9, 9, 9, 0])
+    np.testing.assert_array_equal(np.asarray(found.work.decisions), [9, 9, 9, 0, 0])
+    np.testing.assert_array_equal(np.asarray(found.work.heads), [9, 9, 9, 0, 9])
 
 
 def test_skip_decode_skips_lower_middle_segments_first(tiny: Any) -> None:
@@ -207,38 +206,31 @@ def test_random_sets_have_their_shares(tiny: Any) -> None:
     assert shares[2] == pytest.approx(0.25, abs=0.06)  # Six standard errors of 1,024 draws.
 
 
-def test_documents_are_charged_for_the_layers_that_they_run(tiny: Any) -> None:
-    documents = [np.arange(1, 40, dtype=np.int32), np.arange(3, 17, dtype=np.int32)]
-    policy = LayerSets(
-        signal=Position(), thresholds=jnp.asarray([jnp.inf, -jnp.inf, jnp.inf]), depths=DEPTHS
-    )
-    found = score_documents(tiny.decoder, tiny.params, documents, policy, rows=2)
-    (depth,) = {*np.concatenate([each.depths for each in found.documents]).tolist()}
-    assert depth == 2
-    total = sum((each.quality.flops_ideal for each in found.documents), 0.0)
-    full = score_documents(
-        tiny.decoder,
-        tiny.params,
-        documents,
-        dataclasses.replace(policy, thresholds=jnp.full(3, -jnp.inf)),
-        rows=2,
-    )
-    assert total < sum((each.quality.flops_ideal for each in full.documents), 0.0)
+def test_likelihoods_are_those_of_the_last_states(tiny: Any) -> None:
+    ids, lengths, runs = draw(SHAPES[1], tiny.decoder.config.vocab_size, 3)
+    found = run(tiny, ids, lengths, given_sets(jnp.asarray(runs), depths=DEPTHS))
+    layers = by_layer(runs, DEPTHS)
+    x = run_oracle(tiny.decoder, tiny.params, ids, lengths, layers, kv="propagate")
+    each = jax.nn.log_softmax(tiny.decoder.unembed(tiny.params, x).astype(jnp.float32))
+    for row, length in enumerate(lengths):
+        after = max(int(length) - 1, 0)
+        wanted = np.asarray(each)[row, np.arange(after), ids[row, 1 : after + 1]]
+        np.testing.assert_allclose(found.log_likelihood[row, :after], wanted, atol=1e-4)
+        assert not np.any(found.log_likelihood[row, after:])
 
 
 def test_what_sets_cannot_do_is_refused(tiny: Any) -> None:
     ids, lengths = jnp.ones((1, 4), jnp.int32), jnp.asarray([4])
     runs = jnp.ones((4, 1, 4), bool)
-    policy = given_sets(runs, depths=DEPTHS)
-    refused = partial(staircase, tiny.decoder, tiny.params, ids, lengths)
+    refused = partial(score_layer_sets, tiny.decoder, tiny.params, ids, lengths)
     with pytest.raises(ValueError, match="end at the model's last layer, 4"):
         refused(given_sets(runs[:2], depths=(1, 2)))
     with pytest.raises(ValueError, match="Wanted sets of 3 segments"):
         given_sets(runs, depths=(1, 2, 4))
     with pytest.raises(ValueError, match="or one for all. Got runs"):
         refused(given_sets(jnp.ones((4, 1, 3), bool), depths=DEPTHS))
-    with pytest.raises(ValueError, match="to fill a cache"):
-        refused(policy, cache=init_cache(tiny.decoder.config, batch=1, slots=8))
+    with pytest.raises(ValueError, match="Wanted kv to be one of 'propagate', 'drop'. Got"):
+        refused(given_sets(runs, depths=DEPTHS), kv="mapped")
     fits: dict[str, Any] = {"most": 4, "least": 2, "span": 8}
     changes: list[dict[str, Any]] = [{"most": 5}, {"least": 0}, {"most": 2}, {"span": 0}]
     for wrong in changes:

@@ -4,20 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.calibration.gates import fit_linear_gates
 from utio_jax.calibration.studies import ExitStudy
+from utio_jax.contrib.layer_skipping.policies import LayerSets, given_sets
+from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
-from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.policies.layer_sets import LayerSets, given_sets
 from utio_jax.policies.learned import PromptRouter
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.score import compare_states, full_depth, score
 
 
 def fit_prompt_sets(
@@ -98,29 +99,28 @@ def skipping_harm(
     `[boundary, row]`, over the rows of all batches; NaN for rows that predict nothing behind their
     first `prompt` tokens. Segments end at the model's exits; the first is always run.
     """
-    depths, found = decoder.config.exits, []
-
-    def sets(segment: int, batch: Batch) -> LayerSets:
-        runs = np.ones((len(depths), *batch.token_ids.shape), bool)
-        runs[segment, :, prompt:] = False
-        return given_sets(jnp.asarray(runs), depths=depths)
-
-    for segment in range(1, len(depths)):
-        rows: list[np.ndarray] = []
-
-        def observe(
-            _: str, batch: Batch, comparison: Any, __: np.ndarray, rows: list[np.ndarray] = rows
-        ) -> None:
-            behind = np.arange(batch.token_ids.shape[1]) < batch.lengths[:, None] - 1
-            behind[:, :prompt] = False
-            count = behind.sum(axis=1)
-            total = np.where(behind, np.maximum(comparison.kl, 0), 0).sum(axis=1)
+    depths = decoder.config.exits
+    full, compare = (
+        jax.jit(function, static_argnums=0, static_argnames="executor")
+        for function in (score, compare_states)
+    )
+    found: list[np.ndarray] = []
+    for batch in batches:
+        ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+        deep = full(decoder, params, ids, lengths, full_depth(decoder), executor=executor).x
+        behind = np.arange(ids.shape[1]) < batch.lengths[:, None] - 1
+        behind[:, :prompt] = False
+        count, rows = behind.sum(axis=1), []
+        for segment in range(1, len(depths)):
+            runs = np.ones((len(depths), *ids.shape), bool)
+            runs[segment, :, prompt:] = False
+            sets = given_sets(jnp.asarray(runs), depths=depths)
+            x = run_sets(decoder, params, ids, lengths, sets, executor=executor).x
+            kl = np.asarray(compare(decoder, params, ids, lengths, x, deep).kl)
+            total = np.where(behind, np.maximum(kl, 0), 0).sum(axis=1)
             rows.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
-
-        policies = {"skip": [sets(segment, batch) for batch in batches]}
-        evaluate(decoder, params, batches, policies, executor=executor, observe=observe)
-        found.append(np.concatenate(rows))
-    return np.stack(found)
+        found.append(np.stack(rows))
+    return np.concatenate(found, axis=1)
 
 
 def _threshold(scores: np.ndarray, layers: np.ndarray, *, wanted: float) -> float:

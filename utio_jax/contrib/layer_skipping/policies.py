@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layer skipping: each token runs a set of segments, not only the first few of them.
 
-A token that leaves a segment out passes it by unchanged and may run a later one. `LayerSets` is a
-policy like any other, for `score`, `evaluate` and `Adaptive`; the sets of the literature:
+A token that leaves a segment out passes it by unchanged and may run a later one. `LayerSets` says
+which; `score_layer_sets` and `generate_layer_sets` run them. The sets of the literature:
 
     SkipDecode    skip_decode(ends, ...)                later tokens skip lower and middle layers
     FiRST         LayerSets(signal=PromptRouter(...))   the prompt says which layers are skipped
     FlexiDepth    LayerSets(signal=Learned(...))        each token's state says it at every segment
-
-What must come out is `utio_jax.staircase.reference.reference_layer_sets`.
 """
 
 from __future__ import annotations
@@ -24,25 +22,41 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.policies.base import Boundary
-from utio_jax.policies.depth import ByThresholds
+from utio_jax.policies.base import Boundary, Signal
+from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import Position, SignalBase, draw_per_token
 
 
 @pytree
-class LayerSets(ByThresholds):
+class LayerSets:
     """Tokens run the next segment where a signal's score exceeds the boundary's threshold.
 
     The first segment is run by all. At the end of each, every token is asked again, those that have
     just skipped one included; all are read after the model's last layer. Weights of a signal that
     belong to a depth are those of the segment's beginning.
 
-    `depths` are those at which segments end, the last one being the model's last layer.
+    Attributes:
+      signal: scores tokens at the end of each segment.
+      thresholds: one per segment but the first.
+      depths: at which segments end, the last one being the model's last layer. Static.
     """
 
+    signal: Signal
+    thresholds: Float[Array, " boundary"]
+    depths: tuple[int, ...] = static()
+
     @property
-    def rejoins(self) -> bool:
-        return True
+    def name(self) -> str:
+        return self.signal.name
+
+    @property
+    def causal(self) -> bool:
+        return self.signal.causal
+
+    @property
+    def rule(self) -> Thresholded:
+        """The policy of depths with the same answers, each of which here is for one segment."""
+        return Thresholded(signal=self.signal, thresholds=self.thresholds, depths=self.depths)
 
 
 @pytree
@@ -106,7 +120,7 @@ def given_sets(
 
     Args:
       runs: which tokens run which segment; those of the first one are not read: all run it. With
-        one column per row, all tokens of the row run the same, new ones of `generate` too.
+        one column per row, all tokens of the row run the same, new ones too.
       depths: at which segments end.
       name: of the policy.
 
@@ -119,7 +133,7 @@ def given_sets(
             f"Wanted sets of {len(depths)} segments, which end at depths={depths}. Got runs of "
             f"shape {runs.shape}: segment, batch, token."
         )
-    # Whoever decided it for whole rows has seen no more than their prompts.
+    # A set for a whole row was chosen by its prompt at most.
     signal = SetTable(runs=runs[1:], name=name, causal=runs.shape[2] == 1)
     return LayerSets(signal=signal, thresholds=jnp.full(len(depths) - 1, 0.5), depths=depths)
 
