@@ -23,8 +23,8 @@ import numpy as np
 from select_one_of_64 import CONTEXT, TOKENS, best, queries_of, share
 
 import utio_jax
-from utio_jax.calibration.risk import control
-from utio_jax.calibration.selection import Query, half_of, replay, see_all
+from utio_jax.calibration.risk import control, half_of
+from utio_jax.calibration.selection import Query, replay, see_all
 from utio_jax.core.files import versions
 from utio_jax.decoding.select import Select, read_context, row_flops, select, survivors
 from utio_jax.models.training.corpus import Split

@@ -12,7 +12,6 @@ The functions below it take a decoder and its parameters, whatever made them, an
 
     utio_jax.score(decoder, params, token_ids, lengths, policy)      # one pass, a depth per token
     utio_jax.generate(decoder, params, prompts, mode=Adaptive(policy=policy))
-    utio_jax.encode_rows(encoder, params, inputs, lengths, policy)   # encoders: rows leave early
     utio_jax.bucket_tokens, utio_jax.run_buckets                     # independent items
 
 Axes, everywhere: `batch` rows; `token` along a row, in text order; `slot` a place in a packed
@@ -35,7 +34,6 @@ from utio_jax.calibration.compare import compare
 from utio_jax.calibration.online import adapt
 from utio_jax.core.decoder import Decoder, DecoderConfig
 from utio_jax.core.documents import check_tokens
-from utio_jax.core.encoder import Classifier, Encoder
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate, stream
@@ -75,7 +73,6 @@ from utio_jax.staircase.buckets import (
     run_buckets,
 )
 from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
-from utio_jax.staircase.encoding import encode_rows, encode_tokens
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import dense_states, reference_states
@@ -95,11 +92,9 @@ __all__ = [
     "CandidateGates",
     "CapacityPrefix",
     "Chance",
-    "Classifier",
     "Decoder",
     "DecoderConfig",
     "DepthFloor",
-    "Encoder",
     "Entropy",
     "Greedy",
     "Hazard",
@@ -144,8 +139,6 @@ __all__ = [
     "compare",
     "dense_states",
     "embedding_outlier",
-    "encode_rows",
-    "encode_tokens",
     "evaluate",
     "exit_nll",
     "fit_capacities",

@@ -12,7 +12,6 @@ from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.online import adapt
 from utio_jax.calibration.positions import margins_by_position, sums_by_position
 from utio_jax.calibration.risk import control, split_documents
-from utio_jax.calibration.row_exits import FittedRowExits, fit_row_exits
 from utio_jax.calibration.selection import FittedSelect, fit_select, see_all
 from utio_jax.calibration.stopping import (
     FittedStop,
@@ -30,7 +29,6 @@ __all__ = [
     "EngineClock",
     "ExitStudy",
     "FittedBand",
-    "FittedRowExits",
     "FittedSelect",
     "FittedStop",
     "Goal",
@@ -45,7 +43,6 @@ __all__ = [
     "control",
     "fit_band",
     "fit_lens",
-    "fit_row_exits",
     "fit_select",
     "fit_stop",
     "harm_gini",

@@ -23,8 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from utio_jax.calibration.risk import control, units_needed
-from utio_jax.calibration.selection import half_of
+from utio_jax.calibration.risk import control, half_of, units_needed
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, check_tokens
 from utio_jax.core.flops import token_cost

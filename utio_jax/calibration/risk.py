@@ -347,3 +347,17 @@ def risks_of_groups(risks: np.ndarray, tokens: np.ndarray, groups: np.ndarray) -
         )
     weights = (groups[:, None] == np.unique(groups)) * tokens[:, None]
     return risks @ weights / weights.sum(axis=0)
+
+
+def half_of(groups: np.ndarray, seed: int) -> np.ndarray:
+    """Returns which units a ladder is made of: about half, whole groups, drawn at random."""
+    names, member = np.unique(groups, return_inverse=True)
+    sizes = np.bincount(member)
+    order = np.random.default_rng(seed).permutation(len(names))
+    fits = np.zeros(len(names), np.bool_)
+    held = 0
+    for group in order.tolist():  # As near to one half as whole groups come.
+        if abs(2 * (held + sizes[group]) - len(groups)) < abs(2 * held - len(groups)):
+            fits[group] = True
+            held += sizes[group]
+    return fits[member]

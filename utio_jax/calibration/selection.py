@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.risk import control, units_needed
+from utio_jax.calibration.risk import control, half_of, units_needed
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.select import Select, read_context, row_flops, select, survivors
 
@@ -304,20 +304,6 @@ def _path(
 def _of(mine: tuple[int, ...], depths: tuple[int, ...]) -> list[int]:
     """Returns where some depths, and full depth, are among all."""
     return [*(depths.index(depth) for depth in mine), len(depths)]
-
-
-def half_of(groups: np.ndarray, seed: int) -> np.ndarray:
-    """Returns which units a ladder is made of: about half, whole groups, drawn at random."""
-    names, member = np.unique(groups, return_inverse=True)
-    sizes = np.bincount(member)
-    order = np.random.default_rng(seed).permutation(len(names))
-    fits = np.zeros(len(names), np.bool_)
-    held = 0
-    for group in order.tolist():  # As near to one half as whole groups come.
-        if abs(2 * (held + sizes[group]) - len(groups)) < abs(2 * held - len(groups)):
-            fits[group] = True
-            held += sizes[group]
-    return fits[member]
 
 
 def _check(

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.contrib.encoders.protocol import mean_of_tokens
 from utio_jax.core.decoder import Params
-from utio_jax.core.encoder import mean_of_tokens
 from utio_jax.models.transformer import LayerNorm, Transformer, TransformerConfig
 
 

@@ -27,16 +27,16 @@ from utio_jax import (
     random_depths,
     uniform,
 )
-from utio_jax.models.presets import TINY
-from utio_jax.models.transformer import Transformer
-from utio_jax.models.vision import VisionTransformer, patches_of, vision_config
-from utio_jax.staircase.encoding import (
+from utio_jax.contrib.encoders.rows import (
     RowBlocks,
     encode_rows,
     encode_tokens,
     read_exits,
     score_exits,
 )
+from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import reference_states
 
 EXITS = (1, 2, 3)
@@ -320,3 +320,18 @@ def test_an_encoder_without_classifier_has_embeddings_alone() -> None:
     sure = dataclasses.replace(similar, signal=Entropy())
     with pytest.raises(ValueError, match="a classifier, for a policy that looks at predictions"):
         encode_rows(model, params, ids, jnp.asarray([3, 2]), sure)
+
+
+def test_ids_that_the_model_has_not_are_refused() -> None:
+    model = Pooled(dataclasses.replace(TINY, causal=False))
+    params, most = live_params(model), TINY.vocab_size
+    lengths = jnp.asarray([3, 2])
+    for wrong in (-1, most):
+        ids = jnp.asarray([[5, 6, 7], [8, wrong, 0]])
+        message = rf"Wanted ids from 0 to below {most}.* Got \[{min(wrong, 5)}\] to \[.*tokenizer"
+        with pytest.raises(ValueError, match=message):
+            encode_rows(model, params, ids, lengths, uniform(2))
+        with pytest.raises(ValueError, match="Wanted ids from 0"):
+            read_exits(model, params, ids, lengths, depths=(1,))
+    found = encode_rows(model, params, jnp.asarray([[5, 6, 7], [8, 9, -1]]), lengths, uniform(2))
+    assert np.isfinite(np.asarray(found.pooled)).all(), "padding may be anything"

@@ -20,13 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.calibration.risk import control, units_needed
-from utio_jax.calibration.selection import half_of
+from utio_jax.calibration.risk import control, half_of, units_needed
+from utio_jax.contrib.encoders.protocol import Encoder
+from utio_jax.contrib.encoders.rows import Exits, read_exits, score_exits
 from utio_jax.core.decoder import Inputs, Params, check_depths
-from utio_jax.core.encoder import Encoder
 from utio_jax.policies.base import Signal
 from utio_jax.policies.depth import Thresholded
-from utio_jax.staircase.encoding import Exits, read_exits, score_exits
 
 _RUNGS = 24
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from utio_jax import MicroBatches, StateSimilarity, Thresholded, given_depths
+from utio_jax.contrib.encoders.bert import TextEncoder, load_encoder
+from utio_jax.contrib.encoders.rows import RowBlocks, encode_rows, encode_tokens, read_exits
 from utio_jax.core.files import load_tensors, save_tensors
-from utio_jax.models.bert import TextEncoder, load_encoder
-from utio_jax.staircase.encoding import RowBlocks, encode_rows, encode_tokens, read_exits
 
 # Made by transformers, where `make parity` runs this.
 PARITY = Path(os.environ.get("UTIO_PARITY", "none")) / "encoders"

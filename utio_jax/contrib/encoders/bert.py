@@ -24,8 +24,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Tokenizer
 
+from utio_jax.contrib.encoders.protocol import mean_of_tokens
+from utio_jax.contrib.encoders.rows import Encoded, RowBlocks, encode_rows
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
-from utio_jax.core.encoder import mean_of_tokens
 from utio_jax.core.files import load_json
 from utio_jax.models.config_reader import Reader
 from utio_jax.models.families import Rule, linear_rules
@@ -34,7 +35,6 @@ from utio_jax.models.stacking import place_tensors
 from utio_jax.models.tokenizer import load_tokenizer
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
-from utio_jax.staircase.encoding import Encoded, RowBlocks, encode_rows
 
 Pooling = Literal["mean", "cls"]
 """A row's state: the mean of its tokens', or that of its first token."""
@@ -63,6 +63,11 @@ class BertConfig(DecoderConfig):
     norm_eps: float = 1e-12
     pooling: Pooling = "mean"
     labels: int = 0
+
+    @property
+    def id_limits(self) -> tuple[int, int]:
+        """How many ids and how many kinds of tokens there are."""
+        return self.num_words, self.num_kinds
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -269,7 +274,7 @@ class TextEncoder:
         inputs = np.zeros((len(lengths), width, 2), np.int32)
         for row, each in enumerate(found):
             inputs[row, : len(each.ids)] = np.stack([each.ids, each.type_ids], axis=-1)
-        most = self.encoder.config.num_words, self.encoder.config.num_kinds
+        most = self.encoder.config.id_limits
         if (inputs.max(axis=(0, 1)) >= most).any():
             raise ValueError(
                 f"Wanted ids below {most[0]} and kinds below {most[1]}, as the model has. Got "

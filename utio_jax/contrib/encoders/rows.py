@@ -27,8 +27,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
+from utio_jax.contrib.encoders.protocol import Classifier, Encoder
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
-from utio_jax.core.encoder import Classifier, Encoder
 from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
 from utio_jax.core.layer import layer_at
 from utio_jax.core.lens import Wrapped
@@ -134,7 +134,8 @@ def encode_rows(
     Raises:
       TypeError: no policy, but the name of one.
       ValueError: a model that is causal, rows of another shape than it reads, lengths beyond them,
-        depths that it does not have, or a policy that asks for predictions it does not make.
+        depths that it does not have, a policy that asks for predictions it does not make, or,
+        outside jit, ids that the model does not have.
     """
     check_inputs(encoder, inputs, lengths)
     depths = check_policy(policy, encoder)
@@ -274,7 +275,10 @@ def score_exits(
 
 
 def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
-    """Checks the rows of an encoder: their shape, and of values that are not traced, the lengths.
+    """Checks the rows of an encoder: their shape; of values that are not traced, lengths and ids.
+
+    Ids lie below `vocab_size`, or below each of `id_limits` where the config has these: one for
+    each number of a token's input.
 
     Raises:
       ValueError: see `encode_rows`.
@@ -303,6 +307,21 @@ def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
             raise ValueError(
                 f"Wanted lengths between 0 and {shape[1]}. Got {ends.min()} to {ends.max()}."
             )
+        limits = getattr(config, "id_limits", () if wanted else (config.vocab_size,))
+        if limits and not isinstance(inputs, Tracer):
+            _check_ids(np.asarray(inputs).reshape(*shape[:2], len(limits)), ends, limits)
+
+
+def _check_ids(
+    ids: Int[np.ndarray, "row token id"], lengths: np.ndarray, limits: tuple[int, ...]
+) -> None:
+    real = ids[np.arange(ids.shape[1]) < lengths[:, None]]
+    if real.size and (real.min() < 0 or (real.max(axis=0) >= limits).any()):
+        raise ValueError(
+            f"Wanted ids from 0 to below {', '.join(map(str, limits))}, as the model has. Got "
+            f"{real.min(axis=0).tolist()} to {real.max(axis=0).tolist()}. Is the tokenizer another "
+            "model's? Ids of -1 for padding are not needed: lengths say what is real."
+        )
 
 
 def _reader(
