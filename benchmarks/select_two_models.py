@@ -24,9 +24,9 @@ from select_one_of_64 import CONTEXT, TOKENS, best, queries_of, share
 
 import utio_jax
 from utio_jax.calibration.risk import control, half_of
-from utio_jax.calibration.selection import Query, replay, see_all
+from utio_jax.contrib.select.fitting import Query, replay, see_all
+from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select, survivors
 from utio_jax.core.files import versions
-from utio_jax.decoding.select import Select, read_context, row_flops, select, survivors
 from utio_jax.models.training.corpus import Split
 
 ALL = Select(depths=(), margins=np.zeros(0, np.float32))

@@ -410,3 +410,17 @@ def test_wrong_documents_are_refused() -> None:
             risks_of_groups(risks, tokens, groups)
     with pytest.raises(ValueError, match="at least one token. Document 0 predicts 0"):
         risks_of_groups(np.ones((1, 3)), three, three)
+
+
+def test_errors_are_counted_by_the_binomial_itself() -> None:
+    assert units_needed(0.01, 0.95, binary=True) == 299
+    assert 0.99**299 <= 0.05 < 0.99**298
+    risks = np.zeros((3, 600))
+    risks[1, :2] = risks[2, :9] = 1
+    found = control(risks, max_risk=0.02, confidence=0.95, binary=True)
+    for lost, p_value in zip((0, 2, 9), found.p_values, strict=True):
+        wanted = sum(math.comb(600, k) * 0.02**k * 0.98 ** (600 - k) for k in range(lost + 1))
+        assert p_value == pytest.approx(wanted)
+    assert found.chosen == 1
+    with pytest.raises(ValueError, match="Wanted risks of 0 or 1"):
+        control(risks / 2, max_risk=0.02, confidence=0.95, binary=True)

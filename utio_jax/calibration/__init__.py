@@ -12,7 +12,6 @@ from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.online import adapt
 from utio_jax.calibration.positions import margins_by_position, sums_by_position
 from utio_jax.calibration.risk import control, split_documents
-from utio_jax.calibration.selection import FittedSelect, fit_select, see_all
 from utio_jax.calibration.stopping import (
     FittedStop,
     StopTrace,
@@ -29,7 +28,6 @@ __all__ = [
     "EngineClock",
     "ExitStudy",
     "FittedBand",
-    "FittedSelect",
     "FittedStop",
     "Goal",
     "LensConfig",
@@ -43,14 +41,12 @@ __all__ = [
     "control",
     "fit_band",
     "fit_lens",
-    "fit_select",
     "fit_stop",
     "harm_gini",
     "margins_by_position",
     "rank_correlation",
     "replay_stops",
     "row_losses",
-    "see_all",
     "split_documents",
     "study_exits",
     "sums_by_position",

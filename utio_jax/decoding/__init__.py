@@ -18,7 +18,6 @@ from utio_jax.decoding.sampling import (
     TopK,
     TopP,
 )
-from utio_jax.decoding.select import Context, Select, Selected, read_context, select
 from utio_jax.decoding.steady import Steady
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.thinking import Confidence, Thinking, Thought
@@ -30,7 +29,6 @@ __all__ = [
     "Chain",
     "Chunk",
     "Confidence",
-    "Context",
     "Controller",
     "Drop",
     "EntropyAbove",
@@ -48,8 +46,6 @@ __all__ = [
     "Plain",
     "Prefill",
     "Propagate",
-    "Select",
-    "Selected",
     "Setting",
     "Steady",
     "Temperature",
@@ -61,8 +57,6 @@ __all__ = [
     "TopP",
     "generate",
     "generate_text",
-    "read_context",
-    "select",
     "stream",
     "stream_text",
 ]

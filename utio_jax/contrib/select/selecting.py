@@ -10,7 +10,7 @@ shares. At each depth of `Select.depths` the head reads every candidate that is 
 that lie more than a margin behind the best leave. The others are packed into a smaller static
 batch. Who stays to the end has run all layers on all its tokens, behind a context at full depth:
 its score is full depth's. What a margin risks is that the winner leaves;
-`utio_jax.calibration.selection` finds margins that keep a promise about that.
+`utio_jax.contrib.select.fitting` finds margins that keep a promise about that.
 """
 
 from __future__ import annotations

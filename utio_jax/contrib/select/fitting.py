@@ -3,7 +3,7 @@
 
     seen = see_all(decoder, params, queries, depths=decoder.config.exits[:-1])
     fitted = fit_select(decoder, params, seen, depths=..., tokens=16, slots=128)
-    how = fitted.select          # for `utio_jax.decoding.select`; None: only full depth keeps it
+    how = fitted.select          # for `select`; None: only full depth keeps it
 
 Decisions follow from scores alone, and survivors' scores from nothing but their own tokens. So one
 pass in which nobody leaves says what any margins would have done. Half of the queries make a
@@ -22,8 +22,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.calibration.risk import control, half_of, units_needed
+from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select, survivors
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.select import Select, read_context, row_flops, select, survivors
 
 _WIDER = (2.0, 1.5, 1.25)  # Margins over the widest that any winner needed: the ladder's safe end.
 _STEPS = (1, 3)  # Winners that a step of the ladder gives up at one depth.

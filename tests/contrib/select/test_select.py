@@ -13,8 +13,8 @@ import pytest
 from helpers.counting import Counting, read_counts
 from helpers.models import Model, live_params
 
+from utio_jax.contrib.select.selecting import Select, Selected, read_context, row_flops, select
 from utio_jax.core.lens import lensed
-from utio_jax.decoding.select import Select, Selected, read_context, row_flops, select
 from utio_jax.models.presets import TINY
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase.score import run_score
