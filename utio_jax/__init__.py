@@ -42,7 +42,6 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Temperature, TopP
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.evaluation.evaluate import evaluate, score_documents
-from utio_jax.policies.bands import UncertainBand
 from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 from utio_jax.policies.importance import (
@@ -127,7 +126,6 @@ __all__ = [
     "Throttle",
     "TokenSurrogate",
     "TopP",
-    "UncertainBand",
     "UtioSurrogate",
     "__version__",
     "adapt",

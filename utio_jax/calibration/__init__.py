@@ -2,7 +2,6 @@
 """Fits signals and thresholds to a model and a text, and proves them against controls."""
 
 from utio_jax.calibration.advice import advise
-from utio_jax.calibration.bands import FittedBand, fit_band, row_losses
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
@@ -27,7 +26,6 @@ __all__ = [
     "ComparisonRow",
     "EngineClock",
     "ExitStudy",
-    "FittedBand",
     "FittedStop",
     "Goal",
     "LensConfig",
@@ -39,14 +37,12 @@ __all__ = [
     "calibrate",
     "compare",
     "control",
-    "fit_band",
     "fit_lens",
     "fit_stop",
     "harm_gini",
     "margins_by_position",
     "rank_correlation",
     "replay_stops",
-    "row_losses",
     "split_documents",
     "study_exits",
     "sums_by_position",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens go deeper: policies, the signals that they decide by, fitted ones as files."""
 
-from utio_jax.policies.bands import UncertainBand
 from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.policies.depth import (
     Thresholded,
@@ -61,7 +60,6 @@ __all__ = [
     "Thresholded",
     "Thresholds",
     "TokenSurrogate",
-    "UncertainBand",
     "UtioSurrogate",
     "attention_heat",
     "covering_depths",

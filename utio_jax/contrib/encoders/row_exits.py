@@ -109,7 +109,7 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     differs = _differs(exits, min_cosine)
     fits = half_of(np.arange(len(lengths)), seed)
     ladder = thresholds_of(scores[:, fits])
-    left = [leave(scores[:, ~fits], threshold) for threshold in ladder]
+    left = [leave(scores[:, ~fits], float(threshold)) for threshold in ladder]
     lost = np.stack([np.take_along_axis(differs[:, ~fits], at[None], 0)[0] for at in left])
     result = control(
         lost.astype(np.float64),

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import Scores, UncertainBand, score
-from utio_jax.calibration import fit_band, row_losses
-from utio_jax.calibration.bands import stops_of
+from utio_jax import Scores, score
 from utio_jax.calibration.risk import half_of
+from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
+from utio_jax.contrib.filter.fitting import stops_of
 from utio_jax.core.documents import Batch
 from utio_jax.policies.depth import uniform
 

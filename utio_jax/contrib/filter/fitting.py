@@ -24,10 +24,10 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from utio_jax.calibration.risk import control, half_of, units_needed
+from utio_jax.contrib.filter.signal import UncertainBand
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, check_tokens
 from utio_jax.core.flops import token_cost
-from utio_jax.policies.bands import UncertainBand
 from utio_jax.policies.depth import Thresholded
 from utio_jax.staircase.score import exit_nll, labels_of
 

@@ -9,7 +9,7 @@
 As filters of corpora by perplexity, monitors and moderation ask. At each exit the rows' mean loss
 there says what full depth's will be, by a line that is fitted for each exit; rows whose estimate is
 farther from the limit than a margin are decided, and only the band around the limit goes deeper.
-`utio_jax.calibration.fit_band` finds lines and margins that keep a promise.
+`fit_band` finds lines and margins that keep a promise.
 """
 
 from __future__ import annotations
