@@ -54,9 +54,9 @@ def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
         ("docs/edge_cloud.md", 1),
         ("docs/contrib/encoders.md", 1),
         ("docs/contrib/layer_skipping.md", 1),
+        ("docs/contrib/recurrent.md", 1),
         ("docs/contrib/select.md", 1),
         ("docs/engine.md", 3),
-        ("docs/recurrent.md", 1),
     ],
 )
 def test_a_guide_runs_from_top_to_bottom(

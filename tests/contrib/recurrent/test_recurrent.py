@@ -26,7 +26,7 @@ from utio_jax import (
     uniform,
 )
 from utio_jax.attention.history import History
-from utio_jax.models import Mamba2
+from utio_jax.contrib.recurrent import Mamba2
 from utio_jax.policies.signals import Chance
 from utio_jax.staircase.prompts import AttentionHeat, PromptImportance
 from utio_jax.staircase.sparse import SparseAttention
