@@ -31,7 +31,6 @@ from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.history import History
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import compare
-from utio_jax.calibration.online import adapt
 from utio_jax.core.decoder import Decoder, DecoderConfig
 from utio_jax.core.documents import check_tokens
 from utio_jax.decoding.adaptive import Adaptive
@@ -128,7 +127,6 @@ __all__ = [
     "TopP",
     "UtioSurrogate",
     "__version__",
-    "adapt",
     "assign_buckets",
     "attention_heat",
     "bucket_tokens",

@@ -8,7 +8,6 @@ from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import SIGNALS
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens
-from utio_jax.calibration.online import adapt
 from utio_jax.calibration.positions import margins_by_position, sums_by_position
 from utio_jax.calibration.risk import control, split_documents
 from utio_jax.calibration.stopping import (
@@ -32,7 +31,6 @@ __all__ = [
     "MaxDisagreement",
     "MaxLoss",
     "StopTrace",
-    "adapt",
     "advise",
     "calibrate",
     "compare",

@@ -16,7 +16,7 @@ from helpers.policies import DEPTHS, SIGNALS, scores_of
 
 from utio_jax import SoftmaxGap, Thresholded, full_depth, uniform
 from utio_jax.accounting.flops import gate_flops
-from utio_jax.calibration.online import (
+from utio_jax.contrib.online.online import (
     OnlineThresholds,
     adapt,
     observe,
