@@ -22,7 +22,7 @@ from utio_jax.staircase.encoding import (
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.prompts import AttentionHeat, Interleaved, PromptImportance, Recency
+from utio_jax.staircase.prompts import AttentionHeat, PromptImportance, Recency
 from utio_jax.staircase.reference import dense_states, reference_layer_sets, reference_states
 from utio_jax.staircase.score import (
     Comparison,
@@ -44,7 +44,6 @@ __all__ = [
     "Encoded",
     "Executor",
     "Exits",
-    "Interleaved",
     "MicroBatches",
     "PromptImportance",
     "Readout",
