@@ -14,7 +14,7 @@ import pytest
 from utio_jax import Scores, UncertainBand, score
 from utio_jax.calibration import fit_band, row_losses
 from utio_jax.calibration.bands import stops_of
-from utio_jax.calibration.selection import half_of
+from utio_jax.calibration.guarantee import half_of
 from utio_jax.core.documents import Batch
 from utio_jax.policies.depth import uniform
 

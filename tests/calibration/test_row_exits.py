@@ -15,8 +15,8 @@ from helpers.models import Model, live_params
 
 from utio_jax import Entropy, Patience, StateSimilarity
 from utio_jax.calibration import fit_row_exits
+from utio_jax.calibration.guarantee import half_of
 from utio_jax.calibration.row_exits import leave, row_policy, thresholds_of
-from utio_jax.calibration.selection import half_of
 from utio_jax.models.presets import TINY
 from utio_jax.models.vision import VisionTransformer, vision_config
 from utio_jax.staircase.encoding import encode_rows, read_exits

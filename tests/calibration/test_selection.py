@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.models import Model
 
-from utio_jax.calibration.risk import control, units_needed
+from utio_jax.calibration.guarantee import fit_with_guarantee, units_needed
 from utio_jax.calibration.selection import FittedSelect, fit_select, replay, see_all
 from utio_jax.decoding.select import Select, read_context, select
 
@@ -123,12 +123,9 @@ def test_what_does_not_fit_is_named(tiny: Model) -> None:
 def test_errors_are_counted_by_the_binomial_itself() -> None:
     assert units_needed(0.01, 0.95, binary=True) == 299
     assert 0.99**299 <= 0.05 < 0.99**298
-    risks = np.zeros((3, 600))
-    risks[1, :2] = risks[2, :9] = 1
-    found = control(risks, max_risk=0.02, confidence=0.95, binary=True)
+    lost_of = np.arange(600) < np.asarray([[0], [2], [9]])
+    found = fit_with_guarantee(lost_of, max_risk=0.02, confidence=0.95)
     for lost, p_value in zip((0, 2, 9), found.p_values, strict=True):
         wanted = sum(math.comb(600, k) * 0.02**k * 0.98 ** (600 - k) for k in range(lost + 1))
         assert p_value == pytest.approx(wanted)
     assert found.chosen == 1
-    with pytest.raises(ValueError, match="Wanted risks of 0 or 1"):
-        control(risks / 2, max_risk=0.02, confidence=0.95, binary=True)
