@@ -7,9 +7,10 @@ from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import SIGNALS
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
+from utio_jax.calibration.guarantee import fit_with_guarantee
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.positions import margins_by_position, sums_by_position
-from utio_jax.calibration.risk import control, split_documents
+from utio_jax.calibration.risk import split_documents
 from utio_jax.calibration.stopping import (
     FittedStop,
     StopTrace,
@@ -34,9 +35,9 @@ __all__ = [
     "advise",
     "calibrate",
     "compare",
-    "control",
     "fit_lens",
     "fit_stop",
+    "fit_with_guarantee",
     "harm_gini",
     "margins_by_position",
     "rank_correlation",

@@ -14,7 +14,7 @@ from helpers.encoders import Pooled
 from helpers.models import Model, live_params
 
 from utio_jax import Entropy, Patience, StateSimilarity
-from utio_jax.calibration.risk import half_of
+from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.encoders import fit_row_exits
 from utio_jax.contrib.encoders.row_exits import leave, row_policy, thresholds_of
 from utio_jax.contrib.encoders.rows import encode_rows, read_exits

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from utio_jax import Scores, score
-from utio_jax.calibration.risk import half_of
+from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
 from utio_jax.contrib.filter.fitting import stops_of
 from utio_jax.core.documents import Batch

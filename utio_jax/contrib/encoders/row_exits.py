@@ -6,7 +6,7 @@
 
 One threshold for all exits, as DeeBERT and PABEE have it. A row's scores depend on nothing but the
 row, so one pass over all exits says what any threshold would have done. Half of the rows make a
-ladder of thresholds, safest first; the other half tests it by `utio_jax.calibration.risk.control`,
+ladder of thresholds, safest first; the other half tests it by `fit_with_guarantee`,
 where a row is one unit, its risk 0 or 1.
 """
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.calibration.risk import control, half_of, units_needed
+from utio_jax.calibration.guarantee import fit_with_guarantee, halves
 from utio_jax.contrib.encoders.protocol import Encoder
 from utio_jax.contrib.encoders.rows import Exits, read_exits, score_exits
 from utio_jax.core.decoder import Inputs, Params, check_depths
@@ -97,27 +97,24 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
         model's.
     """
     depths = check_depths(depths, num_layers=encoder.config.num_layers)
-    needed = units_needed(max_disagreement, confidence, binary=True)
-    if len(lengths) < 2 * needed or int(np.asarray(lengths).min()) < 1:
+    shortest = int(np.asarray(lengths).min(initial=1))
+    if shortest < 1:
         raise ValueError(
-            f"Wanted at least {2 * needed} rows, none empty, for max_disagreement="
-            f"{max_disagreement} at confidence {confidence}: half of them tests. Got "
-            f"{len(lengths)}, the shortest of {int(np.asarray(lengths).min(initial=0))} tokens. "
-            "Give more rows, or ask for less."
+            f"Wanted rows, none empty. Got the shortest of {shortest} tokens. Leave it out."
         )
-    exits, scores = _see(encoder, params, signal, inputs, lengths, depths=depths)
-    differs = _differs(exits, min_cosine)
-    fits = half_of(np.arange(len(lengths)), seed)
-    ladder = thresholds_of(scores[:, fits])
-    left = [leave(scores[:, ~fits], float(threshold)) for threshold in ladder]
-    lost = np.stack([np.take_along_axis(differs[:, ~fits], at[None], 0)[0] for at in left])
-    result = control(
-        lost.astype(np.float64),
+    fits = halves(
+        np.arange(len(lengths)),
+        units="rows, none empty,",
         max_risk=max_disagreement,
         confidence=confidence,
         seed=seed,
-        binary=True,
     )
+    exits, scores = _see(encoder, params, signal, inputs, lengths, depths=depths)
+    differs = _differs(exits, min_cosine)
+    ladder = thresholds_of(scores[:, fits])
+    left = [leave(scores[:, ~fits], float(threshold)) for threshold in ladder]
+    lost = np.stack([np.take_along_axis(differs[:, ~fits], at[None], 0)[0] for at in left])
+    result = fit_with_guarantee(lost, max_risk=max_disagreement, confidence=confidence)
     rungs = tuple(
         RowRung(
             threshold=float(threshold),

@@ -8,7 +8,7 @@
 
 A row's loss at an exit depends on nothing but the row, so one pass over all exits says what any
 margins would have done. Half of the rows fit lines and a ladder of margins; the other half tests it
-from the safe end by `utio_jax.calibration.risk.control`, where a row is one unit, its risk 0 or 1.
+from the safe end by `fit_with_guarantee`, where a row is one unit, its risk 0 or 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from utio_jax.calibration.risk import control, half_of, units_needed
+from utio_jax.calibration.guarantee import fit_with_guarantee, halves
 from utio_jax.contrib.filter.signal import UncertainBand
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, check_tokens
@@ -147,9 +147,15 @@ def fit_band(  # noqa: PLR0913 (options, each named)
         than the promise takes.
     """
     exits = decoder.config.exits
-    _check(losses, exits, max_disagreement, confidence, groups)
+    _check(losses, exits, groups)
     rows = np.arange(losses.shape[1])
-    fits = half_of(rows if groups is None else groups, seed)
+    fits = halves(
+        rows if groups is None else groups,
+        units="rows",
+        max_risk=max_disagreement,
+        confidence=confidence,
+        seed=seed,
+    )
     mine, others = losses[:, fits], losses[:, ~fits]
     lines = [np.polyfit(each, mine[-1], 1) for each in mine[:-1]]
     slopes, offsets = np.transpose([*lines, (1.0, 0.0)])
@@ -172,13 +178,7 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     wrong = np.stack(
         [_wrong(estimates[:, ~fits], others[-1], limit, margins) for margins, _ in ladder]
     )
-    result = control(
-        wrong.astype(np.float64),
-        max_risk=max_disagreement,
-        confidence=confidence,
-        seed=seed,
-        binary=True,
-    )
+    result = fit_with_guarantee(wrong, max_risk=max_disagreement, confidence=confidence)
     rungs = tuple(
         BandRung(
             margins=tuple(margins.tolist()), flops_ratio=ratio, disagreement=mean, p_value=p_value
@@ -256,8 +256,6 @@ def _wrong(
 def _check(
     losses: np.ndarray,
     exits: tuple[int, ...],
-    max_disagreement: float,
-    confidence: float,
     groups: np.ndarray | None,
 ) -> None:
     if losses.ndim != 2 or losses.shape[0] != len(exits) or len(exits) < 2:
@@ -273,11 +271,4 @@ def _check(
     if groups is not None and groups.shape != losses.shape[1:]:
         raise ValueError(
             f"Wanted a group for each of {losses.shape[1]} rows. Got shape {groups.shape}."
-        )
-    needed = units_needed(max_disagreement, confidence, binary=True)
-    if losses.shape[1] < 2 * needed:
-        raise ValueError(
-            f"Wanted at least {2 * needed} rows for max_disagreement={max_disagreement} at "
-            f"confidence {confidence}: half of them tests. Got {losses.shape[1]}. Give more rows, "
-            "or ask for less."
         )

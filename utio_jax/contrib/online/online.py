@@ -15,7 +15,7 @@ disagreed is known for every observed token, whatever was in use. The choice amo
 that of conformal risk control (Angelopoulos et al. 2022, arXiv 2208.02814): the cheapest before the
 first whose disagreements, with one added, exceed the target. It holds on average over text like
 what was observed of late, and without the harm that frozen K/V do to others, as all tokens ran
-deep there. For a promise at a confidence, see `utio_jax.calibration.risk`.
+deep there. For a promise at a confidence, see `utio_jax.calibration.guarantee`.
 """
 
 from __future__ import annotations

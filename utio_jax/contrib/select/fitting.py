@@ -8,7 +8,7 @@
 Decisions follow from scores alone, and survivors' scores from nothing but their own tokens. So one
 pass in which nobody leaves says what any margins would have done. Half of the queries make a
 ladder: depths and margins that cost least at 0, 1, 2, ... lost winners. The other half tests it
-from the safe end, by `utio_jax.calibration.risk.control`; a query is one unit, its risk 0 or 1.
+from the safe end, by `fit_with_guarantee`; a query is one unit, its risk 0 or 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.risk import control, half_of, units_needed
+from utio_jax.calibration.guarantee import fit_with_guarantee, halves
 from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select, survivors
 from utio_jax.core.decoder import Decoder, Params
 
@@ -139,10 +139,16 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         promise takes.
     """
     depths = tuple(depths)
-    _check(seen, depths, max_disagreement, confidence, groups)
+    _check(seen, depths, groups)
     chance = Select(depths=depths, margins=np.zeros(len(depths)), top=top, widths=widths)
     sizes = np.asarray(chance.check(decoder, rows=seen.shape[2]))
-    fits = half_of(np.arange(len(seen)) if groups is None else groups, seed)
+    fits = halves(
+        np.arange(len(seen)) if groups is None else groups,
+        units="queries",
+        max_risk=max_disagreement,
+        confidence=confidence,
+        seed=seed,
+    )
     prices = _Prices(decoder, params, tokens=tokens, slots=slots, sizes=sizes)
     limit = int(np.ceil(2 * max_disagreement * fits.sum())) + 1
     ladder = _ladder(seen[fits], depths, prices, top=top, limit=limit, at_most=at_most)
@@ -150,13 +156,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     lost = np.stack(
         [replay(tried[:, _of(mine, depths)], margins, top=top)[1] for mine, margins, _ in ladder]
     )
-    result = control(
-        lost.astype(np.float64),
-        max_risk=max_disagreement,
-        confidence=confidence,
-        seed=seed,
-        binary=True,
-    )
+    result = fit_with_guarantee(lost, max_risk=max_disagreement, confidence=confidence)
     chosen = None
     if result.chosen is not None:
         mine, margins, _ = ladder[result.chosen]
@@ -309,8 +309,6 @@ def _of(mine: tuple[int, ...], depths: tuple[int, ...]) -> list[int]:
 def _check(
     seen: np.ndarray,
     depths: tuple[int, ...],
-    max_disagreement: float,
-    confidence: float,
     groups: np.ndarray | None,
 ) -> None:
     if seen.ndim != 3 or seen.shape[1] != len(depths) + 1:
@@ -321,11 +319,4 @@ def _check(
     if groups is not None and groups.shape != seen.shape[:1]:
         raise ValueError(
             f"Wanted a group for each of {len(seen)} queries. Got shape {groups.shape}."
-        )
-    needed = units_needed(max_disagreement, confidence, binary=True)
-    if len(seen) < 2 * needed:
-        raise ValueError(
-            f"Wanted at least {2 * needed} queries for max_disagreement={max_disagreement} at "
-            f"confidence {confidence}: half of them tests. Got {len(seen)}. Give more queries, or "
-            "ask for less."
         )
