@@ -293,7 +293,7 @@ class TextEncoder:
 
         Args:
           texts: of one batch.
-          policy: who leaves when; None: full depth for all.
+          policy: which rows leave when; None: full depth for all.
           blocks: in which rows run.
         """
         inputs, lengths = (jnp.asarray(y) for y in self.tokens(texts))
@@ -387,7 +387,7 @@ def _read_bert_config(
     if stored.get("model_type") != "bert":
         raise ValueError(
             f"Wanted a model_type of bert in {source}. Got {stored.get('model_type')!r}. Decoders "
-            "are read by utio_jax.load; other encoders take part through `utio_jax.Encoder`."
+            "are read by utio_jax.load; other encoders are a utio_jax.contrib.encoders.Encoder."
         )
     read = Reader(stored)
     read.need("hidden_act", *_ACTIVATIONS)

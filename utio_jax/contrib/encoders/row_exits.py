@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds for rows that leave an encoder early, with a promise: most come out as at full depth.
+"""Thresholds for rows that leave an encoder early, with a guarantee: most keep full depth's class.
 
     fitted = fit_row_exits(encoder, params, Entropy(), inputs, lengths, depths=(2, 4, 6, 8))
     found = encode_rows(encoder, params, inputs, lengths, fitted.policy)
@@ -52,7 +52,7 @@ class FittedRowExits:
     """What `fit_row_exits` found.
 
     Attributes:
-      policy: the cheapest that keeps the promise; None: nothing short of full depth does.
+      policy: the cheapest that has the guarantee; None: nothing short of full depth does.
       ladder: what was tested, safest first.
       tested: rows that it was tested on.
     """
@@ -93,7 +93,7 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
       seed: of the draw of the halves.
 
     Raises:
-      ValueError: fewer rows than the promise takes, empty ones, or depths that do not end at the
+      ValueError: fewer rows than the guarantee takes, empty ones, or depths that do not end at the
         model's.
     """
     depths = check_depths(depths, num_layers=encoder.config.num_layers)

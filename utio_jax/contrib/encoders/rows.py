@@ -253,7 +253,7 @@ def score_exits(
 ) -> Float[Array, "boundary row"]:
     """Returns a signal's scores of all rows at all depths but the last, as if none had left.
 
-    A row's scores do not depend on others, nor on who has left: any thresholds follow from these.
+    A row's scores do not depend on others, nor on which have left: all thresholds follow from them.
 
     Args:
       encoder: the model.
@@ -263,12 +263,12 @@ def score_exits(
       depths: in layers, ending where all rows leave. Static.
     """
     rows = exits.pooled.shape[1]
-    everybody = jnp.ones(rows, jnp.bool_)
+    all_rows = jnp.ones(rows, jnp.bool_)
     memory = signal.start(exits.start[:, None], jnp.zeros((rows, 1), jnp.int32))
     scores = []
     for index, depth in enumerate(depths[:-1]):
         logits = None if exits.logits is None else exits.logits[index]
-        seen = _boundary(encoder, params, exits.pooled[index], logits, everybody, depth)
+        seen = _boundary(encoder, params, exits.pooled[index], logits, all_rows, depth)
         score, memory = signal(index, seen, memory)
         scores.append(score[:, 0])
     return jnp.stack(scores)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Margins for filtering rows by loss, with a promise: most end on full depth's side of the limit.
+"""Margins for filtering rows by loss, with a guarantee: most end on full depth's side of the limit.
 
     losses = row_losses(decoder, params, batches)             # [exit, row], from one full pass
     fitted = fit_band(decoder, params, losses, limit=1.2, tokens=128)
@@ -40,7 +40,7 @@ class BandRung:
     """Margins that were tried.
 
     Attributes:
-      margins: in nats, one for each exit but the last; infinity: nobody stops there.
+      margins: in nats, one for each exit but the last; infinity: none stops there.
       flops_ratio: over full depth for all rows, heads included, on the fitting half; what `score`
         executes under `kv="drop"`, padding apart.
       disagreement: share of the testing half that ends on the other side.
@@ -59,7 +59,7 @@ class FittedBand:
 
     Attributes:
       signal: lines and the limit.
-      margins: the cheapest that keep the promise, infinite at exits that are not asked; None:
+      margins: the cheapest that have the guarantee, infinite at exits that are not asked; None:
         nothing short of full depth does.
       ladder: what was tested, safest first.
       fitted: rows that lines and ladder were made of.
@@ -74,7 +74,7 @@ class FittedBand:
 
     @property
     def policy(self) -> Thresholded | None:
-        """For `score`; None where no margins keep the promise."""
+        """For `score`; None where no margins have the guarantee."""
         return None if self.margins is None else self.signal.policy(self.margins)
 
 
@@ -123,7 +123,7 @@ def fit_band(  # noqa: PLR0913 (options, each named)
 ) -> FittedBand:
     """Returns the cheapest margins at which rows end on full depth's side, at a confidence.
 
-    The promise is about rows like these, each drawn on its own, with a limit that was set before:
+    The guarantee is about rows like these, each drawn on its own, with a limit that was set before:
     the test takes rows for independent. Many rows of one document are not, and keeping them in one
     half (`groups`) does not make them so: of one document, draw one or a few.
     Lines from an exit's loss to full depth's are least squares. Margins are so many standard
@@ -144,7 +144,7 @@ def fit_band(  # noqa: PLR0913 (options, each named)
 
     Raises:
       ValueError: losses of another shape than the model's exits say or not finite, or fewer rows
-        than the promise takes.
+        than the guarantee takes.
     """
     exits = decoder.config.exits
     _check(losses, exits, groups)

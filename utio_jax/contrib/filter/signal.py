@@ -9,7 +9,7 @@
 As filters of corpora by perplexity, monitors and moderation ask. At each exit the rows' mean loss
 there says what full depth's will be, by a line that is fitted for each exit; rows whose estimate is
 farther from the limit than a margin are decided, and only the band around the limit goes deeper.
-`fit_band` finds lines and margins that keep a promise.
+`fit_band` finds lines and margins with a guarantee.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class UncertainBand(SignalBase):
     """Minus the distance, in nats, between the limit and a row's estimated full-depth mean loss.
 
     All tokens of a row have one score, so rows stop as a whole. It looks at the whole row, hence is
-    not causal: for scoring alone. Nobody looks at a row that has stopped, so `kv="drop"` gives what
+    not causal: for scoring alone. Rows that have stopped are not read, so `kv="drop"` gives what
     `kv="propagate"` gives and costs less. Rows that predict nothing have the limit itself for an
     estimate.
 
@@ -77,7 +77,7 @@ class UncertainBand(SignalBase):
         """Returns the policy under which rows farther than a margin from the limit stop.
 
         Args:
-          margins: in nats, one for each exit but the last; infinity: nobody stops there.
+          margins: in nats, one for each exit but the last; infinity: none stops there.
 
         Raises:
           ValueError: another number of margins, or one below 0; a line too many or too few, or

@@ -93,7 +93,7 @@ def score_layer_sets(
         )
     depths, model, alone = policy.depths, Model(decoder, params, executor), kv == "drop"
     tokens = Tokens.embed(decoder, params, token_ids, lengths)
-    real, everyone = tokens.live, executor.pack(0, tokens.live)
+    real, all_slots = tokens.live, executor.pack(0, tokens.live)
     always = tokens.positions < jnp.broadcast_to(jnp.asarray(whole), lengths.shape)[:, None]
     rule = policy.rule
     memory = rule.start(token_ids, tokens.positions)
@@ -112,7 +112,7 @@ def score_layer_sets(
         asked = dataclasses.replace(tokens, x=x, live=real)
         goes = real
         if stop < depths[-1]:
-            head = Head(model, asked, everyone, depth=stop, asks=rule.asks(index))
+            head = Head(model, asked, all_slots, depth=stop, asks=rule.asks(index))
             goes, memory = rule.go_deeper(index, head.boundary(), memory)
             spent += Work.of(decisions=head.slots_asked) + head.work
 
@@ -126,8 +126,8 @@ def score_layer_sets(
         )
         work.append(spent)
     labels, predicted = labels_of(token_ids, lengths)
-    nll = model.map_head(everyone, next_token_nll, tokens.x, labels)
-    work.append(Work.of(heads=executor.heads_run(everyone)))
+    nll = model.map_head(all_slots, next_token_nll, tokens.x, labels)
+    work.append(Work.of(heads=executor.heads_run(all_slots)))
     return SetScores(
         log_likelihood=jnp.where(predicted, -nll, 0.0),
         ran=jnp.stack(ran),

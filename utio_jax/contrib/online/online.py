@@ -8,14 +8,14 @@ and any signal will do. The price is 1 / k of the gain from depth, and that thre
 batches old. Mixing a few tokens at full depth into every batch would be no cheaper, and would show
 them among frozen neighbours.
 
-All thresholds of a policy move together, along a row of candidates from "nobody stops" over the
-policy's own to "everybody stops at the first exit", set in quantiles of scores: the policy's
+All thresholds of a policy move together, along a row of candidates from "none stops" over the
+policy's own to "all stop at the first exit", set in quantiles of scores: the policy's
 balance between its exits stays, and one number is learned. How often each candidate would have
 disagreed is known for every observed token, whatever was in use. The choice among candidates is
 that of conformal risk control (Angelopoulos et al. 2022, arXiv 2208.02814): the cheapest before the
 first whose disagreements, with one added, exceed the target. It holds on average over text like
 what was observed of late, and without the harm that frozen K/V do to others, as all tokens ran
-deep there. For a promise at a confidence, see `utio_jax.calibration.guarantee`.
+deep there. For a guarantee at a confidence, see `utio_jax.calibration.guarantee`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class OnlineThresholds:
     """What has been observed. All leaves are arrays: nothing compiles when they change.
 
     Attributes:
-      candidates: thresholds in the score's unit, safest first; at row 0 nobody stops.
+      candidates: thresholds in the score's unit, safest first; at row 0 none stops.
       start: the policy's own, in use until half the memory is filled.
       wrong: tokens that each candidate would have stopped at an exit that disagrees, decayed.
       seen: observed tokens, decayed.
@@ -78,8 +78,8 @@ def start_online(
 ) -> OnlineThresholds:
     """Returns the state before anything is observed.
 
-    Halfway to "nobody" the policy's share of tokens at or below each threshold is halved, halfway
-    to "everybody" the share above it. A threshold of -inf, an exit that is not in use, stays so.
+    Halfway to "none" the policy's share of tokens at or below each threshold is halved, halfway
+    to "all" the share above it. A threshold of -inf, an exit that is not in use, stays so.
 
     Args:
       scores: `[boundary, token]` of a text; NaN and infinite ones are left out.
@@ -175,7 +175,7 @@ def observe(
 def thresholds(state: OnlineThresholds) -> Float[Array, " boundary"]:
     """Returns the cheapest candidate's thresholds before the first that misses the target.
 
-    Those of the policy until half the memory is filled; all -inf, nobody stops, where even the
+    Those of the policy until half the memory is filled; all -inf, none stops, where even the
     safest candidate that stops anyone misses the target.
     """
     meets = state.wrong[1:] + 1.0 <= (1.0 - state.agreement) * (state.seen + 1.0)
@@ -293,7 +293,7 @@ def adapt(  # noqa: PLR0913 (options, each named)
     if depths[-1] < decoder.config.num_layers:
         depths, start = (*depths, decoder.config.num_layers), np.append(start, np.inf)
     used = Thresholded(signal=policy.signal, thresholds=jnp.asarray(start), depths=depths)
-    nobody = dataclasses.replace(used, thresholds=jnp.full_like(used.thresholds, -jnp.inf))
+    none = dataclasses.replace(used, thresholds=jnp.full_like(used.thresholds, -jnp.inf))
 
     def run() -> Iterator[tuple[Batch, Scores, Thresholded]]:
         state, now = None, used
@@ -313,7 +313,7 @@ def adapt(  # noqa: PLR0913 (options, each named)
                 state = start_online(first, start, agreement=agreement, memory=memory)
             state = observe(state, scores, agrees, found.predicted)
             now = dataclasses.replace(used, thresholds=thresholds(state))
-            yield batch, found, nobody
+            yield batch, found, none
 
     return run()
 

@@ -172,7 +172,7 @@ class Mamba2:
         return params["layers"]
 
     def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
-        return positions  # Nobody asks for them: the decays say how far away a token is.
+        return positions  # Not read: the decays say how far away a token is.
 
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Margins for picking 1 of many, with a promise: in most queries the winner is full depth's.
+"""Margins for picking 1 of many, with a guarantee: in most queries the winner is full depth's.
 
     seen = see_all(decoder, params, queries, depths=decoder.config.exits[:-1])
     fitted = fit_select(decoder, params, seen, depths=..., tokens=16, slots=128)
     how = fitted.select          # for `select`; None: only full depth keeps it
 
 Decisions follow from scores alone, and survivors' scores from nothing but their own tokens. So one
-pass in which nobody leaves says what any margins would have done. Half of the queries make a
+pass in which none leaves says what any margins would have done. Half of the queries make a
 ladder: depths and margins that cost least at 0, 1, 2, ... lost winners. The other half tests it
 from the safe end, by `fit_with_guarantee`; a query is one unit, its risk 0 or 1.
 """
@@ -57,7 +57,7 @@ class FittedSelect:
     """What `fit_select` found.
 
     Attributes:
-      select: the cheapest that keeps the promise; None: nothing short of full depth does.
+      select: the cheapest that has the guarantee; None: nothing short of full depth does.
       ladder: what was tested, safest first.
       fitted: queries that the ladder was made of.
       tested: queries that it was tested on.
@@ -88,11 +88,11 @@ def see_all(
       mean: as in `Select`.
       slots: that contexts are padded to.
     """
-    nobody = Select(depths=tuple(depths), margins=np.full(len(depths), np.inf), mean=mean)
+    none = Select(depths=tuple(depths), margins=np.full(len(depths), np.inf), mean=mean)
     tables = []
     for ids, candidates, lengths in queries:
         context = read_context(decoder, params, ids, slots=slots)
-        tables.append(select(decoder, params, context, candidates, lengths, nobody).seen)
+        tables.append(select(decoder, params, context, candidates, lengths, none).seen)
     return np.stack(tables)
 
 
@@ -115,7 +115,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
 ) -> FittedSelect:
     """Returns the cheapest margins whose winners are full depth's, at a confidence.
 
-    The promise is about queries like these, each drawn on its own: of one document, draw one or a
+    The guarantee is about queries like these, each drawn on its own: of one document, draw one or a
     few. It holds over the draw of the queries, with the chosen depths and margins fixed afterwards.
 
     Args:
@@ -136,7 +136,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
 
     Raises:
       ValueError: scores of another shape than depths and queries say, or fewer queries than the
-        promise takes.
+        guarantee takes.
     """
     depths = tuple(depths)
     _check(seen, depths, groups)

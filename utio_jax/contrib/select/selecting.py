@@ -8,9 +8,9 @@
 A cascade that ranks: early-exit reranking, successive halving with margins in place of fixed
 shares. At each depth of `Select.depths` the head reads every candidate that is left, and those
 that lie more than a margin behind the best leave. The others are packed into a smaller static
-batch. Who stays to the end has run all layers on all its tokens, behind a context at full depth:
-its score is full depth's. What a margin risks is that the winner leaves;
-`utio_jax.contrib.select.fitting` finds margins that keep a promise about that.
+batch. One that stays to the end has run all layers on all its tokens, behind a context at full
+depth: its score is full depth's. What a margin risks is that the winner leaves;
+`utio_jax.contrib.select.fitting` finds margins that guarantee how rarely it does.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Context:
 
 @pytree
 class Select:
-    """Who goes on: the best `top` candidates, and whoever is less than a margin behind them.
+    """Which go on: the best `top` candidates, and those less than a margin behind them.
 
     A candidate's score is the log-likelihood of its tokens behind the context, in nats. Its first
     token is predicted by the context alone, so that term is full depth's at every depth. At depth 0
@@ -64,7 +64,7 @@ class Select:
 
     Attributes:
       margins: of scores, one for each depth. A candidate leaves when the `top`-th best score
-        exceeds its own by more. Infinity: nobody leaves.
+        exceeds its own by more. Infinity: none leaves.
       depths: in layers, strictly increasing, below the model's; 0: before the first layer.
       top: how many are wanted. Static.
       mean: scores are means over a candidate's tokens, otherwise sums. Static.
@@ -92,7 +92,7 @@ class Select:
         if margins.shape != (len(self.depths),) or not (margins >= 0).all():
             raise ValueError(
                 f"Wanted a margin of at least 0 for each of depths={self.depths}, in nats. Got "
-                f"{margins.tolist()}. Use infinity where nobody shall leave."
+                f"{margins.tolist()}. Use infinity where none shall leave."
             )
         if not 1 <= self.top <= rows:
             raise ValueError(f"Wanted a top from 1 to the {rows} candidates. Got top={self.top}.")
@@ -197,7 +197,7 @@ def select(
       context: of this model, from `read_context`.
       candidates: right-padded.
       lengths: tokens of each; 0: there is none.
-      how: who goes on.
+      how: which go on.
 
     Raises:
       ValueError: see `Select.check`; ids outside the vocabulary, no candidates, or ones that do not
