@@ -71,6 +71,7 @@ ROOMS = {
     "benchmark": "Measuring",
     "serving": "Models over HTTP",
     "report": "Saying what was measured",
+    "contrib": "Techniques outside the core",
 }
 
 

@@ -264,7 +264,7 @@ def read_prompts(
     prompt, follow = width * 7 // 8, width // 8
     try:
         choice = prompt_choice(decoder, params, budget, choices=model.prompt_choices)
-        cut = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_PROMPTS)
+        cut, _ = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_PROMPTS)
     except ValueError:
         return None
     shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)

@@ -26,11 +26,12 @@ class Evaluate(Scoring):
 
     Attributes:
       text: text files; with --out also .jsonl and .parquet.
-      prompt_tokens: of each row of --token-ids.
+      prompt_tokens: of each row of --token-ids. For the interval each row counts as a document:
+        give one row of each, or it comes out too narrow.
       prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
       prompt_deep: share of each prompt that goes deep.
-      prompt_by: what chooses it: sinks_recent, heat, externality, gate, random or none (the
-        last token alone).
+      prompt_by: what chooses it: sinks_recent, heat, gate, random or none (the last token
+        alone).
       prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
         default.
       far_tasks: instead of --token-ids: facts stated once in running text (--text) and asked for at
@@ -130,7 +131,9 @@ class Evaluate(Scoring):
 
     def _run_prompts(self, prompt_tokens: int) -> dict[str, Any]:
         """Returns losses of what follows prompts, and what reading these costs."""
-        from utio_jax.calibration.prompt_choice import increase_interval
+        import numpy as np
+
+        from utio_jax.calibration.prompt_choice import describe_interval, increase_interval
         from utio_jax.evaluation.prompts import (
             continuation_losses,
             prompt_flops_ratio,
@@ -164,13 +167,14 @@ class Evaluate(Scoring):
         if choice is not None:
             ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate)
         increase = 100 * (float(found.sum()) / float(full.sum()) - 1)
-        low, high = increase_interval(found, full)
+        interval = increase_interval(found, full, np.arange(rows.rows))
         if is_first():
             how = "in full" if choice is None else f"by {choice.label}"
             print(
                 f"{rows.rows} prompts of {prompt_tokens} tokens read {how}, at {ratio:.3f} of "
-                f"their FLOPs: {increase:+.3f} % [{low:+.3f}, {high:+.3f}] loss of the "
-                f"{rows.tokens:,} tokens that follow",
+                f"their FLOPs: {increase:+.3f} % "
+                f"[{describe_interval(interval, digits=3)}] loss of the "
+                f"{rows.tokens:,} tokens that follow; each row counts as a document",
                 file=sys.stderr,
             )
         return {
@@ -182,7 +186,7 @@ class Evaluate(Scoring):
             "nll": round(float(found.sum()) / rows.tokens, 6),
             "nll_full": round(float(full.sum()) / rows.tokens, 6),
             "nll_increase_pct": round(increase, 4),
-            "interval": [round(low, 4), round(high, 4)],
+            "interval": None if interval is None else [round(end, 4) for end in interval],
             "prompt_flops_ratio": round(ratio, 6),
         }
 

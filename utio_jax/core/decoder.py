@@ -287,7 +287,7 @@ class Mixes(Decoder, Protocol):
 
     Linear attention and state-space layers, written as masked products: `queries` is what a token
     asks, `keys_values` what it shows to others, and `mix` puts the two together. What a key holds
-    is the decoder's own affair: its decay, for one (`utio_jax.models.mamba`).
+    is the decoder's own affair: its decay, for one (`utio_jax.contrib.recurrent`).
 
     What a token does to the recurrent state of a layer, if it has stopped before: under
     `kv="propagate"` it is taken in as any other, by what `keys_values` makes of its frozen state;

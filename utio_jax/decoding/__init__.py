@@ -9,7 +9,6 @@ from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompt_router import route_by_prompts
 from utio_jax.decoding.sampling import (
     Chain,
     Greedy,
@@ -19,7 +18,6 @@ from utio_jax.decoding.sampling import (
     TopK,
     TopP,
 )
-from utio_jax.decoding.select import Context, Select, Selected, read_context, select
 from utio_jax.decoding.steady import Steady
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.thinking import Confidence, Thinking, Thought
@@ -31,7 +29,6 @@ __all__ = [
     "Chain",
     "Chunk",
     "Confidence",
-    "Context",
     "Controller",
     "Drop",
     "EntropyAbove",
@@ -49,8 +46,6 @@ __all__ = [
     "Plain",
     "Prefill",
     "Propagate",
-    "Select",
-    "Selected",
     "Setting",
     "Steady",
     "Temperature",
@@ -62,9 +57,6 @@ __all__ = [
     "TopP",
     "generate",
     "generate_text",
-    "read_context",
-    "route_by_prompts",
-    "select",
     "stream",
     "stream_text",
 ]

@@ -16,14 +16,13 @@ from utio_jax.attention.cache import KVCache
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import ModeBase, Setting, emit_drawn
-from utio_jax.decoding.frozen import PassBy, Propagate, Spent, frozen_kv, run_cached
+from utio_jax.decoding.frozen import Propagate, Spent, frozen_kv, run_cached
 from utio_jax.decoding.packed import run_packed
 from utio_jax.decoding.state import DecodeState
 from utio_jax.decoding.step import DecodeStep, RowHead, RowReading
 from utio_jax.decoding.throttle import Throttle, Watch
 from utio_jax.decoding.throttle_attention import run_throttled
-from utio_jax.policies.base import Policy, rejoins
-from utio_jax.staircase.layer_sets import check_layer_sets
+from utio_jax.policies.base import Policy
 from utio_jax.staircase.loop import check_policy
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
@@ -38,8 +37,7 @@ class Adaptive(ModeBase):
     rows, 0.4 % of the steps skip.
 
     Attributes:
-      policy: decides at each of its depths; must be causal. One with sets of layers
-        (`utio_jax.policies.layer_sets`) takes `kv="propagate"`, rows together and no throttle.
+      policy: decides at each of its depths; must be causal.
       kv: what later tokens see of a stopped one at deeper layers: `"propagate"` projects K/V from
         its last state, `"drop"` shows nothing, `"mapped"` takes them from KV maps of its last
         state (`utio_jax.core.kv_maps`), `"full"` computes its true K/V as soon as a token
@@ -78,14 +76,6 @@ class Adaptive(ModeBase):
                 f"{'no' if self.throttle is None else 'a'} throttle. Leave one out."
             )
 
-        others = self.kv != "propagate" or self.pack or self.throttle is not None
-        if rejoins(self.policy) and others:
-            raise ValueError(
-                f'Wanted kv="propagate", no pack and no throttle for sets of layers. Got '
-                f"kv={self.kv!r}, pack={self.pack} and {'no' if self.throttle is None else 'a'} "
-                "throttle. Leave them out, or take a policy of depths."
-            )
-
     @property
     def name(self) -> str:
         return "adaptive"
@@ -113,8 +103,6 @@ class Adaptive(ModeBase):
     @property
     def frozen(self) -> Propagate:
         """What later tokens see of stopped ones, as what keeps it so."""
-        if rejoins(self.policy):
-            return PassBy(self.policy.depths)
         return frozen_kv(self.kv, self.policy.depths, catch_up=self.catch_up)
 
     def check(self, decoder: Decoder) -> None:
@@ -127,9 +115,6 @@ class Adaptive(ModeBase):
             )
         if self.throttle is not None:
             self.throttle.check(self.policy, decoder)
-        if rejoins(self.policy):
-            layers = decoder.config.num_layers
-            check_layer_sets(self.policy, layers, kv=self.kv, attention=None, cache=None)
 
     def segments(self, decoder: Decoder) -> int:
         return self.frozen.segments
@@ -145,7 +130,7 @@ class Adaptive(ModeBase):
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Runs the last token of every row as deep as it has to, and draws the next one."""
-        frozen, depths, sets = self.frozen, self.policy.depths, rejoins(self.policy)
+        frozen, depths = self.frozen, self.policy.depths
         now = DecodeStep.begin(setting, state)
         kv = frozen.begin(now, state.memory.kv)
         memory = self.policy.start(state.last_ids[:, None], now.block.positions)
@@ -159,11 +144,7 @@ class Adaptive(ModeBase):
                 run, watch = self._reader(setting, now, watch, index)
                 now, kv = frozen.run(setting, state, now, kv, index, run)
 
-            # 2. Ask which rows go deeper. At the last depth none do. Of sets of layers, every row
-            #    is asked which segment it runs next, and is read after the last.
-            if sets:
-                now, memory, reading = self._choose(setting, now, index, memory, reading)
-                continue
+            # 2. Ask which rows go deeper. At the last depth none do.
             head, stops = RowHead(setting, now, depth=stop), now.live
             if stop < depths[-1]:
                 boundary = head.boundary()
@@ -177,21 +158,8 @@ class Adaptive(ModeBase):
             now = now.freeze(stops, depth=stop)
 
         cache, kv, spent = frozen.end(setting, state, now, kv)
-        reading = reading.finish(setting, now, () if sets else depths)
+        reading = reading.finish(setting, now, depths)
         return self._emit(setting, state, now, reading, watch, cache, kv, spent)
-
-    def _choose(
-        self, setting: Setting, now: DecodeStep, index: int, memory: Any, reading: RowReading
-    ) -> tuple[DecodeStep, Any, RowReading]:
-        """Returns the step with the rows live that run the next segment, and what that took."""
-        start, stop = list(itertools.pairwise((0, *self.policy.depths)))[index]
-        goes = now.block.valid
-        if stop < self.policy.depths[-1]:
-            everyone = dataclasses.replace(now, live=now.block.valid)
-            head = RowHead(setting, everyone, depth=stop)
-            goes, memory = self.policy.go_deeper(index, head.boundary(), memory)
-            reading = reading.look(head)
-        return now.choose(goes, layers=stop - start), memory, reading
 
     def _watch(self, state: DecodeState) -> Watch | None:
         """Returns which rows are throttled at first; None without a throttle."""
@@ -238,7 +206,7 @@ class Adaptive(ModeBase):
         state = dataclasses.replace(state, cache=cache, memory=memory, tally=tally)
         state = state if watch is None else watch.close(state)
         # Packed rows run by themselves; otherwise a row goes along with the deepest.
-        ran = now.token_layers if self.pack or rejoins(self.policy) else now.deepest
+        ran = now.token_layers if self.pack else now.deepest
         executed = jnp.broadcast_to(ran, state.lengths.shape)
         return emit_drawn(
             setting, state, reading.logits, decided=now.depth[:, 0], executed=executed

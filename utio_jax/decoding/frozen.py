@@ -4,7 +4,6 @@
     propagate   K/V of deeper layers are projected from its last state, at the end of its step
     mapped      K/V of deeper layers are mapped from its last state, likewise
     drop        nothing: deeper layers skip it
-    (sets)      K/V of skipped layers are projected from the state that passes them by
     full        its own full-depth K/V, computed once a later token goes that deep
 
 All of them run one segment at a time on the rows that are live, and keep the cache such that the
@@ -138,35 +137,6 @@ class Propagate:
         deepest, last = now.deepest, self.depths[-1]
         cache = _projected(setting, now, start=deepest, bounds=(self.depths[0], last))
         return _filled(state, cache), memory, Spent(projected=last - deepest + now.projected)
-
-
-@dataclasses.dataclass(frozen=True)
-class PassBy(Propagate):
-    """For sets of layers: where no row runs a segment, its K/V are projected from the states then.
-
-    A later segment changes the state again, so this cannot wait until the end of the step.
-    """
-
-    def run(
-        self,
-        setting: Setting,
-        state: DecodeState,
-        now: DecodeStep,
-        memory: Any,
-        index: int,
-        run: RunSegment = run_cached,
-    ) -> tuple[DecodeStep, Any]:
-        start, depth = (0, *self.depths)[index], self.depths[index]
-        now, memory = super().run(setting, state, now, memory, index, run)
-        ran = jnp.where(jnp.any(now.live), depth, start)
-        cache = _projected(setting, now, start=ran, bounds=(start, depth))
-        return dataclasses.replace(now, cache=cache, projected=now.projected + depth - ran), memory
-
-    def end(
-        self, setting: Setting, state: DecodeState, now: DecodeStep, memory: Any
-    ) -> tuple[KVCache, Any, Spent]:
-        del setting
-        return _filled(state, now.cache), memory, Spent(projected=now.projected)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from utio_jax.core.layer import layer_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.segments import block_at, project_frozen
 from utio_jax.decoding.state import PromptPass
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase.base import Executor, Tokens, rotated
 from utio_jax.staircase.capacity import CapacityPrefix
@@ -113,12 +113,6 @@ class Prefill:
                 f"mode has to keep up. Got Prefill(kv={self.kv!r}) and a mode with kv={kv!r}."
             )
         check_kv(mine, ("propagate", "drop", "mapped", "full"), decoder=decoder)
-        if rejoins(policy):
-            raise ValueError(
-                "Wanted a policy of depths for prompts: where no token runs a segment, new ones "
-                f"would find no K/V there. Got {policy.name!r}, which has sets of layers. Read "
-                "prompts in full, as prefill=None does."
-            )
         depths = check_policy(policy, decoder, kv=mine)
         if self.attention is not None:
             self.attention.index_of(0, depths)

@@ -103,14 +103,6 @@ class DecodeStep:
             self, live=self.live & ~stops, depth=jnp.where(stops, depth, self.depth)
         )
 
-    def choose(self, runs: Bool[Array, "batch 1"], *, layers: int) -> DecodeStep:
-        """Returns the step with those rows live that run the next segment, of sets of layers.
-
-        `depth` counts the layers that each row has run, of which the last segment had `layers`.
-        """
-        depth = self.depth + layers * self.live
-        return dataclasses.replace(self, live=self.block.valid & runs, depth=depth)
-
 
 class RowHead:
     """The vocabulary head at one depth of a step: run if any row needs it, and once at most.
@@ -188,10 +180,6 @@ class RowReading:
             heads=self.heads + head.runs,
             maps=self.maps + head.maps,
         )
-
-    def look(self, head: RowHead) -> RowReading:
-        """Returns the reading after a look at logits that nothing is emitted from."""
-        return dataclasses.replace(self, heads=self.heads + head.runs, maps=self.maps + head.maps)
 
     def finish(self, setting: Setting, now: DecodeStep, depths: tuple[int, ...]) -> RowReading:
         """Returns the reading of all rows: one head for those that nothing has looked at."""

@@ -27,7 +27,7 @@ from utio_jax.edge.parts import Next, Widths, all_shapes, identify, part_of, rea
 from utio_jax.edge.record import EdgeRecord, EdgeText, EdgeToken
 from utio_jax.edge.talk import NOTHING_SAID, Talk
 from utio_jax.edge.wire import ROW, CloudLostError, Link, Wire, connect
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.policies.base import Policy
 from utio_jax.staircase.loop import check_policy
 
 
@@ -296,7 +296,7 @@ def _one_row(sampling: Sampling) -> PerRowSampling:
 def _depths_of(policy: Policy, decoder: Decoder) -> tuple[int, ...]:
     """Returns a policy's depths, once it is known to be one that an edge can have."""
     layers, depths = decoder.config.num_layers, check_policy(policy, decoder)
-    if len(depths) != 2 or depths[1] != layers or not policy.causal or rejoins(policy):
+    if len(depths) != 2 or depths[1] != layers or not policy.causal:
         raise ValueError(
             f"Wanted a causal policy of two depths, the edge's exit and the model's {layers} "
             f"layers. Got policy {policy.name!r} with depths={depths}. For example: "

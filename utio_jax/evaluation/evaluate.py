@@ -23,7 +23,7 @@ from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
 from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
 from utio_jax.devices.processes import Arrays, Shards, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, check_mesh, place
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import check_policy
@@ -137,7 +137,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
                     cost,
                     depths,
                     key_widths=executor.key_widths(ids.shape[1]),
-                    deepest=layers if rejoins(policy) else int(depths.max(initial=0)),
+                    deepest=int(depths.max(initial=0)),
                     keep_frozen=kv == "propagate",
                     sparse_layers=_sparse_layers(found, policy, rows),
                     history=0 if choice is None else choice.history.size,

@@ -23,7 +23,7 @@ import itertools
 from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, init_cache
@@ -31,10 +31,9 @@ from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, Params, check_dept
 from utio_jax.core.kv_maps import check_stops
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
-from utio_jax.staircase.layer_sets import check_layer_sets, run_layer_sets
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, check_kv
 from utio_jax.staircase.sparse import Packing, SparseAttention
@@ -48,14 +47,12 @@ class StaircaseResult:
       x: what the head reads of each token: its state at its decided depth, mapped if the decoder
         `HasExitLens`; padding holds undefined states.
       tokens: the same without that map, with what frozen tokens show in deeper layers.
-      depths: decided depths in layers; of sets of layers, how many each token ran; 0 for padding.
+      depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
       read: what the readout found, `[batch, token, ...]`, 0 for padding; None without one.
       sparse: which tokens attended sparsely; leaves lead with `[segment]`. None without
         `attention`.
       cache: with the K/V of the layers that ran; None without one.
-      ran: which tokens ran which segment, `[segment, batch, token]`, where a policy `rejoins`; None
-        elsewhere.
     """
 
     x: Float[Array, "batch token dim"]
@@ -65,7 +62,6 @@ class StaircaseResult:
     read: Any = None
     sparse: SparseQueries | None = None
     cache: KVCache | None = None
-    ran: Bool[Array, "segment batch token"] | None = None
 
 
 def staircase(  # noqa: PLR0913 (options, each named)
@@ -84,8 +80,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
     """Runs every token to the depth that the policy decides, and only that deep.
 
     Equals `reference_states(decoder, params, token_ids, lengths, result.depths, kv=kv)` on real
-    tokens, with `result.sparse`, repeated for each segment's layers. Where a policy `rejoins`, it
-    equals `reference_layer_sets` with `result.ran`, repeated likewise.
+    tokens, with `result.sparse`, repeated for each segment's layers.
 
     Args:
       decoder: the model. Static under jit.
@@ -103,26 +98,13 @@ def staircase(  # noqa: PLR0913 (options, each named)
         Its watermarks are the caller's.
 
     Raises:
-      ValueError: unknown kv, a policy whose depths do not fit the model, an attention whose
-        thresholds do not fit the depths, or sets of layers with an attention, a cache or maps.
+      ValueError: unknown kv, a policy whose depths do not fit the model, or an attention whose
+        thresholds do not fit the depths.
     """
     check_kv(kv, ("propagate", "drop", "mapped"), decoder=decoder)
     depths, model = check_policy(policy, decoder, kv=kv), Model(decoder, params, executor)
     tokens = Tokens.embed(decoder, params, token_ids, lengths)  # All live, at depth 0.
     memory = policy.start(token_ids, tokens.positions)
-    if rejoins(policy):
-        check_layer_sets(policy, decoder.config.num_layers, kv=kv, attention=attention, cache=cache)
-        reading = Reading.start(model, tokens, depths[-1:])  # All are read after the last layer.
-        tokens, ran, work = run_layer_sets(model, tokens, policy, memory, kv=kv)
-        out, read, rest = reading.finish(model, tokens, readout)
-        return StaircaseResult(
-            x=out,
-            tokens=tokens,
-            depths=tokens.depth,
-            work=stack_work([*work, *rest]),
-            read=read,
-            ran=ran,
-        )
     own_cache = cache is None and bool(decoder.config.kv_source)
     if own_cache:  # Layers read there what others have made.
         batch, width, _ = tokens.x.shape

@@ -267,39 +267,3 @@ def reference_states(
             at_exit = (depths == depth)[..., None]
             read = jnp.where(at_exit, apply_exit_lens(decoder, params, x, depth), read)
     return read
-
-
-def reference_layer_sets(
-    decoder: Decoder,
-    params: Params,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    runs: Bool[Array, "layer batch token"],
-    *,
-    kv: FrozenKV = "propagate",
-) -> Float[Array, "batch token dim"]:
-    """Returns every token's last state where each runs a set of layers. Slow and obvious.
-
-    All layers run on all tokens under masks: the definition of `utio_jax.policies.layer_sets`.
-    Where a token does not run a layer, its state passes by unchanged, and others see in that layer
-    the K/V of this state (`"propagate"`), or nothing of it (`"drop"`).
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: right-padded rows.
-      lengths: real tokens per row.
-      runs: which tokens run which layer.
-      kv: `"propagate"` or `"drop"`.
-    """
-    check_kv(kv, ("propagate", "drop"))
-    positions, valid = positions_of(token_ids, lengths)
-    places = decoder.encode_positions(positions)
-    x = decoder.embed(params, token_ids, positions)
-    for index in range(decoder.config.num_layers):
-        layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
-        mine = valid & runs[index]
-        key_positions = jnp.where(mine if kv == "drop" else valid, positions, NOWHERE)
-        new = apply_layer(decoder, layer, x, places, mix, mix.visible(positions, key_positions))
-        x = jnp.where(mine[..., None], new, x)
-    return x
