@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utio_jax.cli.corpus import OfCorpus, file_digest, maker
+from utio_jax.cli.corpus import OfCorpus, maker
 from utio_jax.cli.options import (
     OfWindows,
     check_out,
@@ -23,11 +23,11 @@ from utio_jax.cli.options import (
 from utio_jax.core.files import save_json
 
 if TYPE_CHECKING:
-    from utio_jax.accounting.ledger import Ledger
     from utio_jax.cluster.job import Finished
     from utio_jax.cluster.scoring import DocumentScorer
     from utio_jax.cluster.scoring import Scored as Sums
     from utio_jax.evaluation.evaluate import TextScore
+    from utio_jax.evaluation.ledger import Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,6 @@ class Scoring(OfCorpus, OfWindows):
       batch: rows per pass, at most.
       kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
       min_tokens: passes of fewer tokens run at full depth. By default none do for that.
-      profit: a profit.json that `utio-jax bench` measured here; passes that it predicts not to pay
-        run at full depth.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there,
         with any number of processes.
     """
@@ -94,12 +92,10 @@ class Scoring(OfCorpus, OfWindows):
     batch: int = 16
     kv: str | None = None
     min_tokens: int | None = None
-    profit: Path | None = None
     shards: Path | None = None
 
     def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
         """Returns the scores of files, or of `token_ids`, and what was read."""
-        from utio_jax.accounting.profit import Profit
         from utio_jax.devices.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
         from utio_jax.models.texts import read_files
@@ -135,7 +131,6 @@ class Scoring(OfCorpus, OfWindows):
                 shards=shards,
                 fractions=fractions,
                 min_tokens=self.min_tokens or 0,
-                profit=None if self.profit is None else Profit.load(self.profit),
                 progress=step,
             )
         layers = model.decoder.config.num_layers
@@ -165,7 +160,6 @@ class Scoring(OfCorpus, OfWindows):
             "context": model.decoder.config.context_length,
             "batch": self.batch,
             "min_tokens": self.min_tokens or 0,
-            "profit": file_digest(self.profit),
         }
         here = partial(_scorer_of, self, model)
         done = self.run_corpus(files, identity, here if self.ray is None else maker(_scorer, self))
@@ -192,7 +186,6 @@ class Scoring(OfCorpus, OfWindows):
             calibration=self.calibration,
             kv=self.kv,
             min_tokens=self.min_tokens,
-            profit=self.profit,
         )
         return kv
 
@@ -203,7 +196,6 @@ def _scorer(command: Scoring) -> DocumentScorer:
 
 
 def _scorer_of(command: Scoring, model: Any) -> DocumentScorer:
-    from utio_jax.accounting.profit import Profit
     from utio_jax.cluster.scoring import DocumentScorer
 
     policy, _, fractions = command.named_policy(model)
@@ -218,5 +210,4 @@ def _scorer_of(command: Scoring, model: Any) -> DocumentScorer:
         kv=kv,
         fractions=fractions,
         min_tokens=command.min_tokens or 0,
-        profit=None if command.profit is None else Profit.load(command.profit),
     )
