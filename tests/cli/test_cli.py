@@ -126,11 +126,11 @@ def test_score_token_ids_are_taken_as_they_are(
     ids = np.random.default_rng(0).integers(0, 300, 90).tolist()
     file = tmp_path / "ids.json"
     file.write_text(json.dumps([ids, ids[:7]]))
-    losses = {}
+    losses, fewer = {}, "tokens are fewer than the minimum of 256"
     for policy, more in {
         "full": [],
         "uniform": ["--depth", "2"],
-        "learned": ["--budget", "0.8"],
+        "learned": ["--budget", "0.8", "--min-tokens", "0"],
         "random": ["--budget", "0.8"],
     }.items():
         arguments = ["score", "--token-ids", str(file), "--model", str(bare), "--policy", policy]
@@ -140,6 +140,9 @@ def test_score_token_ids_are_taken_as_they_are(
         losses[policy] = found["nll"]
         if policy == "full":
             assert found["nll"] == pytest.approx(found["nll_full"])
+        # By themselves, short passes are not routed; what is truncated is no pass that routes.
+        assert any(fewer in reason for reason in found["fallbacks"]) == (policy == "random")
+    assert losses["random"] == pytest.approx(losses["full"])
     assert losses["uniform"] != losses["full"]
 
 

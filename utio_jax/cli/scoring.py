@@ -67,6 +67,10 @@ class CorpusScored:
         return summary | {"out": str(self.finished.folder.path), "kept": self.finished.kept}
 
 
+_LEAST = 256
+"""Tokens from which on routing paid where most of them stop early (results/benchmark_suites.md)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring(OfCorpus, OfWindows):
     """Options of scoring.
@@ -79,7 +83,7 @@ class Scoring(OfCorpus, OfWindows):
       depth: layers, for uniform.
       batch: rows per pass, at most.
       kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
-      min_tokens: passes of fewer tokens run at full depth. By default none do for that.
+      min_tokens: passes of fewer tokens run at full depth, where a policy routes. By default 256.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there,
         with any number of processes.
     """
@@ -130,7 +134,7 @@ class Scoring(OfCorpus, OfWindows):
                 mesh=mesh,
                 shards=shards,
                 fractions=fractions,
-                min_tokens=self.min_tokens or 0,
+                min_tokens=self.least_tokens,
                 progress=step,
             )
         layers = model.decoder.config.num_layers
@@ -159,7 +163,7 @@ class Scoring(OfCorpus, OfWindows):
             "kv": kv,
             "context": model.decoder.config.context_length,
             "batch": self.batch,
-            "min_tokens": self.min_tokens or 0,
+            "min_tokens": self.least_tokens,
         }
         here = partial(_scorer_of, self, model)
         done = self.run_corpus(files, identity, here if self.ray is None else maker(_scorer, self))
@@ -173,6 +177,11 @@ class Scoring(OfCorpus, OfWindows):
         return policy_named(
             model, self.policy, budget=self.budget, depth=self.depth, calibration=self.calibration
         )
+
+    @property
+    def least_tokens(self) -> int:
+        """The smallest pass that is routed."""
+        return _LEAST if self.min_tokens is None else self.min_tokens
 
     def _checked(self) -> Any:
         """Returns what others see of frozen tokens. Raises ValueError for options without use."""
@@ -209,5 +218,5 @@ def _scorer_of(command: Scoring, model: Any) -> DocumentScorer:
         rows=command.batch,
         kv=kv,
         fractions=fractions,
-        min_tokens=command.min_tokens or 0,
+        min_tokens=command.least_tokens,
     )

@@ -35,8 +35,11 @@ def check_worthwhile(
       executor: how it would run.
       fractions: expected share of tokens at each of the policy's depths; by default the best case,
         in which everybody stops at the first.
-      min_tokens: smallest pass that is routed at all.
+      min_tokens: smallest pass that is routed at all. FLOPs say nothing of what short passes
+        wait for.
     """
+    if len(policy.depths) == 1:
+        return None  # Truncated or full: nothing is routed.
     if batch * width < min_tokens:
         return f"{batch} x {width} tokens are fewer than the minimum of {min_tokens}"
     cost = token_cost(decoder, params)
@@ -54,8 +57,6 @@ def check_worthwhile(
         reads=[policy.reads_logits(index) for index in boundaries],
     )
     at = f"at {batch} x {width} tokens in buckets of {executor.min_bucket} routing would"
-    if policy.depths == (layers,):
-        return None
     if routed >= full:
         return f"{at} cost {routed / full:.2f} of the full pass' FLOPs"
     return None
