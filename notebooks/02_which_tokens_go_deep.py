@@ -262,8 +262,8 @@ plt.show()
 # Intervals come from drawing the documents again (bootstrap): few documents, wide intervals.
 
 # %%
-from utio_jax.accounting.ledger import uniform_hull
 from utio_jax.calibration.compare import compare
+from utio_jax.evaluation.ledger import uniform_hull
 
 shallow = load(exits=(8, 10, 12, 16))  # The same model; these exits are enough here.
 few = dataclasses.replace(

@@ -26,7 +26,6 @@ What is listed here, and in the `__init__` of each room, is public and covered b
 from importlib import metadata as _metadata
 from typing import TYPE_CHECKING, Any
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.history import History
 from utio_jax.calibration.calibrate import calibrate
@@ -41,6 +40,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Temperature, TopP
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.evaluation.evaluate import evaluate, score_documents
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 from utio_jax.policies.importance import (

@@ -10,18 +10,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from utio_jax.accounting.profit import Rates, expected_stages
 from utio_jax.benchmark.environment import describe
 from utio_jax.benchmark.execution import layer_programs, stop_programs
 from utio_jax.benchmark.passes import dealt_depths, memory_of, score_group
-from utio_jax.benchmark.predictions import Score, predict
-from utio_jax.benchmark.profitability import profit_group
 from utio_jax.benchmark.results import Recorder, read_results
 from utio_jax.benchmark.rows import Bench, Group, timed
 from utio_jax.benchmark.schema import Row
@@ -333,111 +330,6 @@ def test_the_depths_of_a_histogram_are_exactly_its_shares() -> None:
     depths = dealt_depths({1: 0.25, 2: 0.0, 4: 0.75}, (3, 8))
     assert depths.shape == (3, 8)
     assert [*np.unique(depths, return_counts=True)[1]] == [6, 18]
-
-
-@pytest.mark.check
-def test_profit_is_fitted_on_one_half_and_scored_on_the_other(subject: Subject) -> None:
-    planned = profit_group(BENCH, subject, (1, 2, 4), (32, 64, 128, 256)).rows
-    points = [row for row in planned if row.method != "full"]
-    assert len(points) == 48
-    held = [row for row in points if (row.profit or {})["held_out"]]
-    assert len(held) == 24
-    for axis in ("batch", "context"):  # Both halves hold every shape and every histogram.
-        assert {r.setting[axis] for r in held} == {r.setting[axis] for r in points}
-    assert len({row.method for row in held}) == 4
-    cost = token_cost(subject.decoder, subject.params)
-    truth = Rates(passes=1e-4, products=1e-9, attention=2e-9, splits=2e-5, row_layers=1e-6)
-
-    def measured(row: Row, factor: float = 1.0) -> Row:
-        known: Any = row.profit
-        shape = {"batch": row.setting["batch"], "context": row.setting["context"]}
-        histogram = {int(depth): share for depth, share in known["histogram"].items()}
-        seconds = factor * truth.seconds(expected_stages(cost, histogram, **shape))
-        full = truth.seconds(expected_stages(cost, {4: 1.0}, **shape))
-        done = timed(row, timing(seconds, seconds), BENCH, against=timing(full, full))
-        return dataclasses.replace(done, profit={**known, "measured_seconds": seconds})
-
-    found = predict(subject, [measured(row) for row in planned])
-    assert found is not None
-    none = {"held_out": 0, "within": 0, "decisions": 0}
-    assert found.summary() == {"held_out": 24, "within": 24, "decisions": 24, "decoding": none}
-    for row in found.rows:
-        point: Any = row.profit
-        assert point["predicted_seconds"] == pytest.approx(point["measured_seconds"], rel=1e-3)
-    # Points that come out otherwise than the others count as missed, and are not fitted away.
-    odd = {row.key: 3.0 if row in held[:5] else 1.0 for row in planned}
-    worse = predict(subject, [measured(row, odd[row.key]) for row in planned])
-    assert worse is not None
-    assert worse.passes.within == 19
-    assert worse.profit == found.profit
-    assert predict(subject, []) is None
-
-
-@pytest.mark.check
-def test_decoding_is_fitted_to_chance_and_scored_on_policies(subject: Subject) -> None:
-    grid = profit_group(BENCH, subject, (1, 2), (32, 64)).rows
-    grid = [
-        dataclasses.replace(
-            timed(row, timing(1.0, 1.0), BENCH),
-            profit={**cast("dict[str, Any]", row.profit), "measured_seconds": 1.0},
-        )
-        for row in grid
-    ]
-    names = ("plain", "uniform:2", "random@0.5", "random@0.7", "learned@0.5", "learned@0.7")
-    rows = [decoding_row(batch, name) for batch in (1, 4) for name in names]
-    found = predict(subject, [*grid, *rows])
-    assert found is not None
-    # Half of the tokens at layer 1 pay alone and among four; less than a third, alone only.
-    assert found.summary()["decoding"] == {"held_out": 4, "within": 4, "decisions": 4}
-    pays = [row.speedup.median > 1 for row in rows if row.speedup and "learned" in row.method]
-    assert pays == [True, True, True, False]
-    for each, batch in zip(found.profit.steps, (1, 4), strict=True):
-        assert dataclasses.astuple(each) == pytest.approx(
-            (batch, 0.01 * batch, 0.02, 0.01 * batch + 0.0765)
-        )
-    predicted = found.rows[len(grid) :]
-    assert {row.method for row in predicted} == {*names[2:]}
-    for row in predicted:
-        point: Any = row.profit
-        assert point["predicted_seconds"] == pytest.approx(point["measured_seconds"], rel=1e-3)
-        assert point["held_out"] == row.method.startswith("learned")
-    # Steps that took longer than the line, programs that compiled, and no steps at all.
-    last, rest = rows[-1], rows[:-1]
-    slow = decoding_row(4, "learned@0.7", factor=3.0)
-    late = dataclasses.replace(last, fallbacks={"compiled": 1}, speedup=None)
-    short = dataclasses.replace(last, setting={**last.setting, "output": 1})
-    for odd, score in (
-        (slow, Score(held_out=4, within=3, decisions=4)),
-        (late, Score(held_out=3, within=3, decisions=3)),
-        (short, Score(held_out=3, within=3, decisions=3)),
-    ):
-        again = predict(subject, [*grid, *rest, odd])
-        assert again is not None
-        assert again.decoding == score
-        assert again.profit.steps == found.profit.steps
-    assert predict(subject, [*grid, *rows[1:6]]).profit.steps == ()  # type: ignore[union-attr]
-
-
-def decoding_row(batch: int, method: str, factor: float = 1.0) -> Row:
-    """A row of 11 tokens, the first of them the prompt's own, at 1 layer or at 4."""
-    name, _, value = method.partition("@")
-    stopped = {"0.5": 0.5, "0.7": 0.3}.get(value, 0.0)
-    layers = 2.0 if name == "uniform:2" else 4 - 3 * stopped**batch
-    # The plain model has no boundaries, and takes less than four layers with them.
-    plain = 0.01 * batch + 0.0765
-    seconds = plain if name == "plain" else 0.01 * batch + 0.02 * layers
-    counts = {"1": 10 * stopped / 11, "4": (10 * (1 - stopped) + 1) / 11}
-    row = Row(
-        key=f"decode/{method}/b{batch}",
-        part="decode",
-        model="tiny",
-        method=method,
-        baseline="plain",
-        setting={"batch": batch, "output": 11, "layers": 4},
-        ledger={"depth_histogram": {depth: share for depth, share in counts.items() if share}},
-    )
-    took = timing(*2 * [10 * factor * seconds])
-    return timed(row, took, BENCH, against=timing(10 * plain, 10 * plain))
 
 
 @pytest.mark.check

@@ -24,7 +24,6 @@ from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
 
 import utio_jax
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.calibration.lens import LensConfig, fit_lens
@@ -40,6 +39,7 @@ from utio_jax.core.lens import Lens
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.evaluation.evaluate import DocumentScore
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import load
 from utio_jax.models.texts import describe
 from utio_jax.models.training.corpus import standard_library
@@ -107,7 +107,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         ("evaluate --text X --depth 3", "Wanted --policy uniform with --depth. Got --policy full"),
         ("evaluate --text X --calibration c.json", "with --calibration. Got --policy full"),
         ("evaluate --text X --kv drop", "with --kv. Got --policy full, which has no use for it"),
-        ("evaluate --text X --min-tokens 9 --profit p", "with --min-tokens, --profit. Got --pol"),
+        ("evaluate --text X --min-tokens 9", "with --min-tokens. Got --policy full"),
         ("score X --policy uniform --budget 0.5", "with --budget. Got --policy uniform"),
         ("score X --policy uniform", "Wanted --depth with --policy uniform"),
         ("score X --depth 3", "Wanted --policy uniform with --depth. Got --policy learned"),

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from utio_jax import Adaptive, Ledger, Lossless, Plain, uniform
-from utio_jax.accounting.quality import Quality
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.modes import OfDecoding
 from utio_jax.cli.options import check_policy_options, read_token_ids
 from utio_jax.cli.scoring import Scored
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore
+from utio_jax.evaluation.quality import Quality
 
 MODEL = types.SimpleNamespace(policy=lambda name, depth: uniform(depth), prompt_choices=())
 """What options need of a model to name a depth."""

@@ -21,7 +21,6 @@ from helpers.generation import (
 )
 
 from utio_jax import CapacityPrefix, History, SparseAttention, staircase
-from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.flops import token_cost
@@ -31,6 +30,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
+from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.policies.depth import never_stops, uniform
 from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.microbatches import MicroBatches

@@ -17,7 +17,6 @@ import pytest
 from helpers.generation import PROMPTS, lively_model, run
 
 from utio_jax import models
-from utio_jax.accounting.generation import read_emitted
 from utio_jax.benchmark.decoding import middles, repetition
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
@@ -25,6 +24,7 @@ from utio_jax.decoding.drafting import Controller
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.evaluation.generation import read_emitted
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies.depth import uniform
 

@@ -16,7 +16,6 @@ from helpers.generation import PROMPTS, DepthAt, depth_table, lively_model, plai
 from helpers.models import live_params
 from helpers.policies import SurePasses
 
-from utio_jax.accounting.generation import generation_ledger
 from utio_jax.attention.cache import init_cache, write
 from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.products import NOWHERE, attend
@@ -29,6 +28,7 @@ from utio_jax.decoding.segments import block_at, run_layers
 from utio_jax.decoding.state import stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.decoding.throttle_attention import open_view, run_throttled
+from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds

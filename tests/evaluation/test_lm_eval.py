@@ -26,7 +26,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.cli.main import main
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
@@ -36,6 +35,7 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import new_text
 from utio_jax.evaluation.harness import UtioLM
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import Transformer
 from utio_jax.models.checkpoint import Model
 from utio_jax.models.tokenizer import BOS

@@ -19,9 +19,9 @@ from helpers.results import SCORE, synthetic_results, write
 from matplotlib.colors import to_hex
 from matplotlib.patches import Rectangle
 
-from utio_jax.accounting.ledger import convex_hull
 from utio_jax.benchmark.schema import PARTS, Row
 from utio_jax.cli.main import main
+from utio_jax.evaluation.ledger import convex_hull
 from utio_jax.report.grouping import group, tell_apart
 from utio_jax.report.growth import fit_exponent, growth_series
 from utio_jax.report.plots import method_colours

@@ -20,8 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.accounting.generation import generation_ledger
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.attention.cache import init_cache
 from utio_jax.benchmark.timing import Timing, time_programs
 from utio_jax.core.arrays import most_probable
@@ -32,6 +30,8 @@ from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.segments import block_at, run_segment
+from utio_jax.evaluation.generation import generation_ledger
+from utio_jax.evaluation.ledger import Ledger
 
 STAGE_REPEATS = 32
 """How often `stage_program` runs its stage in one call."""

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.accounting.guardrails import check_worthwhile
 from utio_jax.benchmark.rows import Bench, Group, plan, quality_of, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.scoring import Entry, Measured, measure_entries
 from utio_jax.benchmark.subjects import Method, Subject, full_method, methods_of
+from utio_jax.evaluation.guardrail import check_worthwhile
 from utio_jax.staircase.score import run_score, score_dense
 
 run_dense = jax.jit(score_dense, static_argnums=0)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.accounting.prompt import PromptCost, prompt_cost
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
@@ -19,6 +18,7 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_choice
+from utio_jax.evaluation.prompt_cost import PromptCost, prompt_cost
 from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.staircase.prompts import PromptChoice
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.benchmark.schema import Row
 from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.timing import Spread, Timing
+from utio_jax.evaluation.ledger import Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

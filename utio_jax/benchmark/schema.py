@@ -101,7 +101,7 @@ class Row:
       memory_bytes: `peak`, `arguments` and `temporaries` of the compiled program.
       profit: `histogram` of depths, seconds `predicted_seconds` and `measured_seconds`, and whether
         the point was `held_out` of the fit.
-      ledger: the whole record, see `utio_jax.accounting.ledger.Ledger`; of another system, what
+      ledger: the whole record, see `utio_jax.evaluation.ledger.Ledger`; of another system, what
         was counted.
     """
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.accounting.ledger import Ledger, uniform_hull
 from utio_jax.benchmark.timing import Timing, routing_only, time_programs
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import conditions
 from utio_jax.evaluation.evaluate import Quality, evaluate
+from utio_jax.evaluation.ledger import Ledger, uniform_hull
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase.base import Executor

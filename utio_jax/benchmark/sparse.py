@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.accounting.flops import attention_flops
 from utio_jax.attention.history import History
 from utio_jax.benchmark.passes import run_dense
 from utio_jax.benchmark.rows import Bench, Group, plan, timed
@@ -21,6 +20,7 @@ from utio_jax.benchmark.subjects import Subject
 from utio_jax.benchmark.timing import Timing, time_programs
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
+from utio_jax.evaluation.flops import attention_flops
 from utio_jax.policies.signals import Chance, Position
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,8 +15,6 @@ from utio_jax.benchmark.engines import engine_group
 from utio_jax.benchmark.execution import execution_groups
 from utio_jax.benchmark.growth import growth_group
 from utio_jax.benchmark.passes import memory_group, score_group
-from utio_jax.benchmark.predictions import Prediction, predict
-from utio_jax.benchmark.profitability import profit_group
 from utio_jax.benchmark.prompts import prompt_group
 from utio_jax.benchmark.results import Recorder
 from utio_jax.benchmark.rows import Bench, Group
@@ -48,7 +45,6 @@ class Suite:
       contexts: tokens of caches that are decoded from, some rows throttled.
       rows: of these.
       growth: values of each axis; its fixed batch and length are those of the first `score`.
-      profit: batches and contexts of the grid.
       history: what throttled and sparse tokens see.
       rounds: timed turns of each program.
       minutes: after which no further group begins; None has no end.
@@ -65,7 +61,6 @@ class Suite:
     contexts: tuple[int, ...] = (2048,)
     rows: int = 8
     growth: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    profit: tuple[tuple[int, ...], tuple[int, ...]] = ((1, 2, 4, 8), (128, 256, 512))
     history: History = HISTORY
     rounds: int = 5
     minutes: float | None = None
@@ -91,7 +86,7 @@ SUITES = {
             name="cpu",
             parts=(
                 *("score", "decode", "lossless", "engine", "prompt", "sparse", "throttle"),
-                *("compile", "memory", "growth", "execution", "profit"),
+                *("compile", "memory", "growth", "execution"),
             ),
             policies=("learned@0.5", "learned@0.6", "learned@0.75", "utio_surrogate@0.6"),
             score=((4, 128), (1, 512), (16, 512)),
@@ -145,7 +140,6 @@ def tiny(suite: Suite) -> Suite:
             axis: {"block": (32, 64), "context": (64,)}.get(axis, (32, 64)) if values else ()
             for axis, values in suite.growth.items()
         },
-        profit=((1, 2), (32, 64)),
         history=History(recent=20, sinks=2),
         rounds=2,
     )
@@ -186,7 +180,6 @@ def groups_of(suite: Suite, subject: Subject, bench: Bench) -> list[Group]:
             batch=suite.decode[-1][0],
             context=suite.contexts[0],
         ),
-        "profit": lambda: [profit_group(bench, subject, *suite.profit)],
     }
     return [group for part in suite.parts for group in makers[part]()]
 
@@ -233,18 +226,6 @@ def run_groups(
         # The programs of a whole suite use up a process' memory maps; no group needs another's.
         jax.clear_caches()
     return complete
-
-
-def write_profit(
-    subject: Subject, recorder: Recorder, file: Path, *, started: float
-) -> Prediction | None:
-    """Fits profitability to the recorded rows of a model, and writes rows and coefficients."""
-    mine = [row for row in recorder.rows.values() if row.model == subject.name]
-    found = predict(subject, mine)
-    if found is not None:
-        recorder.add(found.rows, seconds=time.perf_counter() - started)
-        found.profit.save(file)
-    return found
 
 
 def summarise(results: Mapping[str, Any]) -> dict[str, Any]:

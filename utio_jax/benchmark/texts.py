@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax.accounting.generation import spent_on
 from utio_jax.benchmark.decoding import Measured, measure_modes
 from utio_jax.benchmark.rows import Bench, Group, plan, quality_of, timed
 from utio_jax.benchmark.schema import Row
@@ -21,6 +20,7 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.evaluation.generation import spent_on
 
 PLAIN = "plain"
 """The model's own decoding: the baseline of both parts, and the only full-depth one."""

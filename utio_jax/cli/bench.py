@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Bench:
     """Measures speed, cost and memory on this machine, next to full depth and to controls.
 
-    Writes results.json, a row at a time, and profit.json where profitability was measured.
+    Writes results.json, a row at a time.
 
     Attributes:
       suite: quick takes under two minutes on two idle cores; cpu measures all parts; accelerator
@@ -60,7 +60,7 @@ class Bench:
         from utio_jax.benchmark.environment import describe
         from utio_jax.benchmark.results import Recorder
         from utio_jax.benchmark.rows import Bench as Setup
-        from utio_jax.benchmark.suite import groups_of, run_groups, summarise, write_profit
+        from utio_jax.benchmark.suite import groups_of, run_groups, summarise
         from utio_jax.report.terminal import bench_table
 
         started = time.perf_counter()
@@ -89,7 +89,7 @@ class Bench:
         )
         setup = Setup(rounds=suite.rounds, environment=recorder.environment)
         note = "dry run at tiny sizes: no figure of speed" if self.dry_run else ""
-        complete, profit = True, {}
+        complete = True
         try:
             for name in suite.models:
                 subject = subject_named(name, dtype=dtype, cache_tokens=suite.cache_tokens)
@@ -101,10 +101,6 @@ class Bench:
                     note=note,
                     minutes=suite.minutes,
                 )
-                stored = self.out / f"profit-{subject.name}.json"
-                found = write_profit(subject, recorder, stored, started=started)
-                if found is not None:
-                    profit[subject.name] = {"file": str(stored), **found.summary()}
         except KeyboardInterrupt:
             say(f"interrupted: --resume goes on from {file}")
             complete = False
@@ -118,7 +114,6 @@ class Bench:
             "seconds": results["seconds"],
             "out": str(file),
             "environment": results["environment"],
-            "profit": profit,
             **summarise(results),
         }
 

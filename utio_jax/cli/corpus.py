@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from utio_jax.cli.options import check_out, progress_bar
-from utio_jax.core.files import hash_file
 
 if TYPE_CHECKING:
     from utio_jax.cluster.job import Finished
@@ -129,11 +128,6 @@ def anywhere(command: Command) -> Command:
 def maker(function: Callable[[Command], Any], command: Command) -> Callable[[], Any]:
     """Returns what makes a worker in an actor: a function of a command, which can be sent."""
     return functools.partial(function, anywhere(command))
-
-
-def file_digest(file: Path | None) -> str | None:
-    """Returns what identifies a file that a job depends on, None for none."""
-    return None if file is None else hash_file(file)[:16]
 
 
 def _option(name: str) -> str:

@@ -14,9 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from utio_jax.accounting.controls import plain_hull
-from utio_jax.accounting.ledger import uniform_hull
-from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.benchmark.decoding import measure_modes, middles
 from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure
 from utio_jax.benchmark.timing import time_programs
@@ -31,6 +28,9 @@ from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_choice
+from utio_jax.evaluation.controls import plain_hull
+from utio_jax.evaluation.ledger import uniform_hull
+from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.policies.base import Policy
 from utio_jax.report.plots import plot_depths, plot_pareto

@@ -14,7 +14,7 @@ from utio_jax.cli.options import calibration_of, is_first, progress_bar, read_do
 from utio_jax.cli.scoring import Scoring
 
 if TYPE_CHECKING:
-    from utio_jax.accounting.ledger import Ledger
+    from utio_jax.evaluation.ledger import Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

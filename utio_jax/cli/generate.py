@@ -35,8 +35,6 @@ class Generate(OfCorpus, OfDecoding, OfThinking):
         the model's context.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of prompts.
       chat: each prompt is a user's message, to be answered by the model's own chat template.
-      profit: a profit.json that `utio-jax bench` measured here; where it predicts that a depth per
-        token does not pay at this many prompts, the plain model runs, and `fallbacks` says so.
       max_new_tokens: new tokens per prompt at most.
       stop: a string that ends the text before itself. May be given several times.
       rounds: timed turns after the text is there, beside plain decoding's; 0 decodes once, and
@@ -49,16 +47,15 @@ class Generate(OfCorpus, OfDecoding, OfThinking):
     capacity: int | None = None
     token_ids: Path | None = None
     chat: bool = False
-    profit: Path | None = None
     max_new_tokens: int = 128
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     rounds: int = 1
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.accounting.prompt import prompt_cost
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.text import generate_until, read_text
+        from utio_jax.evaluation.prompt_cost import prompt_cost
 
         self._check()
         if self.out is not None:
@@ -66,13 +63,7 @@ class Generate(OfCorpus, OfDecoding, OfThinking):
         model, sampling = self.load(), self.sampling()
         mode, prefill, budget = self.decoding_mode(model)
         prompts, eos_ids, tokenizer = self._encoded(model)
-        thinking, fallbacks = self.thinking(tokenizer), dict[str, int]()
-        if self.profit is not None:
-            reason = self._no_profit(model, self.profit, rows=len(prompts))
-            if reason is not None:
-                print(f"plain decoding instead: {reason}", file=sys.stderr)
-                mode, prefill, budget = Plain(), None, None
-                fallbacks = {reason: len(prompts)}
+        thinking = self.thinking(tokenizer)
         mode.check(model.decoder)
         if prefill is not None:
             prefill.check(model.decoder, kv=mode.prompt_kv)
@@ -113,7 +104,6 @@ class Generate(OfCorpus, OfDecoding, OfThinking):
         return {
             "command": "generate",
             "mode": mode.name,
-            "fallbacks": fallbacks,
             "prompts": list(shown),
             "token_ids": [ids.tolist() for ids in generated.token_ids],
             "texts": list(found.texts),
@@ -131,7 +121,6 @@ class Generate(OfCorpus, OfDecoding, OfThinking):
         self.check_corpus(
             prompts=self.prompts,
             token_ids=self.token_ids,
-            profit=self.profit,
             rounds=self.rounds - 1,
             think_end=self.think_end,
             max_thinking_tokens=self.max_thinking_tokens is not None,
@@ -211,8 +200,8 @@ class Generate(OfCorpus, OfDecoding, OfThinking):
         budget: float | None,
     ) -> Any:
         """Returns cost and time beside plain decoding's; without rounds, the cost alone."""
-        from utio_jax.accounting.generation import generation_ledger
         from utio_jax.benchmark.decoding import Written, measure_modes
+        from utio_jax.evaluation.generation import generation_ledger
 
         label = [*modes][-1]
         if not self.rounds:
@@ -243,41 +232,6 @@ class Generate(OfCorpus, OfDecoding, OfThinking):
                 rounds=self.rounds,
                 progress=step,
             )[label]
-
-    def _no_profit(self, model: Any, file: Path, *, rows: int) -> str | None:
-        """Returns why the policy is predicted not to pay for these prompts, None where it is."""
-        from utio_jax.accounting.guardrails import check_decoding
-        from utio_jax.accounting.profit import Profit
-
-        others = {
-            "--lossless": self.lossless or None,
-            "--kv": None if self.kv == "propagate" else self.kv,
-            "--throttle": self.throttle,
-            "--sparse-prompt": self.sparse_prompt,
-            "--route-prompt": self.route_prompt or None,
-            "--prompt-budget": self.prompt_budget,
-        }
-        given = [name for name, value in others.items() if value is not None]
-        if not self.enable_utio or given:
-            raise ValueError(
-                "Wanted --profit with --enable-utio alone: it foretells a depth per token, with "
-                f"nothing else changed. Got {', '.join(given) or 'no --enable-utio'}. Leave out "
-                "one or the other."
-            )
-        policy, _, fractions = self.named_policy(model)
-        if fractions is None:
-            raise ValueError(
-                "Wanted a calibrated policy with --profit: it foretells from the depths that a "
-                f"policy was fitted to. Got --policy {self.policy}. Leave out --profit."
-            )
-        return check_decoding(
-            model.decoder,
-            model.params,
-            policy,
-            batch=rows,
-            fractions=fractions,
-            profit=Profit.load(file),
-        )
 
 
 class _Numbers:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utio_jax.cli.corpus import OfCorpus, file_digest, maker
+from utio_jax.cli.corpus import OfCorpus, maker
 from utio_jax.cli.options import (
     OfWindows,
     check_out,
@@ -23,11 +23,11 @@ from utio_jax.cli.options import (
 from utio_jax.core.files import save_json
 
 if TYPE_CHECKING:
-    from utio_jax.accounting.ledger import Ledger
     from utio_jax.cluster.job import Finished
     from utio_jax.cluster.scoring import DocumentScorer
     from utio_jax.cluster.scoring import Scored as Sums
     from utio_jax.evaluation.evaluate import TextScore
+    from utio_jax.evaluation.ledger import Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,10 @@ class CorpusScored:
         return summary | {"out": str(self.finished.folder.path), "kept": self.finished.kept}
 
 
+_LEAST = 256
+"""Tokens from which on routing paid where most of them stop early (results/benchmark_suites.md)."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scoring(OfCorpus, OfWindows):
     """Options of scoring.
@@ -79,9 +83,7 @@ class Scoring(OfCorpus, OfWindows):
       depth: layers, for uniform.
       batch: rows per pass, at most.
       kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
-      min_tokens: passes of fewer tokens run at full depth. By default none do for that.
-      profit: a profit.json that `utio-jax bench` measured here; passes that it predicts not to pay
-        run at full depth.
+      min_tokens: passes of fewer tokens run at full depth, where a policy routes. By default 256.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there,
         with any number of processes.
     """
@@ -94,12 +96,10 @@ class Scoring(OfCorpus, OfWindows):
     batch: int = 16
     kv: str | None = None
     min_tokens: int | None = None
-    profit: Path | None = None
     shards: Path | None = None
 
     def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
         """Returns the scores of files, or of `token_ids`, and what was read."""
-        from utio_jax.accounting.profit import Profit
         from utio_jax.devices.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
         from utio_jax.models.texts import read_files
@@ -134,8 +134,7 @@ class Scoring(OfCorpus, OfWindows):
                 mesh=mesh,
                 shards=shards,
                 fractions=fractions,
-                min_tokens=self.min_tokens or 0,
-                profit=None if self.profit is None else Profit.load(self.profit),
+                min_tokens=self.least_tokens,
                 progress=step,
             )
         layers = model.decoder.config.num_layers
@@ -164,8 +163,7 @@ class Scoring(OfCorpus, OfWindows):
             "kv": kv,
             "context": model.decoder.config.context_length,
             "batch": self.batch,
-            "min_tokens": self.min_tokens or 0,
-            "profit": file_digest(self.profit),
+            "min_tokens": self.least_tokens,
         }
         here = partial(_scorer_of, self, model)
         done = self.run_corpus(files, identity, here if self.ray is None else maker(_scorer, self))
@@ -180,6 +178,11 @@ class Scoring(OfCorpus, OfWindows):
             model, self.policy, budget=self.budget, depth=self.depth, calibration=self.calibration
         )
 
+    @property
+    def least_tokens(self) -> int:
+        """The smallest pass that is routed."""
+        return _LEAST if self.min_tokens is None else self.min_tokens
+
     def _checked(self) -> Any:
         """Returns what others see of frozen tokens. Raises ValueError for options without use."""
         from utio_jax.staircase.reference import check_kv
@@ -192,7 +195,6 @@ class Scoring(OfCorpus, OfWindows):
             calibration=self.calibration,
             kv=self.kv,
             min_tokens=self.min_tokens,
-            profit=self.profit,
         )
         return kv
 
@@ -203,7 +205,6 @@ def _scorer(command: Scoring) -> DocumentScorer:
 
 
 def _scorer_of(command: Scoring, model: Any) -> DocumentScorer:
-    from utio_jax.accounting.profit import Profit
     from utio_jax.cluster.scoring import DocumentScorer
 
     policy, _, fractions = command.named_policy(model)
@@ -217,6 +218,5 @@ def _scorer_of(command: Scoring, model: Any) -> DocumentScorer:
         rows=command.batch,
         kv=kv,
         fractions=fractions,
-        min_tokens=command.min_tokens or 0,
-        profit=None if command.profit is None else Profit.load(command.profit),
+        min_tokens=command.least_tokens,
     )

@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.accounting.profit import Profit
-from utio_jax.accounting.quality import Quality
 from utio_jax.cluster.corpus import Document
 from utio_jax.cluster.folder import JobFolder
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_ids
 from utio_jax.evaluation.evaluate import score_documents
+from utio_jax.evaluation.quality import Quality
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.reference import FrozenKV
 
@@ -41,9 +40,8 @@ class DocumentScorer:
       policy: who runs how deep.
       rows: of every pass.
       kv: what others see of frozen tokens.
-      fractions: see `score_documents`; likewise `min_tokens` and `profit`.
+      fractions: see `score_documents`; likewise `min_tokens`.
       min_tokens: smallest pass that is routed.
-      profit: measured times.
     """
 
     decoder: Decoder
@@ -55,7 +53,6 @@ class DocumentScorer:
     kv: FrozenKV = "propagate"
     fractions: Sequence[float] | None = None
     min_tokens: int = 0
-    profit: Profit | None = None
 
     def schema(self) -> Any:
         """Returns the columns of a row, see `score_rows`."""
@@ -102,7 +99,6 @@ class DocumentScorer:
                 kv=self.kv,
                 fractions=self.fractions,
                 min_tokens=self.min_tokens,
-                profit=self.profit,
                 same_rows=True,
             )
             found, fallbacks = iter(result.documents), dict(result.fallbacks)

@@ -14,15 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from utio_jax.accounting.flops import attention_flops, gate_flops
-from utio_jax.accounting.guardrails import check_worthwhile
-from utio_jax.accounting.profit import Profit
-from utio_jax.accounting.quality import Quality, pack, unpack
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
 from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
 from utio_jax.devices.processes import Arrays, Shards, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, check_mesh, place
+from utio_jax.evaluation.flops import attention_flops, gate_flops
+from utio_jax.evaluation.guardrail import check_worthwhile
+from utio_jax.evaluation.quality import Quality, pack, unpack
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
@@ -228,7 +227,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     shards: Shards | None = None,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
-    profit: Profit | None = None,
     same_rows: bool = False,
     progress: Callable[[], None] | None = None,
 ) -> TextScore:
@@ -247,7 +245,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       shards: where each batch's results are kept, for a run that goes on after an interruption.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
-      profit: measured times; passes that are predicted not to pay run at full depth.
       same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.
       progress: called after every batch.
 
@@ -300,7 +297,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             executor=executor,
             fractions=fractions,
             min_tokens=min_tokens,
-            profit=profit,
         )
         for batch in batches
     ]

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.clock import EngineClock
@@ -42,6 +41,7 @@ from utio_jax.decoding.text import (
     stream_text,
 )
 from utio_jax.evaluation.evaluate import TextScore, score_documents
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models.shipped import is_shipped
 from utio_jax.models.texts import read_files
 from utio_jax.models.transformer import Transformer

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.evaluation.ledger import Ledger
 
 COLOURS = {
     "full": "#333333",

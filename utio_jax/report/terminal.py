@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.evaluation.evaluate import DocumentScore
+from utio_jax.evaluation.ledger import Ledger
 
 # Rows of a table of documents; the JSON has all.
 _MOST_DOCUMENTS = 40

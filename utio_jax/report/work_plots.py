@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, LogLocator, NullLocator
 from numpy.typing import ArrayLike
 
-from utio_jax.accounting.ledger import convex_hull
 from utio_jax.benchmark.schema import Row
+from utio_jax.evaluation.ledger import convex_hull
 from utio_jax.report.grouping import family, group, is_full, ran_as_itself
 from utio_jax.report.plots import (
     colour_of,

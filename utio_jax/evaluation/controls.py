@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from utio_jax.accounting.ledger import convex_hull
 from utio_jax.core.files import save_text
+from utio_jax.evaluation.ledger import convex_hull
 
 FILE = "controls.json"
 

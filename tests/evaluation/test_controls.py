@@ -10,14 +10,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from utio_jax.accounting.controls import (
+from utio_jax.core.lens import Lens
+from utio_jax.evaluation.controls import (
     PlainControl,
     PlainControls,
     load_controls,
     plain_hull,
     save_controls,
 )
-from utio_jax.core.lens import Lens
 from utio_jax.models import load
 
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.accounting.flops import attention_flops, gate_flops
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.evaluation.flops import attention_flops, gate_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.files import conditions
 from utio_jax.core.flops import token_cost
@@ -27,6 +26,7 @@ from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.staircase.reference import dense_states
 
 

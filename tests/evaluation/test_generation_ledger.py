@@ -22,7 +22,6 @@ from helpers.generation import (
     true_logits,
 )
 
-from utio_jax.accounting.generation import generation_ledger, read_emitted, spent_on
 from utio_jax.benchmark.decoding import measure_modes, middles, repetition
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree
@@ -30,6 +29,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Temperature
+from utio_jax.evaluation.generation import generation_ledger, read_emitted, spent_on
 
 DEPTHS = (1, 2, 4)
 GATE = 1000.0
