@@ -191,40 +191,6 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
     )
 
 
-def project_frozen(  # noqa: PLR0913 (arrays of one segment)
-    decoder: Decoder,
-    params: Params,
-    cache: KVCache,
-    x: Float[Array, "batch token dim"],
-    block: Block,
-    *,
-    start: Depth,
-    stop: Depth,
-    layers: Layers = None,
-    bounds: Bounds = None,
-) -> KVCache:
-    """Returns the cache with K/V of frozen states in layers [start, stop): `kv="propagate"`.
-
-    Of the block's rows; those of all others stay as they are.
-    """
-
-    def project(index: jax.Array, layer: LayerParams, cache: KVCache) -> KVCache:
-        keys, values = keys_values_of(decoder, layer, flat(x), flat(block.places))
-        keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in (keys, values))
-        return _written(cache, index, keys, values, block)
-
-    return over_layers(
-        decoder,
-        params,
-        project,
-        cache,
-        start=start,
-        stop=stop,
-        layers=layers,
-        bounds=bounds,
-    )
-
-
 def _written(
     cache: KVCache, layer: jax.Array, keys: jax.Array, values: jax.Array, block: Block
 ) -> KVCache:

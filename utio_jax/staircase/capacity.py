@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class CapacityPrefix:
     capacities: tuple[int, ...]
     min_bucket: int = 64
     certain: bool = False
+    keeps_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_min_bucket(self.min_bucket)

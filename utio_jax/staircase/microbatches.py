@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +65,7 @@ class MicroBatches:
     block: int = 512
     query_block: int = 128
     key_step: int = 128
+    keeps_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_min_bucket(self.min_bucket)
