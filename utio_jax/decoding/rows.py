@@ -106,7 +106,11 @@ class CachedRows:
     layers: Layers = None
     shown: Int[Array, "batch slot"] | None = None
     keeps_logits: ClassVar[bool] = True
-    min_bucket: ClassVar[int] = 1
+
+    @property
+    def min_bucket(self) -> int:
+        """One: rows are not padded."""
+        return 1
 
     def key_widths(self, width: int) -> list[int]:
         """Returns the one number of slots that a step attends over."""

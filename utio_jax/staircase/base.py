@@ -10,7 +10,7 @@ traced loops; `utio_jax.staircase.capacity` a static prefix, through which gradi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -90,16 +90,18 @@ class Tokens:
 
 @runtime_checkable
 class Executor(Protocol):
-    """What the staircase asks of an executor. `slots` is whatever `pack` returned."""
+    """What the staircase asks of an executor. `slots` is whatever `pack` returned.
+
+    Attributes:
+      keeps_logits: whether logits of all tokens are few enough to keep: one head at an exit then
+        serves all that look at them.
+    """
+
+    keeps_logits: ClassVar[bool]
 
     @property
     def min_bucket(self) -> int:
         """The unit of padding, in slots."""
-        ...
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Whether logits of all tokens are few enough to keep, and one head serves all who look."""
         ...
 
     def key_widths(self, width: int) -> list[int]:

@@ -125,11 +125,13 @@ class Head:
         self.seen = self._tokens.live & self._asks
 
         if model.executor.keeps_logits:
-            if self._logits is None:
+            logits = self._logits
+            if logits is None:
                 self.work += heads
-                self._logits = model.map_head(self._slots, lambda logits: logits, states)
-                self.found = None if readout is None else _read(readout, self._logits)
-            return model.executor.map_slots(self._slots, function, self._logits, *arrays)
+                logits = model.map_head(self._slots, lambda logits: logits, states)
+                self._logits = logits
+                self.found = None if readout is None else _read(readout, logits)
+            return model.executor.map_slots(self._slots, function, logits, *arrays)
 
         def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
             decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
