@@ -117,9 +117,9 @@ class Prefill:
             self.attention.index_of(0, depths)
         if not self.exact and kv == "full":
             raise ValueError(
-                'Wanted prompts at full depth and with dense attention for a mode with kv="full", '
-                "which promises the full model's keys and values. Got a Prefill with a policy or "
-                'an attention. Leave it out, or decode with Adaptive(kv="propagate").'
+                "Wanted prompts at full depth and with dense attention for a mode whose keys and "
+                "values are the full model's. Got a Prefill with a policy or an attention. Leave "
+                'it out, or decode with Adaptive(kv="propagate").'
             )
 
     def read(
