@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,9 @@ from utio_jax.attention.cache import KVCache, write
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.rows import attend_rows, chosen_first
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import Depth
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
-from utio_jax.decoding.segments import Block, Bounds, Layers, run_layers, run_segment
+from utio_jax.decoding.segments import Block, Layers, run_layers, run_segment
 from utio_jax.decoding.throttle_attention import run_throttled
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.frozen import Propagate
@@ -90,6 +89,15 @@ class RowCache:
         return dataclasses.replace(self, kv=kv, **grown)
 
 
+class Span(TypedDict):
+    """The layers of a segment, as `utio_jax.core.layer.over_layers` takes them."""
+
+    start: int | jax.Array
+    stop: int | jax.Array
+    layers: Layers
+    bounds: tuple[int, int]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedRows:
     """All rows together: a segment runs if any row needs it, and so does a head.
@@ -140,11 +148,28 @@ class CachedRows:
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         del only_live_keys  # Of the rows that go along, K/V are not worth a program of their own.
-        stop = _stop(slots, layers)
-        span = {"start": layers[0], "stop": stop, "layers": self.layers, "bounds": layers}
-        where = {"width": self.width, "runs": slots.live, "shown": self.shown}
+        # A segment that no row needs takes no turn of a loop.
+        span = Span(
+            start=layers[0],
+            stop=jnp.where(jnp.any(slots.live), layers[1], layers[0]),
+            layers=self.layers,
+            bounds=layers,
+        )
+        return self.run_span(decoder, params, tokens, slots, span, cache)
+
+    def run_span(
+        self,
+        decoder: Decoder,
+        params: Params,
+        tokens: Tokens,
+        slots: RowSlots,
+        span: Span,
+        cache: RowCache,
+    ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
+        """Returns the states after a segment, and the cache: what these executors differ in."""
+        where: dict[str, Any] = {"width": self.width, "runs": slots.live, "shown": self.shown}
         x, kv = run_segment(decoder, params, cache.kv, tokens.x, _block(tokens), **span, **where)
-        ran = stop - layers[0]
+        ran = span["stop"] - span["start"]
         return x, cache.after(kv, layers=ran, key_slots=ran * float(self.width))
 
     def map_slots(self, slots: RowSlots, function: Callable[..., Any], *arrays: jax.Array) -> Any:
@@ -194,58 +219,73 @@ class PackedRows(CachedRows):
     widths: tuple[int, ...]
     project: bool
 
-    def run_layers(
+    def run_span(
         self,
         decoder: Decoder,
         params: Params,
         tokens: Tokens,
         slots: RowSlots,
-        layers: tuple[int, int],
-        cache: Any = None,
-        *,
-        only_live_keys: bool = False,
+        span: Span,
+        cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        live, start, stop = slots.live, layers[0], _stop(slots, layers)
+        live, (start, end), stop = slots.live, span["bounds"], span["stop"]
         sizes = [size for size in self.widths if size < live.shape[0]]
         order, count = chosen_first(live[:, 0])
         chosen = sum(((count > size).astype(jnp.int32) for size in sizes), start=jnp.int32(0))
-        x, kv, ran = tokens.x, cache.kv, jnp.ones((live.shape[0],), jnp.bool_)
-        span: dict[str, Any] = {"start": start, "layers": self.layers, "bounds": layers}
-        where = {"width": self.width, "shown": self.shown}
+        x, kv, ran = tokens.x, cache.kv, jnp.ones(live.shape[:1], jnp.bool_)
 
         for number, size in enumerate(sizes):
             mine, rows = chosen == number, order[:size]
-            valid, leaves = live[rows], (x, tokens.positions, tokens.places)
+            leaves = (x, tokens.positions, tokens.places)
             old, positions, places = jax.tree.map(lambda leaf, rows=rows: leaf[rows], leaves)
-            new, kv = run_rows(
-                decoder,
-                params,
-                kv,
-                old,
-                Block(positions=positions, valid=valid, places=places, rows=rows),
-                stop=jnp.where(mine, stop, start),
-                count=jnp.where(mine, count, 0),
-                **span,
-                **where,
-            )
-            x = x.at[rows].set(jnp.where(valid[:, :, None], new, old))
+            block = Block(positions=positions, valid=live[rows], places=places, rows=rows)
+            attend = self._attend(decoder, block, jnp.where(mine, count, 0))
+            here: Span = {**span, "stop": jnp.where(mine, stop, start)}
+            new, kv = run_layers(decoder, params, kv, old, block, attend, **here)
+            x = x.at[rows].set(jnp.where(block.valid[:, :, None], new, old))
             ran = jnp.where(mine, jnp.zeros_like(ran).at[rows].set(True), ran)
 
         together = chosen == len(sizes)
-        whole = {"stop": jnp.where(together, stop, start), "runs": live, **span, **where}
-        x, kv = run_segment(decoder, params, kv, x, _block(tokens), **whole)
+        here = {**span, "stop": jnp.where(together, stop, start)}
+        where: dict[str, Any] = {"width": self.width, "runs": live, "shown": self.shown}
+        x, kv = run_segment(decoder, params, kv, x, _block(tokens), **here, **where)
         projected: int | jax.Array = 0
         if self.project and sizes:
-            span["start"] = jnp.where(together | ~jnp.any(live), layers[1], start)
+            alone = jnp.where(together | ~jnp.any(live), end, start)
             stopped = dataclasses.replace(tokens, shown=tokens.shown & ~live)
-            kv, projected = Propagate().end(decoder, params, stopped, kv, **span)
-        read = jnp.where(together | live[:, 0], float(self.width), 0.0)
-        return x, cache.after(
-            kv,
-            layers=(stop - start) * ran,
-            key_slots=(stop - start) * read.astype(jnp.float32),
-            projected=projected,
-        )
+            kv, projected = Propagate().end(
+                decoder, params, stopped, kv, start=alone, bounds=(start, end), layers=self.layers
+            )
+        read = jnp.where(together | live[:, 0], float(self.width), 0.0).astype(jnp.float32)
+        layers = stop - start
+        return x, cache.after(kv, layers=layers * ran, key_slots=layers * read, projected=projected)
+
+    def _attend(
+        self, decoder: Decoder, block: Block, count: Int[Array, ""]
+    ) -> Callable[..., tuple[jax.Array, KVCache]]:
+        """Returns attention of a packed block whose first `count` rows are real."""
+        order = jnp.arange(block.valid.shape[0], dtype=jnp.int32)
+
+        def attend(
+            cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
+        ) -> tuple[jax.Array, KVCache]:
+            places = {"positions": block.positions, "valid": block.valid, "rows": block.rows}
+            cache = write(cache, index, keys, values, **places)
+            attended = attend_rows(
+                mixer_at(decoder, index),
+                cache,
+                jnp.zeros(queries.shape, cache.values.dtype),
+                queries,
+                block.positions,
+                layer=index,
+                rows=(order, count),
+                width=self.width,
+                shown=self.shown,
+                cache_rows=block.rows,
+            )
+            return attended, cache
+
+        return attend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,107 +296,32 @@ class ThrottledRows(CachedRows):
     slots besides.
     """
 
-    def run_layers(
+    def run_span(
         self,
         decoder: Decoder,
         params: Params,
         tokens: Tokens,
         slots: RowSlots,
-        layers: tuple[int, int],
-        cache: Any = None,
-        *,
-        only_live_keys: bool = False,
+        span: Span,
+        cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        del only_live_keys
-        assert slots.throttled is not None
-        live, stop = slots.live, _stop(slots, layers)
-        span = {"start": layers[0], "stop": stop, "layers": self.layers, "bounds": layers}
-        where = {"width": self.width, "runs": live, "shown": self.shown}
-        where["dense"] = ~slots.throttled
-        x, kv = run_throttled(decoder, params, cache.kv, tokens.x, _block(tokens), **span, **where)
-        low, ran = live & slots.throttled, stop - layers[0]
-        size = cache.kv.view.history.size
-        views = jnp.any(low) * jnp.full(live.shape[:1], float(size))
+        live, low, view = slots.live, slots.throttled, cache.kv.view
+        assert low is not None
+        assert view is not None
+        where: dict[str, Any] = {"width": self.width, "runs": live, "shown": self.shown}
+        x, kv = run_throttled(
+            decoder, params, cache.kv, tokens.x, _block(tokens), dense=~low, **span, **where
+        )
+        ran, size = span["stop"] - span["start"], float(view.history.size)
+        views = jnp.any(live & low) * jnp.full(live.shape[:1], size)
         return x, cache.after(
             kv,
             layers=ran,
-            key_slots=ran * (views + (live & ~slots.throttled)[:, 0] * float(self.width)),
-            view_layers=ran * low[:, 0],
+            key_slots=ran * (views + (live & ~low)[:, 0] * float(self.width)),
+            view_layers=ran * (live & low)[:, 0],
             view_slots=ran * views,
         )
 
 
-def run_rows(  # noqa: PLR0913 (arrays of one segment)
-    decoder: Decoder,
-    params: Params,
-    cache: KVCache,
-    x: Float[Array, "batch 1 dim"],
-    block: Block,
-    *,
-    start: Depth,
-    stop: Depth,
-    width: int,
-    count: Int[Array, ""],
-    shown: Int[Array, "row slot"] | None = None,
-    layers: Layers = None,
-    bounds: Bounds = None,
-) -> tuple[Float[Array, "batch 1 dim"], KVCache]:
-    """Returns what `run_segment` does for a block of packed rows, and copies no keys and values.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      cache: of all rows; donate it.
-      x: states at depth `start`, of the block's rows.
-      block: the tokens' places, and their rows of the cache.
-      start: first layer.
-      stop: layer to stop before.
-      width: slots to attend over; more than every valid position. Static.
-      count: rows of the block that are real: its first ones.
-      shown: as in `run_segment`.
-      layers: likewise.
-      bounds: likewise.
-    """
-    assert block.rows is not None
-    order = jnp.arange(x.shape[0], dtype=jnp.int32)
-
-    def attention(
-        cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
-        places = {"positions": block.positions, "valid": block.valid, "rows": block.rows}
-        cache = write(cache, index, keys, values, **places)
-        attended = attend_rows(
-            mixer_at(decoder, index),
-            cache,
-            jnp.zeros(queries.shape, cache.values.dtype),
-            queries,
-            block.positions,
-            layer=index,
-            rows=(order, count),
-            width=width,
-            shown=shown,
-            cache_rows=block.rows,
-        )
-        return attended, cache
-
-    return run_layers(
-        decoder,
-        params,
-        cache,
-        x,
-        block,
-        attention,
-        start=start,
-        stop=stop,
-        layers=layers,
-        bounds=bounds,
-    )
-
-
 def _block(tokens: Tokens) -> Block:
     return Block(positions=tokens.positions, valid=tokens.shown, places=tokens.places)
-
-
-def _stop(slots: RowSlots, layers: tuple[int, int]) -> jax.Array:
-    """Returns where a segment ends: where it starts, if no row is live."""
-    return jnp.where(jnp.any(slots.live), layers[1], layers[0])
