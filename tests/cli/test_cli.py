@@ -341,7 +341,10 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
         (["generate", "x", "--lossless", "--budget", "0.8"], "--lossless without a policy"),
         (["generate", "x", "--lossless", "--drafter", "magic"], "a drafter of exit, ngram, both"),
         (["generate", "x", "--drafter", "ngram"], "Wanted --lossless with --drafter"),
-        (["generate", "x", "--enable-utio", "--kv", "zeros"], "one of 'propagate', 'drop', 'full'"),
+        (
+            ["generate", "x", "--enable-utio", "--kv", "zeros"],
+            "'propagate', 'drop', 'mapped'",
+        ),
         (["generate", "x", "--enable-utio", "--policy", "magic"], "Wanted a policy of full"),
         (["generate", "x", "--enable-utio", "--budget", "0.1"], "Wanted a budget of"),
         (
@@ -353,10 +356,6 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
         (["generate", "x", "--enable-utio", "--history", "9", "1"], "--sparse-prompt with"),
         (["generate", "x", "--lossless", "--route-prompt"], "Got --route-prompt"),
         (["generate", "x", "--sparse-prompt", "1"], "--enable-utio with --sparse-prompt"),
-        (
-            ["generate", "x", "--enable-utio", "--kv", "full", "--route-prompt"],
-            'with dense attention for a mode with kv="full"',
-        ),
         (
             ["generate", "x", "--enable-utio", "--throttle", "1", "--history", "0", "1"],
             "History of at least 1 recent token",

@@ -30,7 +30,6 @@ MODES: dict[str, Any] = {
     "plain": lambda model: Plain(),
     "propagate": lambda model: Adaptive(policy=gated(model)),
     "drop": lambda model: Adaptive(policy=gated(model), kv="drop"),
-    "full": lambda model: Adaptive(policy=gated(model), kv="full"),
     "lossless": lambda model: Lossless(exit=2),
     "any exit": lambda model: Lossless(controller=Controller()),
     "both": lambda model: Lossless(exit=2, drafter="both", max_draft=3),

@@ -135,11 +135,9 @@ def reference(
             if layer in DEPTHS:
                 segment = DEPTHS.index(layer) + 1
                 is_low = fresh and low(scores[segment - 1, position], segment)
-                if mode.kv == "full":
-                    is_low = False
             q, k, v = (np.asarray(y)[0] for y in before(params, layer, jnp.asarray(source), now))
             keys[layer, position], values[layer, position] = k, v
-            runs = layer < depth or mode.kv == "full"
+            runs = layer < depth
             if not runs and mode.kv == "propagate":
                 continue
             hidden = (shown <= layer) & (everywhere != position) & (mode.kv == "drop")
@@ -165,7 +163,6 @@ def reference(
 MODES = {
     "propagate": ("propagate", throttle()),
     "drop": ("drop", throttle()),
-    "full": ("full", throttle()),
     "all throttled": ("propagate", throttle(ALWAYS)),
     "dense first": ("propagate", throttle(jnp.array([-jnp.inf, 0.7, 0.7]))),
 }
@@ -175,15 +172,15 @@ MODES = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("propagate", "drop", "full"),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in [*MODES][3:]),
+        *("propagate", "drop"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [*MODES][2:]),
     ],
 )
 def test_generation_is_the_masked_reference(model: Any, case: str) -> None:
     kv: Any
     kv, limit = MODES[case]
     table = depth_table(DEPTHS, shape=(3, 64), seed=2)
-    mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, catch_up=4, throttle=limit)
+    mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, throttle=limit)
     result = run(model, mode=mode)
     for row, prompt in enumerate(PROMPTS):
         new = result.token_ids[row]

@@ -207,7 +207,6 @@ MODES: dict[str, Any] = {
     "plain": Plain(),
     "propagate": Adaptive(policy=TABLE),
     "drop": Adaptive(policy=TABLE, kv="drop"),
-    "full": Adaptive(policy=TABLE, kv="full"),
     "lossless": Lossless(exit=1),
     "controlled": Lossless(controller=Controller()),
 }

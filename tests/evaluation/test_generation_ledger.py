@@ -81,10 +81,10 @@ def test_rows_that_have_ended_go_on_costing(model: Any) -> None:
     assert row.kv_bytes_ratio == 1
 
 
-@pytest.mark.parametrize("kv", ["propagate", "drop", "full"])
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_adaptive_work_by_hand(model: Any, kv: Any) -> None:
     table = depth_table(DEPTHS, shape=(3, 64))
-    mode = Adaptive(policy=Charged(table=table, depths=DEPTHS), kv=kv, catch_up=4)
+    mode = Adaptive(policy=Charged(table=table, depths=DEPTHS), kv=kv)
     result = run(model, mode=mode)
     row = ledger(model, mode, result, budget=0.7)
     assert (row.policy, row.budget) == ("table", 0.7)
@@ -99,19 +99,13 @@ def test_adaptive_work_by_hand(model: Any, kv: Any) -> None:
     assert row.involuntary_exits == 0
     cost = token_cost(model.decoder, model.params)
     layer = cost.query + cost.keys_values + 64 * cost.attention_per_key
-    if kv == "full":
-        layers = 3 * (4 + result.token_layers[0])
-        assert layers > 3 * deepest.sum()  # Blocks of four, partly empty.
-    else:
-        layers = 3 * deepest.sum()
-        frozen = 3 * (4 - deepest).sum() if kv == "propagate" else 0
-        flops = layers * layer + frozen * cost.keys_values + 120 * cost.head + 3 * 39 * 2 * GATE
-        assert row.flops_ratio == pytest.approx(flops / (120 * (4 * layer + cost.head)), rel=1e-6)
-        kept = 120 * 4 if kv == "propagate" else decided.sum()
-        ideal = (
-            decided.sum() * (layer - cost.keys_values) + kept * cost.keys_values + 120 * cost.head
-        )
-        assert row.speedup_ideal == pytest.approx(120 * (4 * layer + cost.head) / ideal, rel=1e-6)
+    layers = 3 * deepest.sum()
+    frozen = 3 * (4 - deepest).sum() if kv == "propagate" else 0
+    flops = layers * layer + frozen * cost.keys_values + 120 * cost.head + 3 * 39 * 2 * GATE
+    assert row.flops_ratio == pytest.approx(flops / (120 * (4 * layer + cost.head)), rel=1e-6)
+    kept = 120 * 4 if kv == "propagate" else decided.sum()
+    ideal = decided.sum() * (layer - cost.keys_values) + kept * cost.keys_values + 120 * cost.head
+    assert row.speedup_ideal == pytest.approx(120 * (4 * layer + cost.head) / ideal, rel=1e-6)
     assert row.depth_executed_mean == pytest.approx(layers / 120)
     assert row.padding_ratio == pytest.approx(layers / decided.sum())
     full = 120 * (4 * layer + cost.head)
@@ -140,7 +134,7 @@ def test_lossless_charges_rejected_drafts_and_their_heads(model: Any) -> None:
 
 def test_emitted_tokens_are_read_at_full_depth(model: Any) -> None:
     table = depth_table(DEPTHS, shape=(3, 64))
-    mode = Adaptive(policy=Charged(table=table, depths=DEPTHS), catch_up=4)
+    mode = Adaptive(policy=Charged(table=table, depths=DEPTHS))
     result = run(model, mode=mode)
     found = read_emitted(model.decoder, model.params, PROMPTS, result)
     nll, shortfall, agrees = [], [], []

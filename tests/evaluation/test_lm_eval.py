@@ -440,7 +440,7 @@ def test_what_cannot_be_run_is_named(model: Model) -> None:
     with pytest.raises(ValueError, match="requests that were run"):
         adapter(model).report()
     with pytest.raises(ValueError, match="kv to be one of 'propagate', 'drop'"):
-        ask_tokens(adapter(model, Adaptive(policy=gated(model), kv="full")), ([1], [2]))
+        ask_tokens(adapter(model, Adaptive(policy=gated(model), kv="mapped")), ([1], [2]))
     lm = adapter(model)
     with pytest.raises(ValueError, match="max_gen_toks below the model's context of 64"):
         ask(lm.generate_until, ("x", {"until": []}))

@@ -4,7 +4,6 @@
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, ModeBase, Plain, Setting
 from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow
-from utio_jax.decoding.frozen import CatchUp, Drop, Mapped, Propagate
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
@@ -25,12 +24,10 @@ from utio_jax.decoding.throttle import Throttle
 
 __all__ = [
     "Adaptive",
-    "CatchUp",
     "Chain",
     "Chunk",
     "Confidence",
     "Controller",
-    "Drop",
     "EntropyAbove",
     "GapBelow",
     "Generated",
@@ -38,14 +35,12 @@ __all__ = [
     "Greedy",
     "Lengths",
     "Lossless",
-    "Mapped",
     "MinP",
     "Mode",
     "ModeBase",
     "PerRowSampling",
     "Plain",
     "Prefill",
-    "Propagate",
     "Setting",
     "Steady",
     "Temperature",

@@ -24,8 +24,9 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import first_tokens, unread
 from utio_jax.decoding.sampling import Sampling
-from utio_jax.decoding.segments import block_at, project_frozen, run_segment
+from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState, Emitted, PerRowStopRules, StopRules
+from utio_jax.staircase.keys_values import project_layers
 
 
 @partial(jax.jit, static_argnames=("decoder", "slots", "alternatives"))
@@ -96,8 +97,16 @@ def read_chunk(
             decoder, params, state.cache, x, block, start=0, stop=stop, width=width
         )
         if stop < decoder.config.num_layers:
-            rest = {"start": stop, "stop": decoder.config.num_layers}
-            cache = project_frozen(decoder, params, cache, x, block, **rest)
+            cache, _ = project_layers(
+                decoder,
+                params,
+                cache,
+                x,
+                block.places,
+                block.at,
+                start=stop,
+                stop=decoder.config.num_layers,
+            )
     mine = valid & (ahead == lengths - 1)
     found = jnp.sum(jnp.where(mine[:, :, None], x, 0), axis=1, dtype=x.dtype)
     last = jnp.where(jnp.any(mine, axis=1)[:, None], found, last)

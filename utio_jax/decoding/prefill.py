@@ -17,21 +17,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill, write_prompt
-from utio_jax.core.arrays import flat
+from utio_jax.attention.cache import KVCache, fill
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import layer_at
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.segments import block_at, project_frozen
 from utio_jax.decoding.state import PromptPass
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
-from utio_jax.staircase.base import Executor, Tokens, rotated
+from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import CapacityPrefix
+from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice, PromptImportance
-from utio_jax.staircase.reference import FrozenKV, check_kv, positions_of
+from utio_jax.staircase.reference import FrozenKV, check_kv
 from utio_jax.staircase.sparse import SparseAttention
 
 # Measured on two cores: 0.67x at one prompt of 448 tokens, 0.84x at 32 of 64, 1.3x at 8 of 192
@@ -118,9 +116,9 @@ class Prefill:
             self.attention.index_of(0, depths)
         if not self.exact(decoder) and kv == "full":
             raise ValueError(
-                'Wanted prompts at full depth and with dense attention for a mode with kv="full", '
-                "which promises the full model's keys and values. Got a Prefill with a policy or "
-                'an attention. Leave it out, or decode with Adaptive(kv="propagate").'
+                "Wanted prompts at full depth and with dense attention for a mode whose keys and "
+                "values are the full model's. Got a Prefill with a policy or an attention. Leave "
+                'it out, or decode with Adaptive(kv="propagate").'
             )
 
     def read(
@@ -159,39 +157,23 @@ class Prefill:
             )
             assert found.cache is not None
             cache, work = found.cache, found.work
-            if kv != "drop" and policy.depths != (last_layer,):
+            if policy.depths != (last_layer,):
                 # The pass ends where its deepest token does; new tokens may go on from there.
-                deepest, x = jnp.max(found.depths), found.tokens.x
-                block = block_at(decoder, *positions_of(token_ids, lengths))
-                if kv == "mapped":
-                    cache = _write_mapped(decoder, params, cache, found.tokens, start=deepest)
-                else:
-                    cache = project_frozen(
-                        decoder, params, cache, x, block, start=deepest, stop=last_layer
-                    )
-                    rest = (last_layer - deepest) * token_ids.size
-                    keys_values = jnp.asarray(work.keys_values).at[-1].add(rest)
-                    work = dataclasses.replace(work, keys_values=keys_values)
+                cache, rest = frozen_kv(kv).end(
+                    decoder,
+                    params,
+                    found.tokens,
+                    cache,
+                    start=jnp.max(found.depths),
+                    bounds=(policy.depths[0], last_layer),
+                )
+                keys_values = jnp.asarray(work.keys_values).at[-1].add(rest * token_ids.size)
+                work = dataclasses.replace(work, keys_values=keys_values)
         last = jax.vmap(lambda row, length: row[length - 1])(found.x, lengths)
         logits = decoder.unembed(params, last).astype(jnp.float32)
         spread = lambda leaf: jnp.broadcast_to(leaf, (lengths.shape[0], *leaf.shape))  # noqa: E731
         done = PromptPass(depths=found.depths, work=jax.tree.map(spread, work))
         return logits, fill(cache, lengths), done
-
-
-def _write_mapped(
-    decoder: Decoder, params: Params, cache: KVCache, tokens: Tokens, *, start: Int[Array, ""]
-) -> KVCache:
-    """Returns the cache with mapped K/V of all tokens in the layers from `start` on."""
-    batch, width = tokens.positions.shape
-
-    def write(index: jax.Array, cache: KVCache) -> KVCache:
-        keys, values = tokens.mapped_at(index)
-        keys = rotated(decoder, layer_at(decoder, params, index), keys, flat(tokens.places))
-        keys, values = (y.reshape(batch, width, *y.shape[1:]) for y in (keys, values))
-        return write_prompt(cache, index, keys, values)
-
-    return jax.lax.fori_loop(start, decoder.config.num_layers, write, cache)
 
 
 def exact_prefill(decoder: Decoder) -> Prefill | None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill, read, write
+from utio_jax.attention.cache import KVCache, fill, read
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
-from utio_jax.core.layer import Depth, keys_values_of, layer_at, over_layers, run_layer
+from utio_jax.core.layer import Depth, over_layers, run_layer
 from utio_jax.core.pytrees import pytree
+from utio_jax.staircase.keys_values import at_least, at_most, project, project_once
 
 Layers = tuple[LayerParams, ...] | None
 """Each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: the stack's."""
@@ -55,6 +57,11 @@ class Block:
     valid: Bool[Array, "batch token"]
     places: Places
     rows: Int[Array, " batch"] | None = None
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """Where the cache takes their keys and values, see `utio_jax.attention.cache.write`."""
+        return {"positions": self.positions, "valid": self.valid, "rows": self.rows}
 
 
 def block_at(
@@ -188,15 +195,15 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
         index: jax.Array, layer: LayerParams, carry: tuple[jax.Array, KVCache]
     ) -> tuple[jax.Array, KVCache]:
         x, cache = carry
-        cache = _projected(decoder, layer, cache, index, x, block)
+        cache = project(decoder, layer, cache, index, x, block.places, block.at)
         return run_one(index, layer, x, attention(cache, (index,))), cache
 
     over = partial(over_layers, decoder, params, layers=layers, bounds=bounds)
     config, first = decoder.config, decoder.config.kv_own
-    x, cache = over(own, (x, cache), start=_most(start, first), stop=_most(stop, first))
+    x, cache = over(own, (x, cache), start=at_most(start, first), stop=at_most(stop, first))
     if first == config.num_layers:
         return x, cache
-    cache = _made_once(decoder, params, cache, x, block, start=start, stop=stop)
+    cache = project_once(decoder, params, cache, x, block.places, block.at, start=start, stop=stop)
     sources = config.kv_source[first:]
     # Read once where all layers read the same: nothing is written to the cache from here on.
     same = attention(cache, sources[0]) if len({*sources}) == 1 else None
@@ -207,93 +214,7 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
         mine = jnp.asarray(sources, jnp.int32)[index - first]
         return run_one(index, layer, x, attention(cache, tuple(mine)))
 
-    return over(above, x, start=_least(start, first), stop=_least(stop, first)), cache
-
-
-def project_frozen(  # noqa: PLR0913 (arrays of one segment)
-    decoder: Decoder,
-    params: Params,
-    cache: KVCache,
-    x: Float[Array, "batch token dim"],
-    block: Block,
-    *,
-    start: Depth,
-    stop: Depth,
-    layers: Layers = None,
-    bounds: Bounds = None,
-) -> KVCache:
-    """Returns the cache with K/V of frozen states in layers [start, stop): `kv="propagate"`.
-
-    Of the block's rows; those of all others stay as they are.
-    """
-
-    def project(index: jax.Array, layer: LayerParams, cache: KVCache) -> KVCache:
-        return _projected(decoder, layer, cache, index, x, block)
-
-    first = decoder.config.kv_own
-    cache = over_layers(
-        decoder,
-        params,
-        project,
-        cache,
-        start=_most(start, first),
-        stop=_most(stop, first),
-        layers=layers,
-        bounds=bounds,
-    )
-    return _made_once(decoder, params, cache, x, block, start=start, stop=stop)
-
-
-def _projected(
-    decoder: Decoder,
-    layer: LayerParams,
-    cache: KVCache,
-    index: int | jax.Array,
-    x: Float[Array, "batch token dim"],
-    block: Block,
-) -> KVCache:
-    """Returns the cache with the K/V that a layer makes of some states."""
-    keys, values = keys_values_of(decoder, layer, flat(x), flat(block.places))
-    keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in (keys, values))
-    where = {"positions": block.positions, "valid": block.valid, "rows": block.rows}
-    return write(cache, index, keys, values, **where)
-
-
-def _made_once(
-    decoder: Decoder,
-    params: Params,
-    cache: KVCache,
-    x: Float[Array, "batch token dim"],
-    block: Block,
-    *,
-    start: Depth,
-    stop: Depth,
-) -> KVCache:
-    """Returns the cache with K/V that layers from `kv_own` on make of the states before them.
-
-    Where layers [start, stop) run, or are projected, across that depth; elsewhere it stays.
-    """
-    first = decoder.config.kv_own
-    made = decoder.config.kv_made(first, first + 1)
-    if first == decoder.config.num_layers or not made:
-        return cache
-
-    def make(_: jax.Array, cache: KVCache) -> KVCache:
-        for row in made:
-            layer = layer_at(decoder, params, row)
-            cache = _projected(decoder, layer, cache, row, x, block)
-        return cache
-
-    passes = jnp.asarray((start <= first) & (first < stop), jnp.int32)
-    return jax.lax.fori_loop(0, passes, make, cache)
-
-
-def _most(depth: Depth, bound: int) -> Depth:
-    return min(depth, bound) if isinstance(depth, int) else jnp.minimum(depth, bound)
-
-
-def _least(depth: Depth, bound: int) -> Depth:
-    return max(depth, bound) if isinstance(depth, int) else jnp.maximum(depth, bound)
+    return over(above, x, start=at_least(start, first), stop=at_least(stop, first)), cache
 
 
 def prefill(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,8 @@ from utio_jax.core.decoder import Decoder, LayerParams, Params
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import (
-    Tokens,
-    check_min_bucket,
-    make_shared,
-    rotated,
-    shared_at,
-    spans,
-)
+from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
+from utio_jax.staircase.keys_values import make_shared, shared_at, spans
 
 
 @pytree
@@ -57,6 +51,7 @@ class CapacityPrefix:
     capacities: tuple[int, ...]
     min_bucket: int = 64
     certain: bool = False
+    keeps_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_min_bucket(self.min_bucket)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,10 @@ from utio_jax.core.work import Work
 from utio_jax.staircase.base import (
     Tokens,
     check_min_bucket,
-    make_shared,
     over_blocks,
     rotated,
-    shared_at,
-    spans,
 )
+from utio_jax.staircase.keys_values import make_shared, shared_at, spans
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 
 
@@ -74,6 +72,7 @@ class MicroBatches:
     block: int = 512
     query_block: int = 128
     key_step: int = 128
+    keeps_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_min_bucket(self.min_bucket)
