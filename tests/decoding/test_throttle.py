@@ -23,10 +23,11 @@ from utio_jax.attention.views import place_of, places_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.rows import ThrottledRows
 from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.segments import block_at, run_layers
 from utio_jax.decoding.state import stop_rules
-from utio_jax.decoding.throttle import Throttle
+from utio_jax.decoding.throttle import Throttle, ThrottlePacking
 from utio_jax.decoding.throttle_attention import open_view, run_throttled
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
@@ -34,6 +35,7 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, never_stops, random_depths, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase
+from utio_jax.staircase.exit_head import Model
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)
@@ -368,16 +370,18 @@ def test_each_segment_has_a_threshold_of_its_own() -> None:
     throttle = Throttle(
         signal=Position(), thresholds=jnp.asarray([-1.0, -4.0, -7.0]), history=History(recent=4)
     )
-    positions = jnp.asarray([2, 5, 8], jnp.int32)
-    state: Any = types.SimpleNamespace(positions=positions, last_ids=0 * positions)
-    first = throttle.begin(state, jnp.asarray([-0.5, jnp.nan, -3.0]))
+    positions = jnp.asarray([[2], [5], [8]], jnp.int32)
+    tokens: Any = types.SimpleNamespace(positions=positions, live=positions > 0)
     nothing: Any = None
-    second = throttle.look(0, nothing, first)
-    third = throttle.look(1, nothing, second)
-    for watch, low in ((first, [0, 0, 1]), (second, [0, 1, 1]), (third, [0, 0, 1])):
-        np.testing.assert_array_equal(watch.low[:, 0], np.asarray(low, bool))
-    for watch in (second, third):  # For the next token's first layers.
-        np.testing.assert_array_equal(watch.scores, [-2.0, -5.0, -8.0])
+    rows = Model(nothing, nothing, ThrottledRows(width=16))
+    before = jnp.asarray([-0.5, jnp.nan, -3.0])
+    packing = ThrottlePacking(rows, throttle, tokens, 0 * positions, before)
+    for segment, low in enumerate(([0, 0, 1], [0, 1, 1], [0, 0, 1])):
+        slots = packing.pack(segment, tokens)
+        np.testing.assert_array_equal(slots.throttled[:, 0], np.asarray(low, bool))
+        packing.look(min(segment, 1), nothing)
+        # For the next token's first layers.
+        np.testing.assert_array_equal(packing.scores, [-2.0, -5.0, -8.0])
 
 
 def test_rows_read_what_they_need(model: Any) -> None:

@@ -130,8 +130,10 @@ class Head:
                 self.work += heads
                 logits = model.map_head(self._slots, lambda logits: logits, states)
                 self._logits = logits
-                self.found = None if readout is None else _read(readout, logits)
-            return model.executor.map_slots(self._slots, function, logits, *arrays)
+                if readout is not None:
+                    self.found = _map_tokens(readout.function, logits, *readout.arrays)
+            decision = _map_tokens(function, logits, *arrays)
+            return where_tokens(self.seen, decision, jnp.zeros_like(decision))
 
         def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
             decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
@@ -211,7 +213,7 @@ def where_tokens(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
     return jax.tree.map(pick, new, old)
 
 
-def _read(readout: Readout, logits: Float[Array, "batch token vocab"]) -> Any:
-    """Returns what a readout makes of kept logits, `[batch, token, ...]`."""
-    found = readout.function(flat(logits), *flat(readout.arrays))
-    return jax.tree.map(lambda y: y.reshape(*logits.shape[:2], *y.shape[1:]), found)
+def _map_tokens(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Returns a function of arrays `[slot, ...]` for all tokens at once, `[batch, token, ...]`."""
+    found = function(*flat(arrays))
+    return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), found)
