@@ -258,7 +258,7 @@ class Generate(OfCorpus, OfDecoding, OfThinking):
             "--prompt-budget": self.prompt_budget,
         }
         given = [name for name, value in others.items() if value is not None]
-        if not self.enable_utio or given:
+        if not (self.enable_utio or self.budget is not None) or given:
             raise ValueError(
                 "Wanted --profit with --enable-utio alone: it foretells a depth per token, with "
                 f"nothing else changed. Got {', '.join(given) or 'no --enable-utio'}. Leave out "

@@ -124,8 +124,7 @@ class LmEval(OfWindows):
         """Returns the mode, and the budget of its policy if it has one."""
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.drafting import Controller
-        from utio_jax.decoding.lossless import Lossless
+        from utio_jax.decoding.lossless import lossless_for
         from utio_jax.staircase.reference import check_kv
 
         if self.mode not in ("full", "adaptive", "lossless"):
@@ -141,7 +140,7 @@ class LmEval(OfWindows):
                     f"Wanted --mode adaptive with {', '.join(given)}: {self.mode} has no use for "
                     "it. Add --mode adaptive."
                 )
-            return (Plain() if self.mode == "full" else Lossless(controller=Controller())), None
+            return (Plain() if self.mode == "full" else lossless_for(model.decoder)), None
         kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
         name = "learned" if self.policy is None else self.policy
         policy, budget, _ = policy_named(

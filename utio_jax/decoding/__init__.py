@@ -3,11 +3,11 @@
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, ModeBase, Plain, Setting
-from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow
+from utio_jax.decoding.drafting import EntropyAbove, GapBelow
 from utio_jax.decoding.frozen import CatchUp, Drop, Mapped, Propagate
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompt_router import route_by_prompts
 from utio_jax.decoding.sampling import (
@@ -32,7 +32,6 @@ __all__ = [
     "Chunk",
     "Confidence",
     "Context",
-    "Controller",
     "Drop",
     "EntropyAbove",
     "GapBelow",
@@ -62,6 +61,7 @@ __all__ = [
     "TopP",
     "generate",
     "generate_text",
+    "lossless_for",
     "read_context",
     "route_by_prompts",
     "select",
