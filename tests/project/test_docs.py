@@ -19,7 +19,7 @@ from utio_jax.engine import planning
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     file.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "results/*.md", "models/*/*.md")
+    for pattern in ("*.md", "docs/*.md", "docs/contrib/*.md", "results/*.md", "models/*/*.md")
     for file in ROOT.glob(pattern)
 )
 ARCHITECTURE = (ROOT / "ARCHITECTURE.md").read_text()

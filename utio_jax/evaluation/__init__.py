@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality of policies on text. `utio_jax.evaluation.harness` is for EleutherAI's lm-eval."""
+"""Quality of policies on text."""
 
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore, evaluate, score_documents
 from utio_jax.evaluation.recall import (
