@@ -35,9 +35,7 @@ from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.positions import PositionSums, margins_by_position, sums_by_position
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
-from utio_jax.core.documents import Batch, sample_batches
-from utio_jax.core.files import versions
-from utio_jax.evaluation.recall import (
+from utio_jax.contrib.recall.recall import (
     RECALL_TASKS,
     Recall,
     RecallRows,
@@ -48,6 +46,8 @@ from utio_jax.evaluation.recall import (
     stopped_part,
     table_policies,
 )
+from utio_jax.core.documents import Batch, sample_batches
+from utio_jax.core.files import versions
 from utio_jax.models.training.corpus import Split, standard_library
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Thresholded, uniform

@@ -201,7 +201,7 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     for mode, more in {
         "plain": [],
         "lossless": ["--lossless"],
-        "adaptive": ["--enable-utio", "--budget", "0.8"],
+        "adaptive": ["--budget", "0.8"],
         "throttled": [
             *("--enable-utio", "--policy", "full", "--throttle", "inf"),
             *("--history", "5", "2"),
@@ -339,7 +339,7 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
         (["generate", "x", "--policy", "learned", "--kv", "drop"], "--enable-utio with --policy"),
         (["generate", "x", "--lossless", "--kv", "drop"], "Wanted --kv full with --lossless"),
         (["generate", "x", "--lossless", "--budget", "0.8"], "--lossless without a policy"),
-        (["generate", "x", "--lossless", "--drafter", "magic"], "a drafter of exit, ngram, both"),
+        (["generate", "x", "--lossless", "--drafter", "magic"], "a drafter of exit, ngram. Got"),
         (["generate", "x", "--drafter", "ngram"], "Wanted --lossless with --drafter"),
         (
             ["generate", "x", "--enable-utio", "--kv", "zeros"],

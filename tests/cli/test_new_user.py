@@ -30,7 +30,6 @@ from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.cli import first_call
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
-from utio_jax.cli.lm_eval import LmEval
 from utio_jax.cli.main import COMMANDS, main
 from utio_jax.cli.options import calibration_of
 from utio_jax.core.documents import batches_of, windows_of
@@ -324,7 +323,6 @@ def test_a_lens_is_not_fitted_where_its_calibration_has_no_place(
         ("train --out FILE/trained", "--out"),
         ("bench --out FILE/bench", "--out"),
         ("report results.json --out FILE", "--out"),
-        ("lm-eval --tasks t.yaml --out FILE/all.json", "--out"),
     ],
 )
 def test_a_place_that_takes_no_files_is_found_before_the_work(
@@ -511,6 +509,8 @@ def test_no_message_recommends_an_option_that_does_not_exist(
     inner = {option for action in parser[0]._actions for option in action.option_strings}
     package, wrong, commands = Path(utio_jax.__file__).parent, [], 0
     for file in sorted(package.rglob("*.py")):
+        if package / "contrib" in file.parents:  # These have commands of their own.
+            continue
         known = every | ELSEWHERE.get(file.name, set())
         known |= (
             inner if file.name in ("first_call.py", "startup.py", "bench_subjects.py") else set()
@@ -566,7 +566,7 @@ def test_a_stock_model_is_told_how_to_get_exits(
 # Verdicts are repeated, and readable.
 
 
-@pytest.mark.parametrize("command", ["generate", "evaluate", "lm-eval"])
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_a_verdict_is_repeated_where_the_policy_is_used(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -574,10 +574,8 @@ def test_a_verdict_is_repeated_where_the_policy_is_used(
     options: Any = {"model": str(folder), "policy": "position"}
     if command == "generate":
         Generate(enable_utio=True, **options).decoding_mode(model)
-    elif command == "evaluate":
-        Evaluate(text=(source("keyword"),), context=32, **options).run()
     else:
-        LmEval(mode="adaptive", **options)._mode(model)
+        Evaluate(text=(source("keyword"),), context=32, **options).run()
     said = capsys.readouterr().err
     assert "utio-jax: Adaptive depth will not pay here: the loss at depth 2 is 60 % above" in said
     if command == "evaluate":

@@ -16,11 +16,16 @@ from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.modes import OfDecoding
 from utio_jax.cli.options import check_policy_options, read_token_ids
 from utio_jax.cli.scoring import Scored
+from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore
 from utio_jax.evaluation.quality import Quality
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
 
-MODEL = types.SimpleNamespace(policy=lambda name, depth: uniform(depth), prompt_choices=())
+MODEL: Any = types.SimpleNamespace(
+    policy=lambda name, depth: uniform(depth), prompt_choices=(), decoder=Transformer(TINY)
+)
 """What options need of a model to name a depth."""
 
 
@@ -32,13 +37,22 @@ def test_a_mode_is_the_one_that_was_asked_for() -> None:
     assert (mode.policy.depths, mode.kv, prefill, budget) == ((2,), "drop", None, None)
     drafts, _, _ = OfDecoding(lossless=True).decoding_mode(MODEL)
     copies, _, _ = OfDecoding(lossless=True, drafter="ngram").decoding_mode(MODEL)
-    assert isinstance(drafts, Lossless)
-    assert isinstance(copies, Lossless)
-    assert (drafts.drafter, drafts.controller is None) == ("exit", False)
-    assert (copies.drafter, copies.controller is None) == ("ngram", True)
+    assert drafts == Lossless(exit=1)
+    assert copies == Lossless(drafter="ngram")
     for wrong in (OfDecoding(kv="drop"), OfDecoding(drafter="ngram"), OfDecoding(depth=2)):
         with pytest.raises(ValueError, match="Wanted --"):
             wrong.decoding_mode(MODEL)
+
+
+def test_a_budget_alone_means_a_depth_per_token() -> None:
+    with pytest.raises(ValueError, match="--lossless without a policy.*Got --budget"):
+        OfDecoding(lossless=True, budget=0.6).decoding_mode(MODEL)
+    assert Serve(budget=0.6).named_mode == "adaptive"
+    assert Serve().named_mode == "plain"
+    assert Serve(mode="lossless").named_mode == "lossless"
+    for mode in ("plain", "lossless"):
+        with pytest.raises(ValueError, match=f"--mode adaptive with --budget. Got --mode {mode}"):
+            Serve(mode=mode, budget=0.6).served()
 
 
 def test_tokens_are_drawn_as_asked() -> None:

@@ -121,33 +121,6 @@ def test_evaluate_reports_losses_behind_prompts(
     assert hidden["prompt_flops_ratio"] < found["prompt_flops_ratio"]
 
 
-def test_evaluate_asks_for_facts_stated_far_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Three tasks, one of them named twice; a tiny model that knows nothing finds none."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    train_tokenizer([WORDS * 20], vocab_size=300).save(str(folder / "tokenizer.json"))
-    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=512))
-    save(folder, decoder, live_params(decoder))
-    text = tmp_path / "text.txt"
-    text.write_text(WORDS * 200)
-    arguments = ["evaluate", "--model", str(folder), "--text", str(text), "--prompt-tokens", "400"]
-    arguments += ["--far-tasks", "lookup", "name", "copy", "name", "--rows", "5"]
-    assert main([*arguments, "--prompt-stop", "2", "--prompt-deep", "0.2"]) == 0
-    found = last_line(capsys)
-    assert [task["task"] for task in found["far_tasks"]] == ["lookup", "name", "copy"]
-    assert found["prompt"] == "2 sinks_recent 0.2 propagate"
-    assert found["prompt_flops_ratio"] < 1
-    for task in found["far_tasks"]:
-        assert task["rows"] == 5
-        assert task["nll"] != task["nll_full"]
-        assert sum(part["rows"] for part in task["by_distance"]) == 5
-    assert main(arguments) == 0
-    for task in last_line(capsys)["far_tasks"]:
-        assert (task["nll"], task["difference"]) == (task["nll_full"], 0)
-
-
 def test_generate_reads_prompts_within_a_budget(
     folder: Path, maps: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,8 +167,6 @@ def test_what_cannot_be_used_is_named(
         ([*prompts, "--prompt-stop", "1", "--prompt-maps", str(maps)], "stops at depths (2,)"),
         ([*prompts, "--prompt-stop", "2", "--prompt-by", "luck"], "Got 'luck'"),
         ([*prompts, "--policy", "uniform"], "without --policy"),
-        ([*rows, "--far-tasks", "name"], "Wanted --prompt-tokens with --far-tasks"),
-        ([*prompts, "--far-tasks", "name"], "Wanted --text FILES with --far-tasks"),
         (
             [*foreign, "--prompt-stop", "2", "--prompt-maps", str(maps)],
             "Wanted KV maps of the model with SHA-256",

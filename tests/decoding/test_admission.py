@@ -18,7 +18,7 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.admission import _admit, admit, empty_state, release
 from utio_jax.decoding.base import ModeBase, Plain
-from utio_jax.decoding.drafting import Controller, EntropyAbove, NGram
+from utio_jax.decoding.drafting import EntropyAbove, NGram
 from utio_jax.decoding.generate import _collect
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
@@ -45,9 +45,8 @@ MODES: dict[str, Any] = {
     "mapped": Adaptive(policy=POLICY, kv="mapped"),
     "throttled": Adaptive(policy=POLICY, throttle=EASY),
     "lossless": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
-    "copies": Lossless(exit=1, drafter="both", max_draft=3, ngram=NGram(longest=2)),
+    "copies": Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)),
     "few tokens": Lossless(exit=2, max_draft=3, vocabulary=np.arange(0, 64, 2, dtype=np.int32)),
-    "controller": Lossless(max_draft=3, controller=Controller()),
 }
 LONG = ("mapped", "copies", "few tokens")
 
@@ -81,9 +80,7 @@ def model_of(name: str) -> Any:
     return with_random_maps(lively_model(), (1, 2)) if name == "mapped" else lively_model()
 
 
-def sampling_of(name: str) -> Any:
-    # What a controller chooses for the batch decides with which keys tokens are drawn.
-    return Greedy() if name == "controller" else Temperature(jnp.float32(0.9))
+SAMPLING = Temperature(jnp.float32(0.9))
 
 
 class Server:
@@ -91,7 +88,7 @@ class Server:
 
     def __init__(self, name: str, *, slots: int = SLOTS, mode: Any = None) -> None:
         model, self.mode, self.slots = model_of(name), mode or MODES[name], slots
-        self.fixed = model.decoder, model.params, self.mode, sampling_of(name), stop_rules(())
+        self.fixed = model.decoder, model.params, self.mode, SAMPLING, stop_rules(())
         self.state = empty_state(*self.fixed, batch=BATCH, slots=slots)
 
     def begin(
@@ -151,9 +148,7 @@ def _when(name):
 def test_rows_admitted_later_get_what_they_get_alone(name, count_compiles):
     model, mode = model_of(name), MODES[name]
     together = serve(name, REQUESTS, [3, 0, 1, 2])
-    same = ["token_ids", "throttled"]
-    if name != "controller":  # There, which exit guesses a token, and how many, is up to the batch.
-        same += ["decided", "steps", "accepted"]
+    same = ["token_ids", "throttled", "decided", "steps", "accepted"]
     if name == "plain":  # In other modes rows go along with deeper ones.
         same += ["token_layers", "heads"]
     for request, found in zip(REQUESTS, together, strict=True):
@@ -162,7 +157,7 @@ def test_rows_admitted_later_get_what_they_get_alone(name, count_compiles):
             model,
             [request.prompt],
             mode=mode,
-            sampling=sampling_of(name),
+            sampling=SAMPLING,
             seeds=[request.seed],
             max_new_tokens=request.new,
         )
@@ -182,7 +177,7 @@ def rows_of(tree: Any) -> list[np.ndarray]:
     return [np.moveaxis(np.array(leaf), axis, 0) for leaf, axis in pairs if axis is not None]
 
 
-@pytest.mark.parametrize("name", ["throttled", "drop", "controller"])
+@pytest.mark.parametrize("name", ["throttled", "drop"])
 def test_an_admission_moves_the_fresh_rows_and_nothing_else(name):
     server = Server(name)
     server.admit(REQUESTS[:2], [2, 0])
@@ -218,33 +213,6 @@ def test_released_rows_take_part_in_nothing():
     assert np.all(np.asarray(server.state.reason) == RELEASED)
 
 
-def test_a_controller_asks_what_the_batch_of_now_has_seen():
-    """Each row's memory is its own: rows that were released, or replaced, have no say."""
-    never_forgets = Lossless(max_draft=3, controller=Controller(memory_rounds=1e9))
-    server = Server("controller", mode=never_forgets)
-    server.admit([REQUESTS[0], REQUESTS[4]], [0, 1])
-    server.advance(8)
-    seen, tally = server.state.memory.observed, server.state.tally
-    np.testing.assert_allclose(seen.accepted.sum(axis=1), tally.accepted, rtol=1e-5)
-    assert tally.accepted[0] != tally.accepted[1]
-    assert np.all(seen.rejected.sum(axis=1)[:2] > 0)
-    total = seen.total(jnp.array([True, False, True, True]))
-    np.testing.assert_array_equal(total.accepted, seen.accepted[0])
-    # Drafts that fail for ever in one row keep all from drafting, until it is released.
-    observed = dataclasses.replace(seen, rejected=seen.rejected.at[0].set(1e6))
-    memory = dataclasses.replace(server.state.memory, observed=observed)
-    server.state = dataclasses.replace(server.state, memory=memory)
-    drafts = []
-    for row in (BATCH - 1, 0):
-        before = int(server.state.tally.drafts[1])
-        server.state = release(server.state, [row])
-        server.advance(int(server.state.lengths[1] - server.state.prompt_lengths[1]) + 4)
-        drafts.append(int(server.state.tally.drafts[1]) - before)
-    assert drafts[0] == 0 < drafts[1]
-    server.admit(REQUESTS[2:4], [0, BATCH])
-    assert not np.any(server.state.memory.observed.rejected[0])
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_an_admission_copies_no_cache():
     server = Server("drop", slots=4096)
@@ -274,7 +242,7 @@ def test_a_prompt_may_be_read_by_importance():
             lively_model(),
             [request.prompt],
             mode=server.mode,
-            sampling=sampling_of("drop"),
+            sampling=SAMPLING,
             seeds=[request.seed],
             max_new_tokens=request.new,
             prefill=how,

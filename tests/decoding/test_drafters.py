@@ -17,14 +17,13 @@ from helpers.marks import quick_where
 from utio_jax.core.decoder import reduced_head
 from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, lensed
-from utio_jax.decoding.drafting import Controller, EntropyAbove, NGram, draft_vocabulary
+from utio_jax.decoding.drafting import NGram, draft_vocabulary
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Temperature
 from utio_jax.evaluation.generation import spent_on
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
-from utio_jax.staircase.reference import dense_states
 
 REPEATING = [[7, 1, 2, 3, 4, 7, 1, 2], [5, 5, 5], [9, 8, 7, 9, 8, 7, 9]]
 
@@ -77,103 +76,49 @@ def plain(model):
     return run(model, REPEATING, max_new_tokens=48)
 
 
-def guesser(model, depth):
-    """Returns a function from known tokens to the exit's greedy guess, from scratch."""
-
-    @jax.jit
-    def states(ids, length):
-        (x,) = dense_states(model.decoder, model.params, ids[None], length[None], depths=(depth,))
-        return jnp.argmax(model.decoder.unembed(model.params, x[0, length - 1]))
-
-    def guess(known):
-        ids = np.zeros(72, np.int32)
-        ids[: len(known)] = known
-        return int(states(jnp.asarray(ids), jnp.int32(len(known))))
-
-    return guess
-
-
-def rounds_of(prompt, truth, *, drafter, block, guess, longest=3):
-    """Yields each round's accepted drafts, whose they were, and the runs, guesses and slots."""
+def rounds_of(prompt, truth, *, block, longest=3):
+    """Yields each round's drafts and how many were accepted."""
     known, end = [*prompt, int(truth[0])], len(prompt) + 40
     while len(known) < end:
-        copied, size = slow_copy(known, longest=longest, shortest=1, drafts=block - 1)
-        runs = guesses = together = 0
-        drafts, own = copied, 0
-        if drafter == "both" and size == longest:
-            together = block
-        elif drafter == "both":
-            first = guess(known)
-            if copied and first == copied[0]:
-                runs, guesses, together, own = 1, 1, block, 1
-            else:
-                drafts, own = [], block - 1
-                for _ in range(block - 1):
-                    drafts.append(guess([*known, *drafts]))
-                runs, guesses = block, block - 1
+        drafts, _ = slow_copy(known, longest=longest, shortest=1, drafts=block - 1)
         right = truth[len(known) - len(prompt) :]
         accepted = 0
         while accepted < len(drafts) and drafts[accepted] == right[accepted]:
             accepted += 1
-        yield len(drafts), accepted, own, runs, guesses, together
+        yield len(drafts), accepted
         known += [int(each) for each in right[: accepted + 1]]
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "both"])
 @pytest.mark.parametrize("row", [0, 1, 2])
-def test_drafts_cost_what_a_slow_matcher_says(model, plain, drafter, row):
-    exit_ = None if drafter == "ngram" else 2
-    mode = Lossless(exit=exit_, drafter=drafter, max_draft=3)
+def test_drafts_cost_what_a_slow_matcher_says(model, plain, row):
+    mode = Lossless(drafter="ngram", max_draft=3)
     found = run(model, REPEATING[row : row + 1], mode=mode)
     truth = plain.token_ids[row]
     np.testing.assert_array_equal(found.token_ids[0], truth[:40])
-    depth, block = exit_ or 0, 4
-    rounds = [*rounds_of(REPEATING[row], truth, drafter=drafter, block=4, guess=guesser(model, 2))]
-    drafts, accepted, own, runs, guesses, together = (
-        np.asarray(each) for each in zip(*rounds, strict=True)
-    )
-    slots = np.where(drafts > 0, block, 1)  # Of the deep pass.
+    rounds = [*rounds_of(REPEATING[row], truth, block=4)]
+    drafts, accepted = (np.asarray(each) for each in zip(*rounds, strict=True))
+    slots = np.where(drafts > 0, 4, 1)  # Of the one pass.
     assert found.steps[0] == len(rounds)
     assert found.drafts[0] == drafts.sum()
     assert found.accepted[0] == accepted.sum()
-    assert found.heads[0] == (guesses + slots).sum()
-    layers = (runs + together) * depth + slots * (4 - depth)
-    assert found.token_layers[0] == layers.sum()
-    assert found.attended[0] == 64 * layers.sum()
+    assert found.heads[0] == slots.sum()
+    assert found.token_layers[0] == (4 * slots).sum()
+    assert found.attended[0] == 64 * (4 * slots).sum()
     assert found.draft_heads[0] == found.exit_maps[0] == 0
     decided = [4]
-    for right, mine in zip(accepted, own, strict=True):
-        decided += [depth] * min(right, mine) + [0] * max(right - mine, 0) + [4]
+    for right in accepted:
+        decided += [0] * right + [4]
     assert found.decided[0].tolist() == decided[:40]
     np.testing.assert_array_equal(found.executed[0], 4)
 
 
-def test_each_way_of_drafting_occurs(model, plain):
-    guess, kinds = guesser(model, 2), Counter()
-    for prompt, truth in zip(REPEATING, plain.token_ids, strict=True):
-        for *_, runs, guesses, together in rounds_of(
-            prompt, truth, drafter="both", block=4, guess=guess
-        ):
-            kinds[runs, guesses, together] += 1
-    assert set(kinds) == {(0, 0, 4), (1, 1, 4), (4, 3, 0)}  # Copied, agreed, the exit's own.
-
-
-QUICK = ("ngram", "both, controller", "few tokens, both")
 MODES = {
     "ngram": Lossless(drafter="ngram", max_draft=5),
-    "both": Lossless(exit=2, drafter="both", max_draft=3),
-    "both, hard": Lossless(
-        exit=2, drafter="both", max_draft=3, stop=EntropyAbove(threshold_nats=3.3)
-    ),
-    "both, controller": Lossless(controller=Controller(), drafter="both", max_draft=3),
     "few tokens": Lossless(exit=2, max_draft=3, vocabulary=np.arange(0, 60, 2, dtype=np.int32)),
-    "few tokens, both": Lossless(
-        exit=2, drafter="both", max_draft=3, vocabulary=np.arange(0, 60, 2, dtype=np.int32)
-    ),
 }
 
 
-@pytest.mark.parametrize("name", quick_where(lambda name: name in QUICK, MODES))
+@pytest.mark.parametrize("name", MODES)
 def test_greedy_is_the_full_model_in_ragged_batches(model, plain, name):
     found = run(model, REPEATING, mode=MODES[name])
     assert_greedy(model, found, REPEATING, kv="full")
@@ -183,7 +128,7 @@ def test_greedy_is_the_full_model_in_ragged_batches(model, plain, name):
     assert 0 < found.acceptance < 1
 
 
-@pytest.mark.parametrize("name", ["ngram", "few tokens, both"])
+@pytest.mark.parametrize("name", [*MODES])
 def test_the_lowest_temperature_draws_the_full_models_tokens(model, plain, name):
     found = run(model, REPEATING, mode=MODES[name], sampling=Temperature(1e-9), seeds=3)
     for row in range(3):
@@ -191,7 +136,7 @@ def test_the_lowest_temperature_draws_the_full_models_tokens(model, plain, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ngram", "both", "few tokens, both"])
+@pytest.mark.parametrize("name", [*MODES])
 def test_drawn_rows_do_not_feel_their_batch(model, name):
     options = {"mode": MODES[name], "sampling": Temperature(0.5)}
     together = run(model, REPEATING, seeds=[3, 4, 5], **options)
@@ -278,12 +223,10 @@ def test_a_draft_vocabulary_is_the_most_frequent_tokens():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_forbidden_combinations(model):
-    with pytest.raises(ValueError, match="drafter of exit, ngram, both. Got 'tree'"):
+    with pytest.raises(ValueError, match="drafter of exit, ngram. Got 'tree'"):
         Lossless(drafter="tree")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit as well"):
         Lossless(exit=2, drafter="ngram")
-    with pytest.raises(ValueError, match="either an exit or a controller"):
-        Lossless(drafter="both")
     with pytest.raises(ValueError, match="draft vocabulary"):
         run(model, mode=Lossless(exit=2, vocabulary=np.asarray([1, 10_000])))
 

@@ -186,13 +186,11 @@ EACH = [
         Plain(),
         Lossless(exit=2, max_draft=3),
         pytest.param(
-            Lossless(
-                exit=1, drafter="both", max_draft=3, vocabulary=np.arange(0, 64, 2, dtype=np.int32)
-            ),
+            Lossless(exit=1, max_draft=3, vocabulary=np.arange(0, 64, 2, dtype=np.int32)),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["plain", "lossless", "copies"],
+    ids=["plain", "lossless", "few tokens"],
 )
 def test_each_prompt_may_be_sampled_in_its_own_way(model, mode, count_compiles):
     # Of three programs for drafts two will do.

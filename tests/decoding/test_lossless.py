@@ -20,10 +20,11 @@ from helpers.generation import (
     true_logits,
 )
 
-from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow, NGram, Observed
+from utio_jax.core.lens import Lens, lensed
+from utio_jax.decoding.drafting import EntropyAbove, GapBelow
 from utio_jax.decoding.generate import generate, stream
 from utio_jax.decoding.loop import advance, begin
-from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopK
 from utio_jax.decoding.state import stop_rules
 from utio_jax.models.presets import TINY
@@ -45,7 +46,6 @@ MODES = {
     "exit 2": Lossless(exit=2, max_draft=3),
     "entropy": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
     "gap": Lossless(exit=2, max_draft=3, stop=GapBelow(threshold=0.03)),
-    "controller": Lossless(max_draft=3, controller=Controller()),
 }
 
 
@@ -128,12 +128,10 @@ def small_vocabulary():
     [
         Lossless(exit=1, max_draft=3),
         Lossless(exit=2, max_draft=2, stop=EntropyAbove(threshold_nats=1.2)),
-        Lossless(max_draft=3, controller=Controller(memory_rounds=3.0)),
         Lossless(drafter="ngram", max_draft=3),
-        Lossless(exit=1, drafter="both", max_draft=3, ngram=NGram(longest=2)),
         Lossless(exit=1, max_draft=3, vocabulary=np.asarray([0, 2, 3, 5], np.int32)),
     ],
-    ids=["fixed", "entropy", "controller", "ngram", "both", "few tokens"],
+    ids=["fixed", "entropy", "ngram", "few tokens"],
 )
 def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
     """The joint distribution of tokens 2, 3 and 4 given token 1, against the oracle's products."""
@@ -275,75 +273,27 @@ def test_the_cache_is_never_copied(model, sampling):
     assert memory.temp_size_in_bytes < cache_bytes / 4
 
 
-def choose(controller, memory, *, exits=(1, 2), max_draft=4):
-    decoder = Transformer(TINY)
-    params = jax.eval_shape(decoder.init, jax.random.key(0))
-    chosen, drafts = controller.choose(memory, decoder, params, exits=exits, max_draft=max_draft)
-    return exits[int(chosen)], int(drafts)
-
-
-def test_the_controller_takes_the_most_tokens_per_layer():
-    controller = Controller(marginal=0.0)
-    seen = lambda *rates: Observed(  # noqa: E731
-        accepted=1e6 * jnp.asarray(rates), rejected=1e6 * (1.0 - jnp.asarray(rates))
-    )
-    # A useless exit makes the other one win; drafts of a good one are long, of a bad one short.
-    assert choose(controller, seen(0.0, 0.9))[0] == 2
-    assert choose(controller, seen(0.9, 0.9))[0] == 1
-    assert choose(controller, seen(0.99, 0.0)) == (1, 4)
-    assert choose(controller, seen(0.3, 0.0))[1] < 4
-    # Where every token of the deep pass costs as much as the first, drafts get shorter.
-    assert (
-        choose(Controller(marginal=1.0), seen(0.7, 0.0))[1] < choose(controller, seen(0.7, 0.0))[1]
-    )
-
-
-def test_the_controller_does_not_draft_where_that_does_not_pay():
-    never = Observed(accepted=jnp.zeros(2), rejected=1e6 * jnp.ones(2))
-    assert choose(Controller(), never)[1] == 0
-    # With arithmetic as the price, drafts cost at least what they save.
-    often = Observed(accepted=jnp.asarray([7e5, 8e5]), rejected=jnp.asarray([3e5, 2e5]))
-    assert choose(Controller(marginal=1.0), often)[1] == 0
-    assert choose(Controller(marginal=0.0), often)[1] > 0
-
-
-def test_a_round_without_drafts_is_a_plain_step(model, plain):
-    mode = Lossless(max_draft=3, controller=Controller(marginal=10.0))
-    result = run(model, mode=mode)
-    for row in range(3):
-        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row])
-    assert result.acceptance is None
-    np.testing.assert_array_equal(result.token_layers, plain.token_layers)
-    np.testing.assert_array_equal(result.heads, plain.heads)
-
-
-def test_the_controller_starts_from_what_it_is_told_of_each_exit():
-    told = Controller(prior=jnp.asarray([0.2, 0.9]), marginal=0.0)
-    np.testing.assert_allclose(told.acceptance(told.start(2)), [0.2, 0.9], rtol=1e-6)
-    assert choose(told, told.start(2))[0] == 2
-
-
-def test_the_controller_counts_what_was_verified_and_forgets():
-    controller = Controller(memory_rounds=10.0, prior=0.9, prior_weight=2.0)
-    memory = controller.start(2)
-    np.testing.assert_allclose(controller.acceptance(memory), [0.9, 0.9])
-    memory = controller.observe(memory, jnp.int32(1), accepted=jnp.int32(3), rejected=jnp.int32(1))
-    np.testing.assert_allclose(controller.acceptance(memory), [0.9, (3 + 1.8) / (4 + 2)], rtol=1e-6)
-    for _ in range(200):
-        memory = controller.observe(
-            memory, jnp.int32(0), accepted=jnp.int32(0), rejected=jnp.int32(1)
-        )
-    low, high = controller.acceptance(memory)
-    assert low < 0.2
-    assert high == pytest.approx(0.9)
+def test_the_default_drafts_at_a_trained_exit_and_copies_otherwise():
+    layers = dataclasses.replace(TINY, num_layers=16, exits=(4, 6, 8, 10, 16))
+    assert lossless_for(Transformer(layers)) == Lossless(exit=6)
+    assert lossless_for(Transformer(layers), "ngram") == Lossless(drafter="ngram")
+    assert lossless_for(Transformer(TINY), max_draft=2) == Lossless(exit=1, max_draft=2)
+    stock = Transformer(dataclasses.replace(TINY, exits=(4,)))
+    assert lossless_for(stock) == Lossless(drafter="ngram")
+    # Exits that are read through a lens were fitted afterwards: drafts there were slower.
+    decoder, params = Transformer(TINY), Transformer(TINY).init(jax.random.key(0))
+    lens = Lens(matrix=jnp.zeros((2, 32, 32)), bias=jnp.zeros((2, 32)), exits=(1, 2))
+    through, _ = lensed(decoder, params, lens)
+    assert lossless_for(through) == Lossless(drafter="ngram")
+    assert lossless_for(through, "exit") == Lossless(exit=1)
+    with pytest.raises(ValueError, match=r"can draft.*exits=\(4,\).*ngram"):
+        lossless_for(stock, "exit")
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_forbidden_combinations(model):
-    with pytest.raises(ValueError, match=r"either an exit or a controller.*Lossless\(exit=4\)"):
+    with pytest.raises(ValueError, match=r"an exit that drafts.*Lossless\(exit=4\).*'ngram'"):
         Lossless()
-    with pytest.raises(ValueError, match="either an exit or a controller"):
-        Lossless(exit=2, controller=Controller())
     with pytest.raises(ValueError, match="max_draft of at least 1"):
         Lossless(exit=2, max_draft=0)
     with pytest.raises(ValueError, match=r"early exits \(1, 2\). Got exit=3"):

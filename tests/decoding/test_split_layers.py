@@ -18,7 +18,6 @@ from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.drafting import Controller
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Greedy
@@ -31,12 +30,11 @@ MODES: dict[str, Any] = {
     "propagate": lambda model: Adaptive(policy=gated(model)),
     "drop": lambda model: Adaptive(policy=gated(model), kv="drop"),
     "lossless": lambda model: Lossless(exit=2),
-    "any exit": lambda model: Lossless(controller=Controller()),
-    "both": lambda model: Lossless(exit=2, drafter="both", max_draft=3),
+    "copies": lambda model: Lossless(drafter="ngram", max_draft=3),
 }
 
 
-@pytest.mark.parametrize("name", quick_where(lambda name: name in ("plain", "both"), MODES))
+@pytest.mark.parametrize("name", quick_where(lambda name: name in ("plain", "lossless"), MODES))
 def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lively_model()
     mode: Mode = MODES[name](model)

@@ -28,7 +28,6 @@ from utio_jax.core.documents import Batch, batches_of
 from utio_jax.core.files import flatten, nest
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import Controller
 from utio_jax.decoding.generate import Generated, stream
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
@@ -208,7 +207,7 @@ MODES: dict[str, Any] = {
     "propagate": Adaptive(policy=TABLE),
     "drop": Adaptive(policy=TABLE, kv="drop"),
     "lossless": Lossless(exit=1),
-    "controlled": Lossless(controller=Controller()),
+    "copies": Lossless(drafter="ngram"),
 }
 
 

@@ -91,6 +91,28 @@ def test_modes_have_names(calibrated: Model) -> None:
         model.generate(PROMPTS, mode="adaptive", budget=0.5)
 
 
+def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
+    model = calibrated
+    wanted = model.generate(PROMPTS, mode="adaptive", budget=0.6, **OPTIONS)
+    found = model.generate(PROMPTS, budget=0.6, **OPTIONS)
+    assert found.generated.mode == "adaptive"
+    assert found.texts == wanted.texts
+    for a, b in zip(found.generated.decided, wanted.generated.decided, strict=True):
+        np.testing.assert_array_equal(a, b)
+    pieces = [""] * len(PROMPTS)
+    for chunk in model.stream(PROMPTS, budget=0.6, **OPTIONS):
+        pieces = [piece + new for piece, new in zip(pieces, chunk.texts, strict=True)]
+    assert tuple(pieces) == tuple(wanted.texts)
+    for mode in ("plain", "lossless", Plain()):
+        for verb in (model.generate, model.stream, model.chat):
+            prompts: Any = PROMPTS if verb != model.chat else [{"role": "user", "content": "x"}]
+            with pytest.raises(ValueError, match="'adaptive' with a budget.*Got budget=0.6 and"):
+                verb(prompts, mode=mode, budget=0.6)
+    for policy in ("full", "uniform"):
+        with pytest.raises(ValueError, match=f"calibrated policy with a budget.*{policy}"):
+            model.policy(policy, budget=0.6, depth=2)
+
+
 def test_a_summary_says_text_depths_and_cost(calibrated: Model) -> None:
     found = calibrated.generate(PROMPTS[0], mode=Adaptive(policy=uniform(2)), **OPTIONS)
     said = found.summary()

@@ -231,30 +231,6 @@ def stage_program(
     return partial(run, params, split_layers(decoder, params))
 
 
-def measure_marginal(
-    decoder: Decoder, params: Params, *, batch: int, width: int, tokens: int = 5, rounds: int = 5
-) -> float:
-    """Returns what one more token per row costs in a pass, relative to the first.
-
-    `Controller.marginal` for this machine, model and batch: near 0 where reading weights is
-    everything, near 1 where arithmetic is.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      batch: rows.
-      width: slots to attend over.
-      tokens: of the longer pass, at least 2.
-      rounds: timed turns of each pass.
-    """
-    if tokens < 2:
-        raise ValueError(f"Wanted a pass of at least 2 tokens to compare with. Got {tokens}.")
-    stage = partial(stage_program, decoder, params, batch=batch, width=width)
-    times = time_programs({"one": stage(tokens=1), "more": stage(tokens=tokens)}, rounds=rounds)
-    ratio = 1.0 / times["more"].speedup_over(times["one"])
-    return max(0.0, (ratio - 1.0) / (tokens - 1))
-
-
 def repetition(texts: Sequence[np.ndarray], *, length: int = 4) -> float:
     """Returns the share of n-grams of tokens that the same text has had before.
 

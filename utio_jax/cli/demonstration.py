@@ -22,10 +22,9 @@ from utio_jax.calibration.prompt_choice import rows_of
 from utio_jax.core.documents import Batch
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.drafting import Controller
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
-from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_choice
 from utio_jax.evaluation.controls import plain_hull
@@ -209,7 +208,7 @@ def write_texts(
     prompts = middles(documents, tokens=width, count=8)
     modes: dict[str, Mode] = {"plain": Plain()}
     if model.decoder.config.exits[:-1]:
-        modes["lossless"] = Lossless(controller=Controller())
+        modes["lossless"] = lossless_for(model.decoder, "exit")
     # The control of every draft at an exit: what the text itself suggests, at no cost of layers.
     modes["ngram"] = Lossless(drafter="ngram")
     modes["adaptive"] = Adaptive(policy=model.calibration.policy("learned", budget))

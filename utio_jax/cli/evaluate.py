@@ -34,9 +34,6 @@ class Evaluate(Scoring):
         alone).
       prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
         default.
-      far_tasks: instead of --token-ids: facts stated once in running text (--text) and asked for at
-        the end of the prompt: lookup, name, copy.
-      rows: prompts of each of these tasks.
     """
 
     text: tuple[Path, ...] = ()
@@ -45,8 +42,6 @@ class Evaluate(Scoring):
     prompt_deep: float = 0.15
     prompt_by: str = "sinks_recent"
     prompt_maps: Path | None = None
-    far_tasks: tuple[str, ...] = ()
-    rows: int = 48
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
@@ -57,7 +52,6 @@ class Evaluate(Scoring):
         given = {
             "--prompt-stop": self.prompt_stop,
             "--prompt-maps": self.prompt_maps,
-            "--far-tasks": self.far_tasks or None,
         }
         alone = [name for name, value in given.items() if value is not None]
         if alone:
@@ -145,8 +139,6 @@ class Evaluate(Scoring):
                 "Wanted --prompt-tokens on one device and without --policy: what follows the "
                 "prompt runs in full. Leave these out."
             )
-        if self.far_tasks:
-            return self._run_far(prompt_tokens)
         if self.text or self.token_ids is None:
             raise ValueError(
                 "Wanted --token-ids FILE with --prompt-tokens: a JSON list of rows, each a list of "
@@ -205,54 +197,3 @@ class Evaluate(Scoring):
         if self.prompt_maps is not None:
             model = model.with_kv_maps(self.prompt_maps)
         return model, choice, gate
-
-    def _run_far(self, prompt_tokens: int) -> dict[str, Any]:
-        """Returns how many facts are found that were stated once, far back in the prompt."""
-        from utio_jax.evaluation.far_tokens import far_answers, far_rows, far_summary
-        from utio_jax.evaluation.prompts import prompt_flops_ratio
-
-        if self.token_ids is not None:
-            raise ValueError("Wanted --text FILES with --far-tasks, not --token-ids.")
-        model, choice, gate = self._prompt_choice()
-        decoder, params = model.decoder, model.params
-        filler, _ = read_documents(model, self.text, None, "test")
-
-        def encode(text: str) -> list[int]:
-            return model.tokenizer.encode(text, add_special_tokens=False).ids
-
-        tasks = [
-            far_rows(
-                task,
-                filler,
-                encode,
-                decoder=decoder,
-                prompt_tokens=prompt_tokens,
-                count=self.rows,
-                batch=self.batch,
-            )
-            for task in dict.fromkeys(self.far_tasks)
-        ]
-        ratio, found = 1.0, []
-        with progress_bar(2 * sum(len(far.rows.batches) for far in tasks), "asking") as step:
-            for far in tasks:
-                full = far_answers(decoder, params, far, None, progress=step)
-                mine = full
-                if choice is not None:
-                    mine = far_answers(decoder, params, far, choice, gate=gate, progress=step)
-                found.append(far_summary(far, mine, full))
-        if choice is not None:
-            first = tasks[0].rows
-            ratio = prompt_flops_ratio(decoder, params, first, choice, gate=gate, batches=1)
-        for row in found if is_first() else ():
-            print(
-                f"{row['task']}: {row['exact']:.1%} of {row['rows']} facts found, "
-                f"{row['exact_full']:.1%} at full depth",
-                file=sys.stderr,
-            )
-        return {
-            "command": "evaluate",
-            "prompt_tokens": prompt_tokens,
-            "prompt": None if choice is None else choice.label,
-            "prompt_flops_ratio": round(ratio, 6),
-            "far_tasks": found,
-        }

@@ -29,7 +29,6 @@ from utio_jax.cli.finetune import Finetune
 from utio_jax.cli.fit_prompt import FitPrompt
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.launch import Launch
-from utio_jax.cli.lm_eval import LmEval
 from utio_jax.cli.options import is_first
 from utio_jax.cli.report import Report
 from utio_jax.cli.score import Score
@@ -50,7 +49,6 @@ COMMANDS = {
     "train": Train,
     "finetune": Finetune,
     "fit-prompt": FitPrompt,
-    "lm-eval": LmEval,
     "launch": Launch,
     "cloud": Cloud,
     "edge": Edge,

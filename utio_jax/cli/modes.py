@@ -9,8 +9,6 @@ from typing import Any
 
 from utio_jax.cli.options import OfModel, calibration_of, policy_named, repeat_verdict
 
-_DRAFTS = 4
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfDecoding(OfModel):
@@ -19,13 +17,15 @@ class OfDecoding(OfModel):
     Attributes:
       enable_utio: decode with a depth per token; without it the plain model decodes.
       lossless: the plain model's own tokens, drafted at shallow exits. Implies --enable-utio.
-      drafter: what drafts for --lossless: exit, ngram (what followed the last tokens when the text
-        had them before; needs no exit) or both. By default exit.
+      drafter: what drafts for --lossless: exit, or ngram (what followed the last tokens when the
+        text had them before; needs no exit). By default an exit where the model was trained at its
+        exits, else ngram.
       kv: what later tokens see of a shallow one: propagate, drop, or mapped with
         --prompt-maps. By default propagate.
       policy: who stops early: uniform, random, or one that the calibration holds. By default
         learned.
-      budget: target flops_ratio of a fitted policy. By default 0.6, or the only one.
+      budget: target flops_ratio of a fitted policy. By default 0.6, or the only one. Implies
+        --enable-utio.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
       throttle: tokens that score at most this read a compact history instead of all of it; inf for
@@ -110,8 +110,7 @@ class OfDecoding(OfModel):
         """Returns the same without --prompt-budget."""
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.drafting import Controller
-        from utio_jax.decoding.lossless import Lossless, check_drafter
+        from utio_jax.decoding.lossless import lossless_for
         from utio_jax.decoding.prefill import Prefill
         from utio_jax.policies.depth import never_stops
         from utio_jax.staircase.reference import check_kv
@@ -139,16 +138,14 @@ class OfDecoding(OfModel):
                     "Wanted --kv full with --lossless, which drafts with the full model's layers "
                     f"and K/V. Got --kv {self.kv}. Leave it out, or use --enable-utio."
                 )
-            drafter = check_drafter("exit" if self.drafter is None else self.drafter)
-            controller = None if drafter == "ngram" else Controller()
-            mode = Lossless(drafter=drafter, controller=controller, max_draft=_DRAFTS)
-            return mode, None, None
+            drafter: Any = self.drafter
+            return lossless_for(model.decoder, drafter), None, None
         if self.drafter is not None:
             raise ValueError(
                 f"Wanted --lossless with --drafter. Got --drafter {self.drafter} alone. "
                 "Add --lossless."
             )
-        if not self.enable_utio:
+        if not self.enable_utio and self.budget is None:
             if given or self.kv is not None:
                 named = [*given, *(["--kv"] if self.kv is not None else [])]
                 raise ValueError(

@@ -30,12 +30,13 @@ class Serve(OfModel, OfProcesses, OfThinking):
 
     Attributes:
       mode: plain, the model as it is; adaptive, a depth per token; lossless, the plain model's
-        tokens, drafted.
+        tokens, drafted. By default adaptive with --budget, else plain.
       policy: of --mode adaptive: one of the calibration's.
       budget: of requests that name none: FLOPs over full depth. Requests may choose any budget that
         the policy was calibrated for.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
-      drafter: of --mode lossless: exit, ngram or both. By default exit.
+      drafter: of --mode lossless: exit or ngram. By default an exit where the model was trained at
+        its exits, else ngram.
       prompt_budget: FLOPs of reading a prompt, over reading it in full.
       prompt_maps: a file that `utio-jax fit-prompt` wrote, for a stock model's --prompt-budget.
       name: what requests call the model; by default the name of its folder or file.
@@ -57,7 +58,7 @@ class Serve(OfModel, OfProcesses, OfThinking):
       replica_cpus: processors of each, where there are no GPUs or TPUs. By default all, shared out.
     """
 
-    mode: str = "plain"
+    mode: str | None = None
     policy: str | None = None
     budget: float | None = None
     calibration: Path | None = None
@@ -210,36 +211,40 @@ class Serve(OfModel, OfProcesses, OfThinking):
         make = maker(_station, self)
         return Pool(options, make, model_sha256=served.text.sha256)
 
+    @property
+    def named_mode(self) -> str:
+        """The mode that was asked for, or is taken by default."""
+        return self.mode or ("plain" if self.budget is None else "adaptive")
+
     def _check_options(self) -> None:
         owners = {
             "adaptive": ("policy", "budget", "calibration"),
             "lossless": ("drafter",),
         }
-        if self.mode not in ("plain", *owners):
-            raise ValueError(f"Wanted --mode plain, adaptive or lossless. Got --mode {self.mode}.")
+        mode = self.named_mode
+        if mode not in ("plain", *owners):
+            raise ValueError(f"Wanted --mode plain, adaptive or lossless. Got --mode {mode}.")
         for owner, names in owners.items():
             given = [name for name in names if getattr(self, name) is not None]
             if owner == "adaptive" and self.prompt_budget is not None:
                 given = [name for name in given if name != "calibration"]
-            if given and self.mode != owner:
+            if given and mode != owner:
                 raise ValueError(
                     f"Wanted --mode {owner} with --{given[0].replace('_', '-')}. Got --mode "
-                    f"{self.mode}. Change the mode, or leave it out."
+                    f"{mode}. Change the mode, or leave it out."
                 )
 
     def _mode(self, model: Any) -> tuple[Any, dict[str, Any]]:
         """Returns the mode, and what a `ServedModel` says of its policy."""
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.drafting import Controller
-        from utio_jax.decoding.lossless import Lossless, check_drafter
+        from utio_jax.decoding.lossless import lossless_for
 
-        if self.mode == "plain":
+        if self.named_mode == "plain":
             return Plain(), {}
-        if self.mode == "lossless":
-            drafter = check_drafter(self.drafter or "exit")
-            controller = None if drafter == "ngram" else Controller()
-            return Lossless(drafter=drafter, controller=controller), {}
+        if self.named_mode == "lossless":
+            drafter: Any = self.drafter
+            return lossless_for(model.decoder, drafter), {}
         calibration, name = calibration_of(model, self.calibration), self.policy or "learned"
         budget = calibration.budget_of(name, self.budget)
         repeat_verdict(model, name, self.calibration)

@@ -3,10 +3,10 @@
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, ModeBase, Plain, Setting
-from utio_jax.decoding.drafting import Controller, EntropyAbove, GapBelow
+from utio_jax.decoding.drafting import EntropyAbove, GapBelow
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import (
     Chain,
@@ -27,7 +27,6 @@ __all__ = [
     "Chain",
     "Chunk",
     "Confidence",
-    "Controller",
     "EntropyAbove",
     "GapBelow",
     "Generated",
@@ -52,6 +51,7 @@ __all__ = [
     "TopP",
     "generate",
     "generate_text",
+    "lossless_for",
     "stream",
     "stream_text",
 ]

@@ -12,8 +12,7 @@ yields the full model's distribution after each of them; what agrees is let out,
 its own. Nothing is let out before that. The shallow layers never run twice for the same token.
 
 Drafts may also be copied from the row's own text (`drafter="ngram"`): then no layer runs for them,
-and one pass of all layers verifies them. `drafter="both"` copies where the text repeats itself or
-the exit agrees with it, and drafts at the exit elsewhere.
+and one pass of all layers verifies them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -42,41 +41,53 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import ModeBase, Setting
-from utio_jax.decoding.drafting import (
-    Controller,
-    Copied,
-    EntropyAbove,
-    GapBelow,
-    NGram,
-    Observed,
-)
+from utio_jax.decoding.drafting import EntropyAbove, GapBelow, NGram
 from utio_jax.decoding.sampling import (
     ACCEPT,
     DRAW,
     REPLACE,
     Greedy,
-    Verified,
     token_keys,
     verify_greedy,
     verify_sampling,
 )
 from utio_jax.decoding.segments import Block, block_at, run_segment
-from utio_jax.decoding.state import RELEASED, DecodeState, emit
+from utio_jax.decoding.state import DecodeState, emit
 from utio_jax.devices.rows import put_rows
 
-Drafter = Literal["exit", "ngram", "both"]
-"""What drafts: an exit of the model, the row's own text, or whichever has the longer draft."""
+Drafter = Literal["exit", "ngram"]
+"""What drafts: an exit of the model, or the row's own text."""
 
 
-def check_drafter(drafter: Any) -> Drafter:
-    """Returns `drafter`, once it is known to be one.
+def lossless_for(
+    decoder: Decoder, drafter: Drafter | None = None, *, max_draft: int = 4
+) -> Lossless:
+    """Returns the default `Lossless` of a model: the drafts that were fastest in measurements.
+
+    A model trained at its exits drafts at the one next to 3/8 of its layers, which was faster than
+    copies at batch 1 and 8; all others copy from the text: exits read through a lens that was
+    fitted afterwards slowed decoding down (results/decoding.md, results/stock_model.md).
+
+    Args:
+      decoder: the model.
+      drafter: `"exit"` or `"ngram"`; None: the faster one.
+      max_draft: most drafts of a row between two deep passes.
 
     Raises:
-      ValueError: it is not.
+      ValueError: another drafter, or `"exit"` for a model without early exits.
     """
-    if drafter not in get_args(Drafter):
-        raise ValueError(f"Wanted a drafter of {', '.join(get_args(Drafter))}. Got {drafter!r}.")
-    return drafter
+    early = decoder.config.exits[:-1]
+    if drafter is None:
+        trained = bool(early) and not has_exit_lens(decoder, early[0])
+        drafter = "exit" if trained else "ngram"
+    # Its own check names what is wrong with another drafter, or with no exit at all.
+    exit_ = None
+    if drafter == "exit":
+        wanted = 3 * decoder.config.num_layers / 8
+        exit_ = min(early, key=lambda depth: abs(depth - wanted), default=1)
+    mode = Lossless(exit=exit_, drafter=drafter, max_draft=max_draft)
+    mode.check(decoder)
+    return mode
 
 
 @pytree
@@ -88,15 +99,13 @@ class Lossless(ModeBase):
     pass.
 
     Attributes:
-      exit: layers that draft: one of the model's exits. None lets `controller` choose. Static.
+      exit: layers that draft: one of the model's exits; None with `drafter="ngram"`. Static.
       max_draft: most drafts of a row between two deep passes. Static.
       stop: which tokens are hard: the row stops drafting there and waits for the deep pass. Reads
         the prefix and the exit's distribution only, never the drawn token, which would bias what is
         accepted. None: never.
-      controller: chooses exit and draft length from what was accepted so far.
-      drafter: `"exit"`; `"ngram"`, which needs no exit: what followed the row's last tokens when
-        they stood in its text before; or `"both"`: a match of `ngram.longest` tokens is copied, a
-        shorter one if the exit guesses its first token, too, and otherwise the exit drafts. Static.
+      drafter: `"exit"`; or `"ngram"`, which needs no exit: what followed the row's last tokens when
+        they stood in its text before. Static.
       ngram: which matches count. Static.
       vocabulary: tokens among which exits draft, see `draft_vocabulary`: their head then reads
         these columns alone. None: all. What comes out is the same.
@@ -105,31 +114,31 @@ class Lossless(ModeBase):
     exit: int | None = static(default=None)
     max_draft: int = static(default=4)
     stop: EntropyAbove | GapBelow | None = None
-    controller: Controller | None = None
     drafter: Drafter = static(default="exit")
     ngram: NGram = static(default=NGram())
     vocabulary: Int[Array | np.ndarray, " kept"] | None = None
 
     def __post_init__(self) -> None:
-        check_drafter(self.drafter)
+        if self.drafter not in get_args(Drafter):
+            raise ValueError(
+                f"Wanted a drafter of {', '.join(get_args(Drafter))}. Got {self.drafter!r}."
+            )
         if self.max_draft < 1:
             raise ValueError(
                 f"Wanted a max_draft of at least 1 token. Got max_draft={self.max_draft}."
             )
         if self.drafter == "ngram":
-            of_exits = ("exit", "controller", "stop", "vocabulary")
+            of_exits = ("exit", "stop", "vocabulary")
             given = [name for name in of_exits if getattr(self, name) is not None]
             if given:
                 raise ValueError(
                     "Wanted drafter='ngram' alone: it copies from the text, and asks no exit. Got "
-                    f"{', '.join(given)} as well. Leave them out, or use drafter='both'."
+                    f"{', '.join(given)} as well. Leave them out."
                 )
-        elif (self.exit is None) == (self.controller is None):
+        elif self.exit is None:
             raise ValueError(
-                "Wanted either an exit or a controller that chooses it. Got "
-                f"exit={self.exit} and controller={self.controller}. For example: "
-                "Lossless(exit=4), Lossless(controller=Controller()), or without an exit "
-                "Lossless(drafter='ngram')."
+                "Wanted an exit that drafts. Got none. For example: Lossless(exit=4), or without "
+                "an exit Lossless(drafter='ngram')."
             )
 
     @property
@@ -144,13 +153,6 @@ class Lossless(ModeBase):
     def prompt_kv(self) -> str:
         return "full"
 
-    def exits(self, decoder: Decoder) -> tuple[int, ...]:
-        """Returns the exits to choose from; none where no exit drafts."""
-        if self.drafter == "ngram":
-            return ()
-        early = decoder.config.exits[:-1]
-        return early if self.exit is None else (self.exit,)
-
     def check(self, decoder: Decoder) -> None:
         if self.drafter == "ngram":
             return
@@ -161,7 +163,7 @@ class Lossless(ModeBase):
                 f"{decoder.config.exits}. {name_exits(decoder)} Or draft with drafter='ngram', or "
                 "decode with Plain()."
             )
-        if self.exit is not None and self.exit not in early:
+        if self.exit not in early:
             raise ValueError(
                 f"Wanted an exit among the model's early exits {early}. Got exit={self.exit}."
             )
@@ -184,48 +186,28 @@ class Lossless(ModeBase):
         return count_matmul_flops(decoder.unembed, head, x)
 
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        decoder, observed, head = setting.decoder, None, None
-        if self.controller is not None:
-            batch = state.lengths.shape[0]
-            observed = self.controller.start(len(self.exits(decoder)), batch=batch)
+        head = None
         if self.vocabulary is not None:
             # Once, before the loop: the columns are copied out of the whole head.
-            head = reduced_head(decoder, setting.params, jnp.asarray(self.vocabulary))
-        return dataclasses.replace(state, memory=_Memory(observed=observed, head=head))
+            head = reduced_head(setting.decoder, setting.params, jnp.asarray(self.vocabulary))
+        return dataclasses.replace(state, memory=_Memory(head=head))
 
     def admit(self, memory: _Memory, fresh: _Memory, rows: Int[Array, " row"]) -> _Memory:
         return put_rows(memory, fresh, rows)
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
-        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
+        decoder, sampling = setting.decoder, setting.sampling
         active, num_layers, width = state.active, decoder.config.num_layers, setting.width
-        exits, memory = self.exits(decoder), state.memory
-        chosen, length = jnp.int32(0), jnp.int32(self.max_draft)
-        if self.controller is not None:
-            chosen, length = self.controller.choose(
-                # Rows that have ended still know this batch's text; released ones do not.
-                memory.observed.total(state.reason != RELEASED),
-                decoder,
-                params,
-                exits=exits,
-                max_draft=self.max_draft,
-            )
-        depth = jnp.asarray(exits, jnp.int32)[chosen] if exits else jnp.int32(0)
+        depth = self._depth
         with jax.named_scope("draft"):
-            copied = None
-            if self.drafter != "exit":
-                copied = self.ngram(state.token_ids, state.lengths, drafts=self.max_draft)
-            drafted = self._start(setting, state, copied)
-            if exits:
-                drafted = self._draft(setting, state, drafted, copied, depth, length)
-            if copied is not None:
-                drafted = self._copy(setting, state, drafted, copied, depth)
+            by_exit = self.drafter == "exit"
+            drafted = self._draft(setting, state) if by_exit else self._copy(setting, state)
         with jax.named_scope("verify"):
             offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
             positions = state.positions[:, None] + offsets
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
-            logits, cache, tokens = self._run_deep(setting, drafted, block, depth)
+            logits, cache, tokens = self._run_deep(setting, drafted, block)
             if isinstance(sampling, Greedy) or drafted.log_q is None:  # None only if greedy.
                 verified = verify_greedy(logits, drafted.token_ids, drafted.counts)
             else:
@@ -238,36 +220,27 @@ class Lossless(ModeBase):
                     replace_keys=self._keys(state, positions + 1, REPLACE),
                 )
         # The row's last draft runs no head; its distribution was not needed.
-        runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, length)
-        layers = (runs + drafted.together) * depth + tokens * (num_layers - depth)
-        passes = runs + (drafted.together > 0)
+        runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, self.max_draft)
+        layers = runs * depth + tokens * (num_layers - depth)
         tally = state.tally.add(
             active,
             steps=1,
             drafts=drafted.counts,
             accepted=verified.accepted,
             token_layers=layers,
-            key_slots=(passes * depth + num_layers - depth) * float(width),
+            key_slots=(runs * depth + num_layers - depth) * float(width),
             attended=layers * float(width),
-            heads=guesses * (memory.head is None) + tokens,
-            draft_heads=guesses * (memory.head is not None),
-            exit_maps=guesses * any(has_exit_lens(decoder, e) for e in exits),
+            heads=guesses * (state.memory.head is None) + tokens,
+            draft_heads=guesses * (state.memory.head is not None),
+            exit_maps=guesses * has_exit_lens(decoder, depth),
         )
-        guessed = jnp.where(drafted.copied, 0, depth)
-        if self.controller is not None:
-            observed = self._observe(memory.observed, drafted, verified, chosen, active)
-            memory = dataclasses.replace(memory, observed=observed)
         state = emit(
-            dataclasses.replace(state, memory=memory, tally=tally),
+            dataclasses.replace(state, tally=tally),
             setting.stops,
             verified.token_ids,
             verified.accepted + 1,
             logits=logits,
-            decided=jnp.where(
-                offsets < verified.accepted[:, None],
-                jnp.pad(guessed, ((0, 0), (0, 1))),
-                num_layers,
-            ),
+            decided=jnp.where(offsets < verified.accepted[:, None], depth, num_layers),
             executed=jnp.full(positions.shape, num_layers, jnp.int32),
         )
         # Rejected drafts are rolled back: their slots lie beyond the watermarks and are written
@@ -275,44 +248,27 @@ class Lossless(ModeBase):
         lengths = jnp.where(active, state.positions, cache.lengths)
         return dataclasses.replace(state, cache=fill(cache, lengths))
 
-    def _observe(
-        self,
-        observed: Observed,
-        drafted: _Drafted,
-        verified: Verified,
-        chosen: Int[Array, ""],
-        active: Bool[Array, " batch"],
-    ) -> Observed:
-        """Returns the controller's memory after a round: of the exit's own drafts alone."""
-        assert self.controller is not None
-        places = jnp.arange(self.max_draft, dtype=jnp.int32)[None, :]
-        own, accepted = active[:, None] & ~drafted.copied, verified.accepted[:, None]
-        wrong = (places == accepted) & (places < drafted.counts[:, None])
-        return self.controller.observe(
-            observed,
-            chosen,
-            accepted=jnp.sum(own & (places < accepted), axis=1, dtype=jnp.int32),
-            rejected=jnp.sum(own & wrong, axis=1, dtype=jnp.int32),
-        )
+    @property
+    def _depth(self) -> int:
+        """Layers that drafts have run before they are verified."""
+        return 0 if self.exit is None else self.exit
 
     def _run_deep(
-        self, setting: Setting, drafted: _Drafted, block: Block, depth: Int[Array, ""]
+        self, setting: Setting, drafted: _Drafted, block: Block
     ) -> tuple[Float[Array, "batch pending vocab"], KVCache, Int[Array, ""]]:
         """Returns logits of the pending tokens, the cache, and the tokens per row of the pass.
 
         Where drafts may be shorter than `max_draft`, the pass comes in three sizes: the smallest
         that holds every row's pending tokens runs, the others skip all their layers.
         """
-        decoder, params = setting.decoder, setting.params
-        varies = self.drafter != "exit" or self.stop is not None or self.controller is not None
+        decoder, params, depth = setting.decoder, setting.params, self._depth
+        varies = self.drafter != "exit" or self.stop is not None
         sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
         needed = jnp.max(jnp.sum(block.valid, axis=1, dtype=jnp.int32))
         passed = [(needed > size).astype(jnp.int32) for size in sizes[:-1]]
         chosen = sum(passed, start=jnp.int32(0))
         x, cache = drafted.x, drafted.cache
-        exits = self.exits(decoder)
-        # A program for each size and layer: too long a program where many exits may draft.
-        layers = setting.layers if len(exits) <= 1 else None
+        layers = decoder.config.num_layers
         for number, size in enumerate(sizes):
             deep, cache = run_segment(
                 decoder,
@@ -321,10 +277,10 @@ class Lossless(ModeBase):
                 x[:, :size],
                 jax.tree.map(lambda leaf: leaf[:, :size], block),  # noqa: B023
                 start=depth,
-                stop=jnp.where(chosen == number, decoder.config.num_layers, depth),
+                stop=jnp.where(chosen == number, layers, depth) if varies else layers,
                 width=setting.width,
-                layers=layers,
-                bounds=(min(exits, default=0), decoder.config.num_layers),
+                layers=setting.layers,
+                bounds=(depth, layers),
             )
             x = jnp.concatenate([deep, x[:, size:]], axis=1)
 
@@ -339,42 +295,22 @@ class Lossless(ModeBase):
         logits = jax.lax.switch(chosen, [head(size) for size in sizes])
         return logits, cache, jnp.asarray(sizes, jnp.int32)[chosen]
 
-    def _start(self, setting: Setting, state: DecodeState, copied: Copied | None) -> _Drafted:
-        """Returns the round before its first draft."""
-        batch, vocab = state.lengths.shape[0], setting.decoder.config.vocab_size
+    def _draft(self, setting: Setting, state: DecodeState) -> _Drafted:
+        """Drafts at the exit until every row is at a hard token or has `max_draft` drafts."""
+        decoder, params, depth = setting.decoder, setting.params, self._depth
+        batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
         greedy = isinstance(setting.sampling, Greedy)
-        x = jax.eval_shape(setting.decoder.embed, setting.params, state.last_ids, state.positions)
-        follows = jnp.zeros((batch,), jnp.bool_)
-        if copied is not None:
-            # With no exit to ask, every match is copied.
-            trusted = self.ngram.longest if self.drafter == "both" else 1
-            follows = state.active & (copied.matched >= trusted)
-        return _Drafted(
+        states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
+        start = _Drafted(
             cache=state.cache,
-            x=jnp.zeros((batch, self.block, x.shape[-1]), x.dtype),
+            x=jnp.zeros((batch, self.block, states.shape[-1]), states.dtype),
             token_ids=jnp.zeros((batch, self.max_draft), jnp.int32),
             log_q=None if greedy else jnp.zeros((batch, self.max_draft, vocab), jnp.float32),
-            copied=jnp.zeros((batch, self.max_draft), jnp.bool_),
             counts=jnp.zeros((batch,), jnp.int32),
             last=state.last_ids,
             drafting=state.active,
-            follows=follows,
             rounds=jnp.int32(0),
-            together=jnp.int32(0),
         )
-
-    def _draft(
-        self,
-        setting: Setting,
-        state: DecodeState,
-        start: _Drafted,
-        copied: Copied | None,
-        depth: Int[Array, ""],
-        length: Int[Array, ""],
-    ) -> _Drafted:
-        """Drafts until every row is at a hard token, has `length` drafts, or copies the rest."""
-        decoder, params = setting.decoder, setting.params
-        batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
 
         def step(now: _Drafted) -> _Drafted:
             at = now.rounds
@@ -391,7 +327,6 @@ class Lossless(ModeBase):
                 stop=depth,
                 width=setting.width,
                 layers=setting.layers,
-                bounds=(0, max(self.exits(decoder))),
             )
             stored = jnp.where(now.drafting[:, None, None], x, now.x[:, at][:, None])
             stored = jax.lax.dynamic_update_slice_in_dim(now.x, stored, at, axis=1)
@@ -400,18 +335,10 @@ class Lossless(ModeBase):
                 q = None if now.log_q is None else jnp.zeros((batch, vocab), jnp.float32)
                 return now.last, jnp.ones((batch,), jnp.bool_), q
 
-            # The last of `length` drafts needs no successor. (No cache goes through the
-            # conditional.)
-            guess = partial(self._guess, setting, state, x[:, 0], positions, depth)
-            new, hard, log_q = jax.lax.cond(at < length, guess, rest)
-            goes, follows, agrees = now.drafting & ~hard, now.follows, now.follows
-            if copied is not None:
-                theirs = copied.token_ids[:, at]
-                agrees |= (at == 0) & goes & (copied.counts > 0) & (new == theirs)
-                goes = now.drafting & jnp.where(follows, at < copied.counts, goes)
-                new = jnp.where(follows, theirs, new)
-                if log_q is not None:
-                    log_q = jnp.where(follows[:, None], _certain(theirs, vocab), log_q)
+            # The last draft needs no successor. (No cache goes through the conditional.)
+            guess = partial(self._guess, setting, state, x[:, 0], positions)
+            new, hard, log_q = jax.lax.cond(at < self.max_draft, guess, rest)
+            goes = now.drafting & ~hard
             slot = jnp.where(goes, at, self.max_draft)
             rows = jnp.arange(batch, dtype=jnp.int32)
             return dataclasses.replace(
@@ -422,16 +349,13 @@ class Lossless(ModeBase):
                 log_q=(
                     None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
                 ),
-                copied=now.copied.at[rows, slot].set(follows, mode="drop"),
                 counts=now.counts + goes,
                 last=jnp.where(goes, new, now.last),
                 drafting=goes,
-                # A guess that the text agrees with was the exit's own; what comes after is copied.
-                follows=agrees,
                 rounds=at + 1,
             )
 
-        return jax.lax.while_loop(lambda now: jnp.any(now.drafting & ~now.follows), step, start)
+        return jax.lax.while_loop(lambda now: jnp.any(now.drafting), step, start)
 
     def _guess(
         self,
@@ -439,12 +363,11 @@ class Lossless(ModeBase):
         state: DecodeState,
         x: Float[Array, "batch dim"],
         positions: Int[Array, "batch 1"],
-        depth: Int[Array, ""],
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Returns the exit's next tokens, whether they are hard, and the log-probabilities."""
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling
         kept, head = self.vocabulary, state.memory.head
-        seen = apply_exit_lens(decoder, params, x, depth)
+        seen = apply_exit_lens(decoder, params, x, self._depth)
         logits = decoder.unembed(params if head is None else head, seen).astype(jnp.float32)
         hard = jnp.zeros(x.shape[:1], jnp.bool_) if self.stop is None else self.stop(logits)
 
@@ -461,56 +384,22 @@ class Lossless(ModeBase):
             log_q = none.at[:, jnp.asarray(kept)].set(log_q)
         return drawn, hard, log_q
 
-    def _copy(
-        self,
-        setting: Setting,
-        state: DecodeState,
-        now: _Drafted,
-        copied: Copied,
-        depth: Int[Array, ""],
-    ) -> _Drafted:
-        """Returns the round once the rest of the copied drafts has run the exit's layers.
-
-        All at once: nothing has to be guessed between them.
-        """
-        decoder, params = setting.decoder, setting.params
-        follows = now.drafting & now.follows
+    def _copy(self, setting: Setting, state: DecodeState) -> _Drafted:
+        """Returns drafts that follow the rows' own last tokens; no layer has run."""
+        decoder = setting.decoder
+        copied = self.ngram(state.token_ids, state.lengths, drafts=self.max_draft)
         offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
-        counts = jnp.where(follows, copied.counts, now.counts)
-        later = follows[:, None] & (offsets[:, :-1] >= now.rounds)
-        token_ids = jnp.where(later, copied.token_ids, now.token_ids)
-        log_q = now.log_q
-        if log_q is not None:
-            certain = _certain(copied.token_ids, log_q.shape[-1])
-            log_q = jnp.where(later[:, :, None], certain, log_q)
-        # A token that has not run yet: the last one that is out, or a draft. Where no exit drafts,
-        # none has, and the deep pass begins with the first layer.
-        runs = now.drafting if self.drafter == "ngram" else follows
-        positions = state.positions[:, None] + offsets
-        pending = runs[:, None] & (offsets >= now.rounds) & (offsets <= counts[:, None])
-        block = block_at(decoder, positions, pending)
-        ids = jnp.concatenate([state.last_ids[:, None], token_ids], axis=1)
-        x, cache = run_segment(
-            decoder,
-            params,
-            now.cache,
-            decoder.embed(params, ids, positions),
-            block,
-            start=0,
-            stop=jnp.where(jnp.any(follows), depth, 0),
-            width=setting.width,
-            layers=setting.layers,
-            bounds=(0, max(self.exits(decoder), default=0)),
-        )
-        return dataclasses.replace(
-            now,
-            cache=cache,
-            x=jnp.where(pending[:, :, None], x, now.x),
-            token_ids=token_ids,
-            log_q=log_q,
-            copied=now.copied | later,
-            counts=counts,
-            together=jnp.any(follows) * jnp.int32(self.block),
+        ids = jnp.concatenate([state.last_ids[:, None], copied.token_ids], axis=1)
+        greedy = isinstance(setting.sampling, Greedy)
+        return _Drafted(
+            cache=state.cache,
+            x=decoder.embed(setting.params, ids, state.positions[:, None] + offsets),
+            token_ids=copied.token_ids,
+            log_q=None if greedy else _certain(copied.token_ids, decoder.config.vocab_size),
+            counts=jnp.where(state.active, copied.counts, 0),
+            last=state.last_ids,
+            drafting=state.active,
+            rounds=jnp.int32(0),
         )
 
     def _keys(self, state: DecodeState, positions: jax.Array, stream: int) -> jax.Array:
@@ -528,11 +417,9 @@ class _Memory:
     """What stays from round to round.
 
     Attributes:
-      observed: what the controller has seen of each row.
       head: parameters of the head that drafts, the same for all rows; None: the model's own.
     """
 
-    observed: Observed | None = dataclasses.field(metadata={"row_axis": 0})
     head: Params | None
 
 
@@ -545,23 +432,17 @@ class _Drafted:
       x: their states at the exit.
       token_ids: the drafts.
       log_q: the distributions that they were drawn from; None where nothing is drawn.
-      copied: drafts from the row's own text.
       counts: drafts per row.
       last: each row's last token, draft or not.
       drafting: rows that go on.
-      follows: rows whose further drafts are copied.
       rounds: tokens that the longest row ran one by one.
-      together: token slots per row that ran the exit's layers in one pass.
     """
 
     cache: KVCache
     x: Float[Array, "batch pending dim"]
     token_ids: Int[Array, "batch draft"]
     log_q: Float[Array, "batch draft vocab"] | None
-    copied: Bool[Array, "batch draft"]
     counts: Int[Array, " batch"]
     last: Int[Array, " batch"]
     drafting: Bool[Array, " batch"]
-    follows: Bool[Array, " batch"]
     rounds: Int[Array, ""]
-    together: Int[Array, ""]

@@ -9,26 +9,14 @@ from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.evaluation.ledger import Ledger, convex_hull, uniform_hull
 from utio_jax.evaluation.prompt_cost import PromptCost, prompt_cost
 from utio_jax.evaluation.quality import Quality
-from utio_jax.evaluation.recall import (
-    RECALL_TASKS,
-    Recall,
-    recall,
-    recall_cases,
-    recall_lost,
-    recall_rows,
-    stopped_part,
-    table_policies,
-)
 
 __all__ = [
-    "RECALL_TASKS",
     "DocumentScore",
     "Ledger",
     "PlainControl",
     "PlainControls",
     "PromptCost",
     "Quality",
-    "Recall",
     "TextScore",
     "check_worthwhile",
     "convex_hull",
@@ -37,13 +25,7 @@ __all__ = [
     "load_controls",
     "prompt_cost",
     "ratio_interval",
-    "recall",
-    "recall_cases",
-    "recall_lost",
-    "recall_rows",
     "save_controls",
     "score_documents",
-    "stopped_part",
-    "table_policies",
     "uniform_hull",
 ]

@@ -58,7 +58,7 @@ from utio_jax.models.shipped import SHIPPED, shipped_folder
 from utio_jax.models.tensor_parallel import Sharding, place_of, put
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.models.verbs import Verbs
+from utio_jax.models.verbs import Verbs, named_mode
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.staircase.prompts import PromptChoice, choices_of
 
@@ -226,7 +226,7 @@ class Model(Verbs):
         self,
         messages: Messages,
         *,
-        mode: str | Mode = "plain",
+        mode: str | Mode | None = None,
         budget: float | None = None,
         **options: Any,
     ) -> Reply:
@@ -246,7 +246,9 @@ class Model(Verbs):
         """
         from utio_jax.models.chat import answer
 
-        return answer(self, messages, mode=self.mode(mode, budget=budget), **options)
+        return answer(
+            self, messages, mode=self.mode(named_mode(mode, budget), budget=budget), **options
+        )
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""

@@ -28,8 +28,7 @@ from utio_jax.core.files import check_writable
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.drafting import Controller
-from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
@@ -107,14 +106,21 @@ class Verbs:
           budget: of a calibrated policy, see `policy`.
 
         Raises:
-          ValueError: an unknown name, or a policy that the model was not calibrated for.
+          ValueError: an unknown name, a budget for a mode that has no use for it, or a policy that
+            the model was not calibrated for.
         """
+        if budget is not None and name != "adaptive":
+            wanted = name if isinstance(name, str) else "a mode with a policy of its own"
+            raise ValueError(
+                f"Wanted mode 'adaptive' with a budget, which is of its calibrated policy. Got "
+                f"budget={budget:g} and {wanted}. Leave out one or the other."
+            )
         if not isinstance(name, str):
             return name
         if name == "plain":
             return Plain()
         if name == "lossless":
-            return Lossless(controller=Controller())
+            return lossless_for(self.decoder)
         if name != "adaptive":
             raise ValueError(
                 f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
@@ -134,9 +140,14 @@ class Verbs:
           depth: of `"uniform"`, in layers.
 
         Raises:
-          ValueError: an unknown name or budget, the model has no calibration, or `"uniform"`
-            without a depth.
+          ValueError: an unknown name or budget, the model has no calibration, `"uniform"` without
+            a depth, or a budget of a policy that has none.
         """
+        if budget is not None and name in ("full", "uniform"):
+            raise ValueError(
+                f"Wanted a calibrated policy with a budget, such as policy='learned'. Got "
+                f"budget={budget:g} and {name!r}. Leave out one or the other."
+            )
         if name == "full":
             return full_depth(self.decoder)
         if name == "uniform":
@@ -149,7 +160,7 @@ class Verbs:
         self: Any,
         prompts: str | Sequence[str],
         *,
-        mode: str | Mode = "plain",
+        mode: str | Mode | None = None,
         budget: float | None = None,
         max_new_tokens: int = 128,
         stop: StopStrings = (),
@@ -163,7 +174,7 @@ class Verbs:
         Args:
           prompts: none of them empty.
           mode: `"plain"`, `"adaptive"` (a depth per token), `"lossless"` (the plain model's own
-            tokens, drafted at its exits), or a `Mode`.
+            tokens, drafted), or a `Mode`; by default `"adaptive"` with a budget, else `"plain"`.
           budget: of the calibrated policy of `"adaptive"`.
           max_new_tokens: per prompt, at most.
           stop: a text ends before the first of these strings; or a list of them for each prompt.
@@ -179,7 +190,7 @@ class Verbs:
         return generate_text(
             self,
             [prompts] if isinstance(prompts, str) else prompts,
-            mode=self.mode(mode, budget=budget),
+            mode=self.mode(named_mode(mode, budget), budget=budget),
             max_new_tokens=max_new_tokens,
             stop_strings=stop,
             sampling=sampling,
@@ -191,7 +202,7 @@ class Verbs:
         self: Any,
         prompts: str | Sequence[str],
         *,
-        mode: str | Mode = "plain",
+        mode: str | Mode | None = None,
         budget: float | None = None,
         max_new_tokens: int = 128,
         stop: StopStrings = (),
@@ -204,7 +215,7 @@ class Verbs:
         return stream_text(
             self,
             [prompts] if isinstance(prompts, str) else prompts,
-            mode=self.mode(mode, budget=budget),
+            mode=self.mode(named_mode(mode, budget), budget=budget),
             max_new_tokens=max_new_tokens,
             stop_strings=stop,
             sampling=sampling,
@@ -473,6 +484,13 @@ def _reading_prompts(model: Any, budget: float | None, options: dict[str, Any]) 
         raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
     prefill = read_prompts_within(model, budget, lambda: model.calibration)
     return {**options, "prefill": prefill}
+
+
+def named_mode(mode: str | Mode | None, budget: float | None) -> str | Mode:
+    """Returns the mode of an answer: a budget without one means `"adaptive"`, neither plain."""
+    if mode is not None:
+        return mode
+    return "plain" if budget is None else "adaptive"
 
 
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Transformer:

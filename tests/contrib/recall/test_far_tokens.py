@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.models import Model
+from helpers.models import Model, live_params
 
-from utio_jax.decoding.generate import generate
-from utio_jax.evaluation.far_tokens import (
+from utio_jax.contrib.recall.__main__ import main
+from utio_jax.contrib.recall.far_tokens import (
     TASKS,
     FarAnswers,
     FarRows,
@@ -18,10 +20,13 @@ from utio_jax.evaluation.far_tokens import (
     far_rows,
     far_summary,
 )
+from utio_jax.decoding.generate import generate
 from utio_jax.evaluation.prompts import prompt_rows
-from utio_jax.models.transformer import Transformer
+from utio_jax.models import TINY, Transformer, save
+from utio_jax.models.tokenizer import train_tokenizer
 
 PROMPT = 320
+WORDS = "one two three four five six seven eight nine ten "
 
 
 def encode(text: str) -> list[int]:
@@ -109,8 +114,7 @@ def test_a_summary_is_paired_and_by_distance(tiny: Model) -> None:
     mine = FarAnswers(exact=np.asarray([True, False, False, False]), tokens=ones / 2, nll=2 * ones)
     found = far_summary(far, mine, full)
     assert (found["exact"], found["exact_full"], found["difference"]) == (0.25, 0.75, -50.0)
-    low, high = found["interval"]
-    assert low <= -50 <= high <= 0
+    assert found["interval"] is found["exact_interval"] is None, "of four rows"
     assert [(b["from"], b["rows"], b["exact"], b["exact_full"]) for b in found["by_distance"]] == [
         (0, 1, 1.0, 1.0),
         (5, 1, 0.0, 1.0),
@@ -137,3 +141,31 @@ def test_impossible_tasks_are_refused(long: Model, filler: list[np.ndarray]) -> 
         make(prompt=60)
     with pytest.raises(ValueError, match="Got at most 50"):
         make(text=[np.zeros(50, np.int64)])
+
+
+def test_the_command_asks_for_facts_stated_far_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three tasks, one of them named twice; a tiny model that knows nothing finds none."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    train_tokenizer([WORDS * 20], vocab_size=300).save(str(folder / "tokenizer.json"))
+    decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=512))
+    save(folder, decoder, live_params(decoder))
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS * 200)
+    arguments = ["--model", str(folder), "--text", str(text), "--prompt-tokens", "400"]
+    arguments += ["--tasks", "lookup", "name", "copy", "name", "--rows", "5"]
+    assert main([*arguments, "--prompt-stop", "2", "--prompt-deep", "0.2"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [task["task"] for task in found["far_tasks"]] == ["lookup", "name", "copy"]
+    assert found["prompt"] == "2 sinks_recent 0.2 propagate"
+    assert found["prompt_flops_ratio"] < 1
+    for task in found["far_tasks"]:
+        assert task["rows"] == 5
+        assert task["nll"] != task["nll_full"]
+        assert sum(part["rows"] for part in task["by_distance"]) == 5
+    assert main(arguments) == 0
+    for task in json.loads(capsys.readouterr().out)["far_tasks"]:
+        assert (task["nll"], task["difference"]) == (task["nll_full"], 0)
+        assert task["interval"][0] < -50, "nothing changed in five rows: that says little"

@@ -26,7 +26,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from utio_jax.cli.main import main
+from utio_jax.contrib.lm_eval.__main__ import _settings, main
+from utio_jax.contrib.lm_eval.harness import UtioLM
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
@@ -34,7 +35,6 @@ from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import new_text
-from utio_jax.evaluation.harness import UtioLM
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import Transformer
 from utio_jax.models.checkpoint import Model
@@ -473,7 +473,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["lm-eval", *arguments]) == 0
+    assert main([*arguments]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1, "stdout is one line of JSON"
     return json.loads(out)
@@ -597,15 +597,13 @@ def test_input_that_cannot_be_used_is_named(
         arguments += ["--model", str(model.folder)]
     if "--include-path" not in arguments:
         arguments += ["--include-path", str(tasks)]
-    assert main(["lm-eval", *arguments]) == 2
+    assert main([*arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert match in captured.err
 
 
 def test_the_hub_is_reached_only_if_asked_for() -> None:
-    from utio_jax.cli.lm_eval import _settings
-
     before = huggingface_hub.constants.HF_HUB_OFFLINE
     with _settings(offline=True):
         assert huggingface_hub.constants.HF_HUB_OFFLINE
@@ -619,7 +617,7 @@ def test_a_missing_harness_is_named_with_its_extra(
     model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.evaluator", None)
-    assert main(["lm-eval", "--tasks", "choose", "--model", str(model.folder)]) == 2
+    assert main(["--tasks", "choose", "--model", str(model.folder)]) == 2
     assert "pip install 'utio-jax[lm-eval]'" in capsys.readouterr().err
 
 

@@ -14,12 +14,9 @@ import numpy as np
 import pytest
 from helpers.models import Model, plain_nll
 
-from utio_jax.evaluation.prompts import continuations
-from utio_jax.evaluation.recall import (
+from utio_jax.contrib.recall import (
     RECALL_TASKS,
     Recall,
-    RecallCase,
-    RecallRows,
     recall,
     recall_cases,
     recall_lost,
@@ -27,6 +24,8 @@ from utio_jax.evaluation.recall import (
     stopped_part,
     table_policies,
 )
+from utio_jax.contrib.recall.recall import RecallCase, RecallRows
+from utio_jax.evaluation.prompts import continuations
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase.reference import reference_states
@@ -195,8 +194,10 @@ def made(bits: list[list[float]], exact: list[list[bool]] | None = None) -> Reca
 
 
 def test_what_is_lost_is_paired_and_beside_rows_without_the_fact() -> None:
-    full = made([[1.0, 2.0, 5.0], [3.0, 4.0, 7.0]], [[True, True, False], [True, False, False]])
-    found = made([[1.5, 3.5, 5.0], [3.5, 5.5, 7.0]], [[True, False, False], [False, False, False]])
+    yes, no = [True, True, False], [True, False, False]
+    full = made([[1.0, 2.0, 5.0], [3.0, 4.0, 7.0]] * 3, [yes, no] * 3)
+    never = [False] * 3
+    found = made([[1.5, 3.5, 5.0], [3.5, 5.5, 7.0]] * 3, [no, never] * 3)
     near, far = recall_lost((16, 64), found, full)
     assert near["distance"] == 16
     assert near["lost"] == [0.5, 0.5, 0.5], "each case loses as much: whatever is drawn"
@@ -205,21 +206,25 @@ def test_what_is_lost_is_paired_and_beside_rows_without_the_fact() -> None:
     assert (near["exact"], near["exact_full"]) == (0.5, 1.0)
     assert far["recall_lost_pct"] == [50.0, 50.0, 50.0]
     # What is lost without the fact as well is no loss of recall.
-    worse = made([[1.5, 3.5, 5.5], [3.5, 5.5, 7.5]])
+    worse = made([[1.5, 3.5, 5.5], [3.5, 5.5, 7.5]] * 3)
     assert recall_lost((16, 64), worse, full)[0]["recall_lost_pct"] == [0.0, 0.0, 0.0]
     assert recall_lost((16, 64), worse, full)[0]["lost"] == [0.5, 0.5, 0.5]
 
 
 def test_intervals_are_over_cases_and_nothing_recalled_has_no_share() -> None:
-    full = made([[1.0, 3.0], [1.0, 3.0], [1.0, 3.0], [1.0, 3.0]])
-    found = made([[1.0, 3.0], [2.0, 3.0], [3.0, 3.0], [4.0, 3.0]])
+    full = made([[1.0, 3.0]] * 8)
+    found = made([[1.0, 3.0], [2.0, 3.0], [3.0, 3.0], [4.0, 3.0]] * 2)
     (row,) = recall_lost((16,), found, full)
     low, mean, high = row["lost"]
     assert mean == 1.5
-    assert 0.25 <= low < 1.0 < 2.0 < high <= 2.75
+    assert 0 < low < 0.8 < 2.2 < high < 3
     assert row["recall_lost_pct"][1] == 75.0
-    (nothing,) = recall_lost((16,), found, made([[1.0, 3.0]] * 3 + [[9.0, 3.0]]))
+    assert row["exact_interval"] == [0.0, 0.3694]  # 1 - 0.025 ** (1 / 8)
+    (nothing,) = recall_lost((16,), found, made([[1.0, 3.0]] * 7 + [[9.0, 3.0]]))
     assert nothing["recall_lost_pct"] is None
+    few = [made([[1.0, 3.0]] * 4)] * 2
+    (row,) = recall_lost((16,), *few)
+    assert row["lost"] is row["recalled"] is row["recall_lost_pct"] is row["exact_interval"] is None
 
 
 def test_impossible_cases_are_refused(

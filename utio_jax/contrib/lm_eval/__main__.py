@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`utio-jax lm-eval`."""
+"""`python -m utio_jax.contrib.lm_eval`: tasks of lm-evaluation-harness from the command line."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
 import os
 import sys
@@ -15,7 +16,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import tyro
+
 from utio_jax.cli.options import OfWindows, calibration_of, policy_named, repeat_verdict
+from utio_jax.core.extras import missing_library
 from utio_jax.core.files import check_writable, save_json
 
 # For standard errors without a formula. In one process: forks of a process that runs JAX can hang.
@@ -64,7 +68,7 @@ class LmEval(OfWindows):
         """Runs the command and returns its JSON."""
         from lm_eval.evaluator import simple_evaluate
 
-        from utio_jax.evaluation.harness import UtioLM
+        from utio_jax.contrib.lm_eval.harness import UtioLM
         from utio_jax.models.verbs import read_prompts_within
 
         started = time.perf_counter()
@@ -124,8 +128,7 @@ class LmEval(OfWindows):
         """Returns the mode, and the budget of its policy if it has one."""
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.drafting import Controller
-        from utio_jax.decoding.lossless import Lossless
+        from utio_jax.decoding.lossless import lossless_for
         from utio_jax.staircase.reference import check_kv
 
         if self.mode not in ("full", "adaptive", "lossless"):
@@ -141,7 +144,7 @@ class LmEval(OfWindows):
                     f"Wanted --mode adaptive with {', '.join(given)}: {self.mode} has no use for "
                     "it. Add --mode adaptive."
                 )
-            return (Plain() if self.mode == "full" else Lossless(controller=Controller())), None
+            return (Plain() if self.mode == "full" else lossless_for(model.decoder)), None
         kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
         name = "learned" if self.policy is None else self.policy
         policy, budget, _ = policy_named(
@@ -230,3 +233,21 @@ def _plain(found: Any) -> Any:
     if isinstance(found, float):
         return float(f"{found:.6g}") if math.isfinite(found) else None
     return found if found is None or isinstance(found, (bool, int, str)) else str(found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command, prints its JSON, and returns the exit status."""
+    name = "python -m utio_jax.contrib.lm_eval"
+    try:
+        print(json.dumps(tyro.cli(LmEval, prog=name, args=arguments).run()))
+    except ModuleNotFoundError as error:
+        print(f"{name}: {missing_library(error, 'this command')}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-eval's `local-completions`, with its remote tokenizer, finds what `utio-jax lm-eval` finds."""
+"""lm-eval's `local-completions`, with its remote tokenizer, finds what our own command finds."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from helpers.tasks import write_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from utio_jax.cli.lm_eval import _settings
-from utio_jax.cli.main import main
+from utio_jax.contrib.lm_eval.__main__ import _settings, main
 from utio_jax.decoding.base import Plain
-
-pytestmark = pytest.mark.check
 
 QUESTIONS = [
     {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
@@ -59,7 +56,7 @@ def test_every_item_is_what_our_own_command_finds(
 ) -> None:
     out = tmp_path / "ours.json"
     names = ["choose", "read", "write"]
-    arguments = ["lm-eval", "--model", str(folder), "--mode", "full", "--batch", "4"]
+    arguments = ["--model", str(folder), "--mode", "full", "--batch", "4"]
     arguments += ["--tasks", *names, "--include-path", str(tasks), "--out", str(out)]
     assert main(arguments) == 0
     ours = json.loads(out.read_text())["samples"]

@@ -9,7 +9,7 @@
 `report` says what was executed, what it cost, and whose the numbers are: under `Adaptive` they are
 the routed model's, and log-likelihoods under `Lossless` are full depth's.
 
-Needs the extra `lm-eval`; nothing else in this package imports this module but its command.
+Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 from tqdm.auto import tqdm
 
+from utio_jax.contrib.lm_eval.ledger import RequestLedger
 from utio_jax.core.documents import Batch, batches_of, row_widths
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
@@ -42,7 +43,6 @@ from utio_jax.decoding.sampling import (
 )
 from utio_jax.decoding.text import generate_until, read_text
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.evaluation.harness_ledger import RequestLedger
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
