@@ -21,7 +21,7 @@ import jinja2.nodes
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from utio_jax.decoding.generate import Generated, stream
+from utio_jax.decoding.generate import Generated, check_options, stream
 from utio_jax.decoding.text import TextReader, generate_until, read_text
 from utio_jax.models.huggingface import read_json
 
@@ -221,6 +221,7 @@ def stream_answer(
       variables: for the template.
       **options: other keyword arguments of `utio_jax.decoding.generate.stream`.
     """
+    check_options(options)
     prompt = encode_chat(model, messages, **(variables or {}))
     options = {"eos_ids": turn_ends(model), **options}
     reader = TextReader(model.tokenizer, prompt)
