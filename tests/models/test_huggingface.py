@@ -325,10 +325,10 @@ def test_tensors_that_are_no_floats_are_named_at_once(folder: Path) -> None:
             for wrong in (0, -1, math.nan, math.inf, "1e-6")
         ),
         *(
-            ("llama", {"eos_token_id": wrong}, "config.json. Got .*eos_ids of at least 0")
+            ("llama", {"eos_token_id": wrong}, "in here. Got .*eos_ids of at least 0")
             for wrong in (1.7, math.inf, -1, "2", [2, 1.5])
         ),
-        ("mistral", {"sliding_window": math.nan}, "config.json. Got .*windows of at least 0"),
+        ("mistral", {"sliding_window": math.nan}, "in here. Got .*windows of at least 0"),
         ("mistral", {"sliding_window": 1.5}, "windows of at least 0"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1, of which only finite"),
         ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap above 0"),
