@@ -250,7 +250,9 @@ def test_pickles_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["../llama/model.safetensors", "/etc/hosts", "..", ""])
+@pytest.mark.parametrize(
+    "name", ["../llama/model.safetensors", "/etc/hosts", "..", "", "a" * 5000, "a\0"]
+)
 def test_an_index_cannot_point_outside_its_folder(folder: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"

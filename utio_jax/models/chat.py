@@ -307,7 +307,7 @@ def _size(value: Any) -> float:
 
 def _grown(*values: Any) -> float:
     """Returns no less than the size of what padding, repeating and replacing make of values."""
-    return math.prod(abs(each) if isinstance(each, int) else _size(each) for each in values)
+    return math.prod(max(1, abs(x)) if isinstance(x, int) else _size(x) for x in values)
 
 
 def _formatted(form: str, *values: Any) -> float:
@@ -350,7 +350,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str) and name in (*_GROWING, *_FORMATTING):
             args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
             most = _grown if name in _GROWING else _formatted
-            budget.spend(most(owner, *args, *named.values()))
+            asked = args[1:] if name == "replace" else args  # What is replaced makes nothing large.
+            budget.spend(most(owner, *asked, *named.values()))
         found = super().call(context, function, *args, **named)
         budget.spend(_size(found))
         return found
@@ -398,7 +399,8 @@ def _spending(kept: Callable[..., Any]) -> Callable[..., Any]:
     def run(context: Any, value: Any, *args: Any, **named: Any) -> Any:
         value = list(value) if isinstance(value, Iterator) else value
         most = _formatted if kept is jinja2.filters.do_format else _grown
-        context.parent[_BUDGET].spend(most(value, *args, *named.values()))
+        asked = args[1:] if kept is jinja2.filters.do_replace else args
+        context.parent[_BUDGET].spend(most(value, *asked, *named.values()))
         evaluates = getattr(kept, "jinja_pass_arg", None) is not None
         return kept(*([context.eval_ctx] if evaluates else []), value, *args, **named)
 
