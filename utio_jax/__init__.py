@@ -156,6 +156,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "Any"})
+
+
 def __getattr__(name: str) -> Any:
     # What needs Flax and a tokenizer is imported when it is asked for.
     if name not in ("Model", "load"):

@@ -417,8 +417,18 @@ ERRORS = {
     "stops of one": ({"stop_sequences": [[[1]]]}, "stop_sequences for all.*each of the 3. Got .*1"),
     "ends of some": ({"eos_ids": [[1], 2, [3]]}, "eos_ids for all.*Got .*2"),
     "empty stop of one": ({"stop_sequences": [[], [[]], []]}, "at least one token"),
+    "fractional number": ({"max_new_tokens": 2.0}, "an integer. Got max_new_tokens=2.0"),
+    "long seed": ({"seeds": 2**70}, "at most 64 bits. Got 1180591620717411303424"),
+    "fractional seed": ({"seeds": 0.5}, "seeds as integers"),
+    "no sampling": ({"sampling": 0.7}, "Wanted a sampling method. Got 0.7"),
     "booleans": ({"prompts": [[True, False]]}, "prompt 0 as a list of integer token ids"),
 }
+
+
+def test_seeds_wrap_around_and_no_stops_of_each_row_are_none(model):
+    plain, again = run(model, seeds=[5, 6, 7]), run(model, seeds=5 - 2**32, stop_sequences=[[]] * 3)
+    for mine, theirs in zip(plain.token_ids, again.token_ids, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")

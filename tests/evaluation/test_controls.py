@@ -57,6 +57,7 @@ def test_they_are_read_as_written_and_refused_beside_other_weights(tmp_path: Pat
     for broken in (
         "{",
         "[]",
+        *("null", "true", "1.5", '"abc"', "[" * 100_000 + "]" * 100_000, '{"controls": 3}'),
         json.dumps({"controls": []}),
         json.dumps(dataclasses.asdict(FOUND) | {"controls": []}),
         json.dumps(dataclasses.asdict(FOUND) | {"controls": [{"layers": 3}]}),

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import numpy as np
 import pytest
@@ -184,6 +185,12 @@ def test_text_that_spells_the_special_piece_is_ordinary_text(tmp_path):
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"Wanted a tokenizer at .*gone\.json.*There is none"):
         load_tokenizer(tmp_path / "gone.json")
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["model"]["continuing_subword_prefix"] = "abc"  # Panics in Rust.
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="Wanted a tokenizer.json of the `tokenizers` library"):
+        load_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match=r"Wanted a tokenizer\.json of the `tokenizers` library"):
         load_tokenizer(tmp_path / "tokenizer.json")

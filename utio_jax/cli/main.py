@@ -95,9 +95,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         _forget_stdout()
         where = "" if error.filename is None else f" {error.filename}"
+        # Errors without a number are not the system's but of libraries that read a file.
+        remedy = "Is it damaged? Remove it" if error.errno is None else "Free space"
         print(
             f"utio-jax: Wanted files that can be read and written. Got{where}: "
-            f"{error.strerror or error}. Free space, or name another place.",
+            f"{error.strerror or error}. {remedy}, or name another place.",
             file=sys.stderr,
         )
         return _ended(1, distributed)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import numbers
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -79,30 +81,25 @@ class DecoderConfig:
     kv_depth: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            wanted = None if name == "exits" else _misfit(field, value)
+            if wanted is not None:
+                raise ValueError(
+                    f"{type(self).__name__} needs {name} {wanted}. Got {name}={value!r}."
+                )
         if not self.exits:
             object.__setattr__(self, "exits", (self.num_layers,))
-        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "context_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{type(self).__name__} needs {name} of at least 1. "
-                    f"Got {name}={getattr(self, name)}."
-                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{type(self).__name__} needs num_kv_heads that divides "
                 f"num_heads={self.num_heads}. Got num_kv_heads={self.num_kv_heads}."
             )
         object.__setattr__(self, "exits", check_depths(self.exits, num_layers=self.num_layers))
-        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+        if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
-                f"{type(self).__name__} needs windows of at least 0 for its {self.num_layers} "
-                f"layers, or none. Got windows={self.windows}."
-            )
-        if self.attention_softcap is not None and self.attention_softcap <= 0:
-            raise ValueError(
-                f"{type(self).__name__} needs an attention_softcap above 0, or None. "
-                f"Got attention_softcap={self.attention_softcap}."
+                f"{type(self).__name__} needs windows for each of its {self.num_layers} layers, or "
+                f"none. Got windows={self.windows}."
             )
         self._check_kv_source()
 
@@ -170,6 +167,35 @@ class DecoderConfig:
             return None
         everything = jnp.iinfo(jnp.int32).max
         return jnp.asarray([window or everything for window in self.windows], jnp.int32)[layer]
+
+
+def is_integer(value: Any, least: int = 0) -> bool:
+    """Returns whether a value is an integer, no boolean, from `least` to what an int32 holds."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and least <= value < 2**31
+
+
+def is_positive(value: Any) -> bool:
+    """Returns whether a value is a finite number above 0, no boolean."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and 0 < value < math.inf
+
+
+def _misfit(field: dataclasses.Field[Any], value: Any) -> str | None:
+    """Returns what a config's field should be, by its annotation; None where the value is that."""
+    kind, least = str(field.type), 0 if field.default in (0, None) else 1
+    if value is None and kind.endswith(" | None"):
+        return None
+    fits, wanted = {
+        "int": (lambda: is_integer(value, least), f"of at least {least}"),
+        "float": (lambda: is_positive(value), "above 0"),
+        "bool": (lambda: isinstance(value, bool), "that is True or False"),
+        "tuple[int, ...]": (
+            lambda: isinstance(value, tuple) and all(map(is_integer, value)),
+            "of at least 0, a tuple of integers",
+        ),
+    }.get(kind.removesuffix(" | None"), (lambda: True, ""))
+    return None if fits() else f"{wanted}{', an integer below 2**31' * (kind[:3] == 'int')}"
 
 
 def some_exits(num_layers: int) -> tuple[int, ...]:

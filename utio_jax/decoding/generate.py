@@ -11,8 +11,9 @@ The loop over tokens runs on the device. Shapes depend on the batch and on two r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict, Unpack
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -44,6 +45,33 @@ class DecodeOptions(TypedDict, total=False):
     prefill: Prefill | None
     thinking: Thinking | Sequence[Thinking | None] | None
     mesh: Mesh | None
+
+
+_INSTEAD = {
+    "temperature": "sampling=Temperature(0.7)",
+    "top_p": "sampling=TopP(0.9)",
+    "top_k": "sampling=TopK(40)",
+    "min_p": "sampling=MinP(0.1)",
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Checks that `generate` has options of these names.
+
+    Raises:
+      TypeError: it has not; says what other libraries' options are called here.
+    """
+    known = inspect.signature(generate).parameters
+    for name in options:
+        if name not in known:
+            remedy = (
+                f"Say {_INSTEAD[name]}."
+                if name in _INSTEAD
+                else f"Known: {', '.join([*known][3:])}."
+            )
+            raise TypeError(f"Wanted options of utio_jax.generate. Got {name}. {remedy}")
 
 
 class GenerateOptions(DecodeOptions, total=False):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from utio_jax.core.files import save_text
+from utio_jax.core.files import load_json, save_text
 from utio_jax.evaluation.ledger import convex_hull
 
 FILE = "controls.json"
@@ -93,12 +93,12 @@ def load_controls(folder: str | Path, *, model_sha256: str) -> PlainControls | N
     if not file.is_file():
         return None
     try:
-        stored: dict[str, Any] = json.loads(file.read_text())
+        stored: dict[str, Any] = dict(load_json(file, "the controls of a model"))
         rows = [PlainControl(**row) for row in stored.pop("controls")]
         found = PlainControls(controls=tuple(rows), **stored)
         if not rows or any(row.bits_per_byte <= 0 for row in rows):
             raise ValueError("no control, or one without a loss")
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"Wanted the controls of a model in {file}. They cannot be read: {error!r}."
         ) from error

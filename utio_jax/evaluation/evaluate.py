@@ -235,7 +235,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     Args:
       decoder: the model.
       params: its parameters.
-      documents: token ids `[token]` each, at least two; longer than the context: in windows.
+      documents: token ids `[token]` each; longer than the context: in windows. One of fewer than
+        two tokens predicts nothing: its arrays are empty and its sums 0, tokens and cost apart.
       policy: who runs how deep.
       rows: per pass at most, over all devices of a process.
       kv: what others see of frozen tokens.
@@ -249,22 +250,18 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       progress: called after every batch.
 
     Raises:
-      ValueError: a document has fewer than two tokens, ids are outside the vocabulary, or rows < 1.
+      ValueError: no documents, ids are outside the vocabulary, or rows < 1.
     """
     if rows < 1:
         raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
-    short = [index for index, ids in enumerate(documents) if len(ids) < 2]
-    if short or not len(documents):
-        raise ValueError(
-            "Wanted documents of at least two tokens, so that something is predicted. Got "
-            + (f"fewer in documents {short[:8]}." if short else "no documents.")
-        )
+    if not len(documents):
+        raise ValueError("Wanted documents to score, at least one. Got none.")
     check_policy(policy, decoder)
     parts = check_mesh(local_mesh(mesh))
     context = decoder.config.context_length
-    cut = [windows_of([ids], width=context) for ids in documents]
+    cut = [windows_of([ids], width=context) if len(ids) else [] for ids in documents]
     windows = [window for of_one in cut for window in of_one]
-    likelihood: list[np.ndarray] = [np.zeros(0)] * len(windows)
+    likelihood: list[np.ndarray] = [np.zeros(0, np.float32)] * len(windows)
     depths: list[np.ndarray] = [np.zeros(0, np.int32)] * len(windows)
     qualities = [Quality()] * len(windows)
 
@@ -301,26 +298,30 @@ def score_documents(  # noqa: PLR0913 (options, each named)
         for batch in batches
     ]
     full = full_depth(decoder)
-    found = evaluate(
-        decoder,
-        params,
-        batches,
-        {"": [policy if reason is None else full for reason in reasons]},
-        kv=kv,
-        executor=executor,
-        attention={"": [attention if reason is None else None for reason in reasons]},
-        mesh=mesh,
-        shards=shards,
-        observe=observe,
-        progress=progress,
+    found = (
+        {"": Quality()}
+        if not batches
+        else evaluate(
+            decoder,
+            params,
+            batches,
+            {"": [policy if reason is None else full for reason in reasons]},
+            kv=kv,
+            executor=executor,
+            attention={"": [attention if reason is None else None for reason in reasons]},
+            mesh=mesh,
+            shards=shards,
+            observe=observe,
+            progress=progress,
+        )
     )
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
     return TextScore(
         documents=tuple(
             DocumentScore(
-                log_likelihood=np.concatenate(likelihood[span]),
-                depths=np.concatenate(depths[span]),
+                log_likelihood=np.concatenate([np.zeros(0, np.float32), *likelihood[span]]),
+                depths=np.concatenate([np.zeros(0, np.int32), *depths[span]]),
                 quality=_charged(sum(qualities[span], start=Quality()), found[""]),
             )
             for span in spans
@@ -350,6 +351,6 @@ def _quality_of(comparison: Comparison, decided: np.ndarray, *, row: int, length
 
 def _charged(own: Quality, total: Quality) -> Quality:
     """Returns a document's sums with its share, by tokens, of what all of them cost."""
-    share = own.tokens / total.tokens
+    share = own.tokens / max(1, total.tokens)
     cost = ("query_layers", "flops", "flops_full", "flops_ideal", "flops_gates")
     return dataclasses.replace(own, **{name: share * getattr(total, name) for name in cost})

@@ -286,6 +286,16 @@ def load(
         other: every missing, unexpected and mis-shaped tensor is named, and every option of the
         config that is not supported.
     """
+    if not isinstance(path_or_name, (str, Path)):
+        raise ValueError(
+            f"Wanted a model folder, a GGUF file or a name, as {SHIPPED!r}. Got {path_or_name!r}."
+        )
+    try:
+        floating = jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(f"Wanted a dtype of floats, as 'bfloat16' or 'float32'. Got {dtype!r}.")
     if str(path_or_name) == SHIPPED:
         folder = shipped_folder()
     else:

@@ -47,7 +47,9 @@ def load_tokenizer(file: str | Path, *, special_in_text: bool = False) -> Tokeni
         )
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises a bare Exception.
+    except BaseException as error:  # A bare Exception, or a panic of its Rust code, which is none.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(
             f"Wanted a tokenizer.json of the `tokenizers` library at {path}. {error}"
         ) from error

@@ -37,6 +37,7 @@ from utio_jax.decoding.text import (
     StopStrings,
     TextChunk,
     generate_text,
+    listed,
     stream_text,
 )
 from utio_jax.evaluation.evaluate import TextScore, score_documents
@@ -234,12 +235,12 @@ class Verbs:
         """Returns every token's log-likelihood in some texts, with the depth that it was given.
 
         Args:
-          texts: of at least two tokens each.
+          texts: a list; one of fewer than two tokens predicts nothing.
           policy: that decides depths, or its name, see `policy`.
           budget: of a calibrated one.
           **options: further ones of `utio_jax.score_documents`.
         """
-        return self._score(self.encode(list(texts)), policy, budget, options)
+        return self._score(self.encode(listed(texts)), policy, budget, options)
 
     def evaluate(
         self: Any,

@@ -48,6 +48,11 @@ class Thresholded:
     thresholds: Float[Array, " boundary"] | Float[Array, "boundary batch 1"]
     depths: tuple[int, ...] = static()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.thresholds, (list, tuple, float, int)):
+            found = jnp.atleast_1d(jnp.asarray(self.thresholds, jnp.float32))
+            object.__setattr__(self, "thresholds", found)
+
     @property
     def name(self) -> str:
         return self.signal.name
