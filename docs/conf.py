@@ -62,7 +62,6 @@ ROOMS = {
     "staircase": "One pass with a depth per token",
     "decoding": "New tokens",
     "accounting": "What it cost",
-    "edge": "A model in two processes",
     "engine": "Continuous batching",
     "cluster": "Corpora over machines",
     "evaluation": "Quality on text",

@@ -23,7 +23,6 @@ from utio_jax.cli.calibrate import Calibrate
 from utio_jax.cli.chat import Chat
 from utio_jax.cli.compare import Compare
 from utio_jax.cli.demo import Demo
-from utio_jax.cli.edge import Cloud, Edge
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.finetune import Finetune
 from utio_jax.cli.fit_prompt import FitPrompt
@@ -52,8 +51,6 @@ COMMANDS = {
     "fit-prompt": FitPrompt,
     "lm-eval": LmEval,
     "launch": Launch,
-    "cloud": Cloud,
-    "edge": Edge,
 }
 """What each name runs; the fields are its options."""
 
