@@ -65,7 +65,7 @@ test-ray: $(RAY)/.installed
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" \
 	    JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax-ray \
 	    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	    $(RAY)/bin/python -m pytest -o addopts="--strict-markers -q" -m ray tests/cluster
+	    $(RAY)/bin/python -m pytest -o addopts="--strict-markers -q" -m ray tests/contrib/ray
 
 # What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
 check-rest: lint types docs

@@ -61,7 +61,6 @@ ROOMS = {
     "policies": "Which tokens go deeper",
     "staircase": "One pass with a depth per token",
     "decoding": "New tokens",
-    "edge": "A model in two processes",
     "engine": "Continuous batching",
     "cluster": "Corpora over machines",
     "evaluation": "Quality on text",

@@ -51,7 +51,7 @@ def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
     [
         ("docs/bring_your_own.md", 6),
         ("docs/decode.md", 2),
-        ("docs/edge_cloud.md", 1),
+        ("docs/contrib/edge.md", 1),
         ("docs/contrib/encoders.md", 1),
         ("docs/contrib/layer_skipping.md", 1),
         ("docs/contrib/recurrent.md", 1),

@@ -25,7 +25,7 @@ class Evaluate(Scoring):
     and losses are those of the tokens behind it.
 
     Attributes:
-      text: text files; with --out also .jsonl and .parquet.
+      text: text files.
       prompt_tokens: of each row of --token-ids. For the interval each row counts as a document:
         give one row of each, or it comes out too narrow.
       prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
@@ -46,8 +46,6 @@ class Evaluate(Scoring):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         if self.prompt_tokens is not None:
-            if self.out is not None:
-                raise ValueError("Wanted --out without --prompt-tokens. Leave out one of the two.")
             return self._run_prompts(self.prompt_tokens)
         given = {
             "--prompt-stop": self.prompt_stop,
@@ -58,20 +56,6 @@ class Evaluate(Scoring):
             raise ValueError(
                 f"Wanted --prompt-tokens with {', '.join(alone)}: how many tokens of each row are "
                 "the prompt? For example: --prompt-tokens 448."
-            )
-        if self.out is not None:
-            corpus = self.score_corpus(self.text)
-            sums, more = corpus.sums, {"without_prediction": corpus.sums.without_prediction}
-            return corpus.close(
-                self._summary(
-                    corpus.row,
-                    nll=sums.quality.nll,
-                    predicted=sums.quality.predicted,
-                    documents=sums.documents,
-                    num_bytes=sums.bytes,
-                    fallbacks=sums.fallbacks,
-                )
-                | more
             )
         found, read = self.score(self.text)
         return self._summary(

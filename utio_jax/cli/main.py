@@ -23,7 +23,6 @@ from utio_jax.cli.calibrate import Calibrate
 from utio_jax.cli.chat import Chat
 from utio_jax.cli.compare import Compare
 from utio_jax.cli.demo import Demo
-from utio_jax.cli.edge import Cloud, Edge
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.finetune import Finetune
 from utio_jax.cli.fit_prompt import FitPrompt
@@ -50,8 +49,6 @@ COMMANDS = {
     "finetune": Finetune,
     "fit-prompt": FitPrompt,
     "launch": Launch,
-    "cloud": Cloud,
-    "edge": Edge,
 }
 """What each name runs; the fields are its options."""
 

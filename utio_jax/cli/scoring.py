@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utio_jax.cli.corpus import OfCorpus, maker
 from utio_jax.cli.options import (
     OfWindows,
     check_out,
@@ -20,12 +18,8 @@ from utio_jax.cli.options import (
     read_token_ids,
     repeat_verdict,
 )
-from utio_jax.core.files import save_json
 
 if TYPE_CHECKING:
-    from utio_jax.cluster.job import Finished
-    from utio_jax.cluster.scoring import DocumentScorer
-    from utio_jax.cluster.scoring import Scored as Sums
     from utio_jax.evaluation.evaluate import TextScore
     from utio_jax.evaluation.ledger import Ledger
 
@@ -47,32 +41,12 @@ class Scored:
     row: Ledger
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CorpusScored:
-    """What a corpus has come to.
-
-    Attributes:
-      finished: where its rows are.
-      sums: of all of them.
-      row: the ledger.
-    """
-
-    finished: Finished
-    sums: Sums
-    row: Ledger
-
-    def close(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Keeps a command's JSON beside the rows; returns it, and what is of this run alone."""
-        save_json(self.finished.folder.summary, summary)
-        return summary | {"out": str(self.finished.folder.path), "kept": self.finished.kept}
-
-
 _LEAST = 256
 """Tokens from which on routing paid where most of them stop early (results/benchmark_suites.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scoring(OfCorpus, OfWindows):
+class Scoring(OfWindows):
     """Options of scoring.
 
     Attributes:
@@ -105,7 +79,6 @@ class Scoring(OfCorpus, OfWindows):
         from utio_jax.models.texts import read_files
 
         kv = self._checked()
-        self.check_corpus()
         if self.shards is not None:
             check_out(self.shards, option="--shards")
         if (self.token_ids is None) == (not files):
@@ -141,37 +114,6 @@ class Scoring(OfCorpus, OfWindows):
         row = found.quality.ledger(self.policy, budget=budget, num_layers=layers)
         return found, Scored(names=names, documents=documents, bytes=size, row=row)
 
-    def score_corpus(self, files: tuple[Path, ...]) -> CorpusScored:
-        """Scores a corpus into the folder `out`; returns the sums of all rows there."""
-        from utio_jax.cluster.scoring import sum_scores
-        from utio_jax.devices.processes import digest
-
-        kv = self._checked()
-        self.check_corpus(
-            token_ids=self.token_ids,
-            shards=self.shards,
-            distributed=self.distributed,
-            data_parallel=self.data_parallel,
-        )
-        model = self.load()
-        policy, budget, _ = self.named_policy(model)
-        repeat_verdict(model, self.policy, self.calibration)
-        identity = {
-            "rows": "scores",
-            "model": model.sha256[:16],
-            "policy": [self.policy, budget, self.depth, digest(policy)[:16]],
-            "kv": kv,
-            "context": model.decoder.config.context_length,
-            "batch": self.batch,
-            "min_tokens": self.least_tokens,
-        }
-        here = partial(_scorer_of, self, model)
-        done = self.run_corpus(files, identity, here if self.ray is None else maker(_scorer, self))
-        found = sum_scores(done.folder)
-        layers = model.decoder.config.num_layers
-        row = found.quality.ledger(self.policy, budget=budget, num_layers=layers)
-        return CorpusScored(finished=done, sums=found, row=row)
-
     def named_policy(self, model: Any) -> Any:
         """Returns the policy, its budget, and the shares of its depths."""
         return policy_named(
@@ -197,26 +139,3 @@ class Scoring(OfCorpus, OfWindows):
             min_tokens=self.min_tokens,
         )
         return kv
-
-
-def _scorer(command: Scoring) -> DocumentScorer:
-    """Returns what scores documents, in an actor of its own: the model is loaded there."""
-    return _scorer_of(command, command.load())
-
-
-def _scorer_of(command: Scoring, model: Any) -> DocumentScorer:
-    from utio_jax.cluster.scoring import DocumentScorer
-
-    policy, _, fractions = command.named_policy(model)
-    kv: Any = "propagate" if command.kv is None else command.kv
-    return DocumentScorer(
-        decoder=model.decoder,
-        params=model.params,
-        model_sha256=model.sha256,
-        encode=model.encode,
-        policy=policy,
-        rows=command.batch,
-        kv=kv,
-        fractions=fractions,
-        min_tokens=command.least_tokens,
-    )

@@ -10,6 +10,7 @@ Blocks of tokens are padded to a few widths (`Widths`), so that few programs eve
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from functools import partial
 from typing import Any
 
@@ -20,14 +21,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.attention.cache import KVCache, init_cache, key_widths, read, write
 from utio_jax.attention.mixing import mixer_at
+from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params, apply_exit_lens
 from utio_jax.core.files import hash_params
 from utio_jax.core.kv_maps import KVMapped
-from utio_jax.core.layer import keys_values_of, over_layers, run_layer
+from utio_jax.core.layer import keys_values_of, run_layer
 from utio_jax.core.lens import Lensed
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.sampling import DRAW, PerRowSampling, draw, token_keys
-from utio_jax.devices.processes import digest
 from utio_jax.policies.base import Boundary, Policy
 
 
@@ -143,7 +144,8 @@ def identify(decoder: Decoder, params: Params) -> str:
         decoder, params = decoder.decoder, params["model"]
     open_ = {"exits": (), "context_length": 1, "bos_id": None, "eos_ids": ()}
     config = dataclasses.replace(decoder.config, **open_)
-    return digest(type(decoder).__name__ + repr(config), hash_params(params))
+    said = f"{type(decoder).__name__} {config!r} {hash_params(params)}"
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 @pytree
@@ -185,38 +187,24 @@ def run_part(
     ahead = jnp.arange(inputs.shape[0], dtype=jnp.int32)[None, :]
     valid = ahead < count
     positions = jnp.where(valid, first + ahead, 0)  # Some decoders have none behind the last.
-    x = inputs[None].astype(part.dtype) if part.start else inputs[None]
+    x = inputs.astype(part.dtype) if part.start else inputs
     if not part.start:
-        x = decoder.embed(part.params, x, positions)
+        x = decoder.embed(part.params, inputs[None], positions)[0]
+    places = flat(decoder.encode_positions(positions))
     slots = jnp.arange(width, dtype=jnp.int32)[None, :]
-
-    places = jax.tree.map(lambda leaf: leaf[0], decoder.encode_positions(positions))
-
-    def run(
-        index: jax.Array, layer: LayerParams, carry: tuple[jax.Array, KVCache]
-    ) -> tuple[jax.Array, KVCache]:
-        x, cache = carry
-        own = index - part.start
-        keys, values = (y[None] for y in keys_values_of(decoder, layer, x, places))
-        cache = write(cache, own, keys, values, positions=positions, valid=valid)
-        mix = mixer_at(decoder, index)
-        visible = mix.visible(positions, slots)[0]
-        keys, values = (y[0] for y in read(cache, (own,), width=width))
-        attend = lambda queries: mix(queries, keys, values, visible)  # noqa: E731
-        new = run_layer(decoder, layer, x, places, attend)
-        return jnp.where(valid[0][:, None], new, x), cache
-
     with jax.named_scope(f"layers_{part.start}_{part.stop}"):
-        states, cache = over_layers(
-            decoder,
-            part.params,
-            run,
-            (x[0], cache),
-            start=part.start,
-            stop=part.stop,
-            layers=part.layers,
-        )
-    return Ran(states=states, last=states[count - 1], cache=cache)
+        for index in range(part.start, part.stop):
+            layer, own = part.layers[index], jnp.int32(index - part.start)
+            keys, values = (y[None] for y in keys_values_of(decoder, layer, x, places))
+            cache = write(cache, own, keys, values, positions=positions, valid=valid)
+            mix = mixer_at(decoder, jnp.int32(index))
+            seen = (*read(cache, (own,), width=width), mix.visible(positions, slots))
+
+            def attend(queries: jax.Array, mix: Any = mix, seen: Any = seen) -> jax.Array:
+                return mix(queries[None], *seen)[0]
+
+            x = run_layer(decoder, layer, x, places, attend)
+    return Ran(states=x, last=x[count - 1], cache=cache)
 
 
 @pytree

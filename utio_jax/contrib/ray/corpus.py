@@ -35,10 +35,12 @@ class Columns:
     Attributes:
       id: a text or an integer that no other document has.
       text: the document, as text or as a list of token ids.
+      vocab_size: token ids are below this.
     """
 
     id: str = "id"
     text: str = "text"
+    vocab_size: int = 2**31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -310,7 +312,7 @@ def _rows(
 
 
 def _size_of(text: Any) -> int:
-    return len(text) * (4 if isinstance(text, list) else 1) if text is not None else 0
+    return len(text) * (4 if isinstance(text, list) else 1) if isinstance(text, str | list) else 0
 
 
 def _document_of(record: Any, columns: Columns, where: str) -> Document | str:
@@ -323,6 +325,12 @@ def _document_of(record: Any, columns: Columns, where: str) -> Document | str:
     if isinstance(text, str) and (not text or _is_unicode(text)):
         return Document(id=str(name), text=text)
     if isinstance(text, list) and all(type(each) is int for each in text):
+        beyond = [each for each in text if not 0 <= each < columns.vocab_size]
+        if beyond:
+            return (
+                f"{where}: token id {beyond[0]} of document {str(name)!r:.80}, where the model's "
+                f"go from 0 to {columns.vocab_size - 1}"
+            )
         return Document(id=str(name), token_ids=tuple(text))
     return f"{where}: {_said(record, columns.text)} as text"
 
