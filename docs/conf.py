@@ -68,9 +68,8 @@ ROOMS = {
     "evaluation": "Quality on text",
     "calibration": "Fitting and proving",
     "models": "Model families and checkpoints",
-    "benchmark": "Measuring",
     "serving": "Models over HTTP",
-    "report": "Saying what was measured",
+    "bench": "Measuring, and saying what was measured",
 }
 
 

@@ -17,9 +17,11 @@ from rich.console import Console
 from utio_jax.accounting.controls import plain_hull
 from utio_jax.accounting.ledger import uniform_hull
 from utio_jax.accounting.prompt import prompt_cost
-from utio_jax.benchmark.decoding import measure_modes, middles
-from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.decoding import measure_modes, middles
+from utio_jax.bench.plots import plot_depths, plot_pareto
+from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure
+from utio_jax.bench.terminal import generation_table, ledger_table
+from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.prompt_choice import rows_of
 from utio_jax.core.documents import Batch
@@ -33,8 +35,6 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_choice
 from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.policies.base import Policy
-from utio_jax.report.plots import plot_depths, plot_pareto
-from utio_jax.report.terminal import generation_table, ledger_table
 from utio_jax.staircase import base
 from utio_jax.staircase.score import score
 

@@ -229,7 +229,7 @@ def _show(prompt: str, pieces: list[str], depths: list[int], *, levels: tuple[in
     from rich.console import Console
     from rich.text import Text
 
-    from utio_jax.report.terminal import depth_legend, depth_text
+    from utio_jax.bench.terminal import depth_legend, depth_text
 
     console = Console(stderr=not sys.stdout.isatty(), highlight=False)
     new = depth_text(pieces, depths, levels=levels)

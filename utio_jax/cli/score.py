@@ -33,7 +33,7 @@ class Score(Scoring):
         """Runs the command and returns its JSON."""
         from rich.console import Console
 
-        from utio_jax.report.terminal import documents_table
+        from utio_jax.bench.terminal import documents_table
 
         if self.out is not None:
             return self._run_corpus()

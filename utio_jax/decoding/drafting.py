@@ -183,8 +183,7 @@ class Controller:
 
     Attributes:
       marginal: cost of one more token per row in a pass relative to the first; 0 where reading
-        weights is everything, 1 where arithmetic is. `measure_marginal` in
-        `utio_jax.benchmark.decoding` measures it.
+        weights is everything, 1 where arithmetic is.
       memory_rounds: how many rounds an observation lasts.
       prior: acceptance to expect of an exit that was not tried, one number or one per exit; the
         exits' top-1 agreement with full depth on text is a good guess.
