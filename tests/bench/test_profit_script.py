@@ -76,5 +76,6 @@ def test_steps_are_fitted_to_chance(script: Any) -> None:
             layers = 4 - 3 * stopped**batch
             rows.append(row(batch, name, stopped, 0.01 * batch + 0.02 * layers))
     for each, batch in zip(script.decoding_rates(rows), (1, 4), strict=True):
-        assert dataclasses.astuple(each) == pytest.approx((batch, 0.01 * batch, 0.02, 0.01 * batch + 0.0765))
+        wanted = (batch, 0.01 * batch, 0.02, 0.01 * batch + 0.0765)
+        assert dataclasses.astuple(each) == pytest.approx(wanted)
     assert script.decoding_rates([]) == ()
