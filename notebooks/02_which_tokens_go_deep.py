@@ -29,8 +29,8 @@ from tqdm.auto import tqdm
 
 import utio_jax
 from utio_jax import score
+from utio_jax.bench.plots import plot_depths, plot_margins, plot_pareto
 from utio_jax.models import load
-from utio_jax.report.plots import plot_depths, plot_margins, plot_pareto
 from utio_jax.staircase import buckets
 
 # %matplotlib inline

@@ -17,7 +17,7 @@ import pytest
 from helpers.generation import PROMPTS, lively_model, run
 
 from utio_jax import models
-from utio_jax.benchmark.decoding import middles, repetition
+from utio_jax.bench.decoding import middles, repetition
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate

@@ -22,7 +22,7 @@ from helpers.generation import (
     true_logits,
 )
 
-from utio_jax.benchmark.decoding import measure_modes, middles, repetition
+from utio_jax.bench.decoding import measure_modes, middles, repetition
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.adaptive import Adaptive

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from utio_jax.benchmark.decoding import measure_modes, middles
-from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.decoding import measure_modes, middles
+from utio_jax.bench.plots import plot_depths, plot_pareto
+from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure
+from utio_jax.bench.terminal import generation_table, ledger_table
+from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.prompt_choice import rows_of
 from utio_jax.core.documents import Batch
@@ -32,8 +34,6 @@ from utio_jax.evaluation.ledger import uniform_hull
 from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.policies.base import Policy
-from utio_jax.report.plots import plot_depths, plot_pareto
-from utio_jax.report.terminal import generation_table, ledger_table
 from utio_jax.staircase import base
 from utio_jax.staircase.score import score
 

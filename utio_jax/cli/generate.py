@@ -139,7 +139,7 @@ class Generate(OfDecoding, OfThinking):
         budget: float | None,
     ) -> Any:
         """Returns cost and time beside plain decoding's; without rounds, the cost alone."""
-        from utio_jax.benchmark.decoding import Written, measure_modes
+        from utio_jax.bench.decoding import Written, measure_modes
         from utio_jax.evaluation.generation import generation_ledger
 
         label = [*modes][-1]
@@ -194,7 +194,7 @@ def _show(prompts: Sequence[str], found: Any, num_layers: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from utio_jax.report.terminal import depth_legend, depth_text
+    from utio_jax.bench.terminal import depth_legend, depth_text
 
     console = Console(stderr=not sys.stdout.isatty(), highlight=False)
     seen = {int(depth) for row in found.generated.decided for depth in row}

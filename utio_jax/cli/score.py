@@ -33,7 +33,7 @@ class Score(Scoring):
         """Runs the command and returns its JSON."""
         from rich.console import Console
 
-        from utio_jax.report.terminal import documents_table
+        from utio_jax.bench.terminal import documents_table
 
         if self.per_token is not None:
             check_writable(self.per_token, "--per-token")

@@ -4,7 +4,7 @@
     result = generate(decoder, params, prompts, mode=mode)
     generation_ledger(decoder, params, mode, [prompts], [result]).flops_ratio
 
-Times are measured elsewhere: `utio_jax.benchmark.decoding`.
+Times are measured elsewhere: `utio_jax.bench.decoding`.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from helpers.corpora import (
     write_parquet,
 )
 from helpers.models import Model
-from utio_jax.cluster.corpus import Document
-from utio_jax.cluster.scoring import DocumentScorer, ids_digest
+from utio_jax.contrib.ray.corpus import Document
+from utio_jax.contrib.ray.scoring import DocumentScorer, ids_digest
 
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate

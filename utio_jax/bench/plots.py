@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of ledger rows and depths, and what all pictures share. Needs the extra `cli`.
+"""Pictures of ledger rows and depths. Needs the extra `cli`.
 
-Figures are made without pyplot: nobody's backend changes, and notebooks show what is returned.
+Figures are made without pyplot: the backend stays, and notebooks show what is returned.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import BoundaryNorm, ListedColormap, to_hex, to_rgb
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from utio_jax.calibration.compare import ComparisonRow
@@ -269,52 +267,3 @@ def saved(figure: Figure, file: str | Path | None) -> Figure:
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=130)
     return figure
-
-
-def small_multiples(
-    number: int, columns: int, *, height: float, width: float = 10.5
-) -> tuple[Figure, list[Axes]]:
-    """Returns a figure and `number` axes of it in rows of at most `columns`.
-
-    Args:
-      number: of axes, at least one.
-      columns: at most so many in a row.
-      height: of a row, in inches.
-      width: of a figure whose rows are full, in inches.
-    """
-    rows, across = -(-number // columns), min(columns, number)
-    size = max(6.4, width * across / columns), height * rows + 0.6
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(rows, across, squeeze=False)
-    for axes in list(grid.flat)[number:]:
-        axes.axis("off")
-    return figure, list(grid.flat)[:number]
-
-
-def legend_above(figure: Figure, handles: Sequence[Line2D | Patch]) -> None:
-    """Puts one legend above all axes, in as many columns as there is room for."""
-    columns = int(figure.get_figwidth() / 2.1)
-    figure.legend(
-        handles=list(handles), loc="outside upper center", ncols=columns, frameon=False, fontsize=8
-    )
-
-
-def method_colours(family_of_method: Mapping[str, str]) -> dict[str, str]:
-    """Returns a colour per method: its family's, from light to dark in the order of its names."""
-    families = list(dict.fromkeys(family_of_method.values()))
-    colours = dict[str, str]()
-    for family in families:
-        members = sorted((m for m, of in family_of_method.items() if of == family), key=_numbered)
-        base = np.asarray(to_rgb(colour_of(family, families)))
-        shades = np.linspace(-0.45, 0.3, len(members)) if len(members) > 1 else [0.0]
-        for shade, method in zip(shades, members, strict=True):
-            towards = 1.0 if shade < 0 else 0.0  # White or black.
-            red, green, blue = base + (towards - base) * abs(shade)
-            colours[method] = to_hex((float(red), float(green), float(blue)))
-    return {method: colours[method] for method in family_of_method}
-
-
-def _numbered(method: str) -> list[tuple[float, str]]:
-    """Sorts uniform:8 before uniform:10."""
-    pieces = re.split(r"(\d+(?:\.\d+)?)", method)
-    return [(float(piece), "") if n % 2 else (0.0, piece) for n, piece in enumerate(pieces)]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.timing import time_programs
 from utio_jax.core.files import versions
 
 # Elements of a square matrix' side, and bytes of a copy. Caches hold neither: 3 x 64 MiB of
@@ -83,7 +83,7 @@ def _commit() -> str | None:
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        # An environment may lie inside somebody else's checkout, which does not track it.
+        # An environment may lie inside another project's checkout, which does not track it.
         if not git("ls-files", Path(__file__).name):
             return None
         return git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") or None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.benchmark.timing import Timing, routing_only, time_programs
+from utio_jax.bench.timing import Timing, routing_only, time_programs
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import conditions

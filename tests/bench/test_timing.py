@@ -13,8 +13,8 @@ from helpers.models import gated
 from helpers.texts import EXECUTOR, batches
 
 from utio_jax import Ledger, random_depths
-from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure, uniform_hull
-from utio_jax.benchmark.timing import count_compiles, routing_only, time_programs
+from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure, uniform_hull
+from utio_jax.bench.timing import count_compiles, routing_only, time_programs
 
 
 def test_programs_take_turns_and_the_order_rotates() -> None:

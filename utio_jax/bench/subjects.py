@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.benchmark.decoding import middles
+from utio_jax.bench.decoding import middles
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import expected_flops, token_cost
-from utio_jax.core.lens import Wrapped
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import random_depths, uniform
 from utio_jax.policies.store import Calibration
@@ -33,7 +31,6 @@ class Subject:
       documents: token ids of a text that it was not fitted to; None with random weights.
       calibration: its policies; None where there are none.
       note: what a reader must know, as how many of its layers there are.
-      source: arguments that load it in a process of its own; empty where that is not measured.
     """
 
     name: str
@@ -42,7 +39,6 @@ class Subject:
     documents: Sequence[np.ndarray] | None = None
     calibration: Calibration | None = None
     note: str = ""
-    source: tuple[str, ...] = ()
 
     @property
     def speed_only(self) -> bool:
@@ -78,33 +74,6 @@ class Subject:
         if self.documents is not None:
             return middles(self.documents, tokens=tokens, count=rows)
         return self.batch(rows, tokens).token_ids.tolist()
-
-    def stretched(self, context: int) -> Subject:
-        """Returns the model for at least so many tokens; beyond its context for speed only.
-
-        Raises:
-          ValueError: its positions are learned, and end at its context.
-        """
-        known = self.decoder.config.context_length
-        if context <= known:
-            return self
-        if getattr(self.decoder.config, "positions", "rope") == "learned":
-            raise ValueError(f"{context} tokens exceed {known} learned positions")
-        note = f"context beyond the model's {known}: speed only"
-        return dataclasses.replace(
-            self,
-            decoder=_with_context(self.decoder, context),
-            documents=None,
-            note="; ".join(part for part in (self.note, note) if part),
-        )
-
-
-def _with_context(decoder: Any, context: int) -> Any:
-    if isinstance(decoder, Wrapped):
-        inner: Any = _with_context(decoder.decoder, context)
-        return dataclasses.replace(decoder, decoder=inner)
-    config = dataclasses.replace(decoder.config, context_length=context)
-    return dataclasses.replace(decoder, config=config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,7 +212,7 @@ def shares_for(decoder: Decoder, params: Params, budget: float, *, width: int) -
     least = ratio(exits, shares(low))
     if least > budget:
         raise ValueError(
-            f"Wanted a budget of at least {least:.2f}, at which everybody stops at the first of "
+            f"Wanted a budget of at least {least:.2f}, at which every token stops at the first of "
             f"exits={exits}. Got {budget}."
         )
     for _ in range(60):

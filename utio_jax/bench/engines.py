@@ -3,17 +3,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from utio_jax.benchmark.rows import Bench, Group, plan, timed
-from utio_jax.benchmark.schema import Row
-from utio_jax.benchmark.subjects import Subject, methods_of
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.rows import Group, Row, plan, timed
+from utio_jax.bench.subjects import Subject, methods_of
+from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate
@@ -23,7 +21,7 @@ _TURNS = 12
 """Requests for each slot: at the end slots stay empty, which counts, too."""
 
 _GROUPS = (1, 4, 16)
-"""Prompts that are read together; those that are there at once, before anybody runs, by sixteen."""
+"""Prompts that are read together; those that are there at once, before any row runs, by sixteen."""
 
 _STATIC, _EVEN, _PROMPTS = "batches", "batches, even", "prompts"
 """Baselines: `generate` on as many requests as there are slots, each batch until its last row ends;
@@ -31,7 +29,7 @@ the same where all requests are of one length; and of one new token, which reads
 
 
 def engine_group(
-    bench: Bench, subject: Subject, shape: tuple[int, int, int], names: Sequence[str]
+    subject: Subject, shape: tuple[int, int, int], names: Sequence[str], rounds: int
 ) -> Group:
     """Returns rows of an engine: plain, and adaptive with rows together and packed by depth.
 
@@ -41,10 +39,10 @@ def engine_group(
     plain engine.
 
     Args:
-      bench: what it is measured with.
       subject: the model.
       shape: slots, prompt and most new tokens.
-      names: of policies, see `utio_jax.benchmark.subjects.methods_of`.
+      names: of policies, see `utio_jax.bench.subjects.methods_of`.
+      rounds: timed turns of each program.
     """
     slots, prompt, output = shape
     rng = np.random.default_rng(0)
@@ -56,22 +54,18 @@ def engine_group(
         if method.policy is not None:
             modes[f"{method.label}, together"] = Adaptive(policy=method.policy)
             modes[f"{method.label}, packed"] = Adaptive(policy=method.policy, pack=widths)
-
+    baselines = {_STATIC: _STATIC, _EVEN: _EVEN, "engine": _STATIC, "engine, even": _EVEN}
+    baselines |= dict.fromkeys((*modes, *missing), "engine")
     setting = {"batch": slots, "prompt": prompt, "output": output, "context": prompt + output}
-
-    def planned(label: str, baseline: str) -> Row:
-        row = plan(subject, "engine", label, setting, baseline=baseline)
-        return dataclasses.replace(
-            row, setting={**setting, "layers": subject.decoder.config.num_layers}
-        )
-
-    rows = {name: planned(name, name) for name in (_STATIC, _EVEN)}
-    rows |= {"engine": planned("engine", _STATIC), "engine, even": planned("engine, even", _EVEN)}
-    rows |= {label: planned(label, "engine") for label in (*modes, *missing)}
+    rows = {
+        label: plan(subject, "engine", label, setting, baseline=baseline)
+        for label, baseline in baselines.items()
+    }
 
     def measure() -> list[Row]:
         prompts = subject.prompts(len(wanted), prompt)
-        even, longest = [output] * slots * 2, [max(wanted[i : i + slots]) for i in _starts(wanted)]
+        even = [output] * slots * 2
+        longest = [max(wanted[i : i + slots]) for i in range(0, len(wanted), slots)]
         programs: dict[str, Callable[[], Any]] = {
             _STATIC: partial(_batches, subject, prompts, longest, slots),
             _EVEN: partial(_batches, subject, prompts, [output] * 2, slots),
@@ -90,36 +84,25 @@ def engine_group(
             programs[label] = partial(_serve, engine, prompts, wanted)
             if label == "engine":
                 programs["engine, even"] = partial(_serve, engine, prompts, even)
-        times = time_programs(programs, rounds=bench.rounds)
+        times = time_programs(programs, rounds=rounds)
         needed = sum(wanted) / (slots * sum(longest))
         reading = min(1.0, times[_PROMPTS].median / times[_STATIC].median)
         allowed = 1.0 / (reading + (1.0 - reading) * needed)
-        done = []
-        for label, row in rows.items():
-            if label in missing:
-                done.append(row.failed(missing[label]))
-                continue
-            done.append(
-                timed(
-                    row,
-                    times[label],
-                    bench,
-                    against=times[str(row.baseline)],
-                    tokens=sum(even if label.endswith("even") else wanted),
-                    speedup_ideal=allowed if label == "engine" else None,
-                )
+        return [
+            row.failed(missing[label])
+            if label in missing
+            else timed(
+                row,
+                times[label],
+                against=times[baselines[label]],
+                tokens=sum(even if label.endswith("even") else wanted),
+                speedup_ideal=allowed if label == "engine" else None,
             )
-        return done
+            for label, row in rows.items()
+        ]
 
-    return Group(
-        title=f"engine {subject.name} {slots} slots, {len(wanted)} x {prompt} + {output}",
-        rows=tuple(rows.values()),
-        measure=measure,
-    )
-
-
-def _starts(wanted: Sequence[int]) -> range:
-    return range(0, len(wanted), len(wanted) // _TURNS)
+    title = f"engine {subject.name} {slots} slots, {len(wanted)} x {prompt} + {output}"
+    return Group(title=title, rows=tuple(rows.values()), measure=measure)
 
 
 def _batches(

@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from utio_jax.benchmark.schema import SCHEMA, Row, rounded
+from utio_jax.bench.rows import SCHEMA, Row, rounded
 from utio_jax.core.files import load_json, save_json
 
 
@@ -122,8 +122,6 @@ class Recorder:
 
 
 _HEAD: dict[str, tuple[type, ...]] = {
-    "command": (str,),
-    "schema": (int,),
     "suite": (str,),
     "complete": (bool,),
     "seconds": (int, float),

@@ -9,24 +9,18 @@ import numpy as np
 import pytest
 from helpers.generation import lively_model
 
-from utio_jax.benchmark.prompts import prompt_group
-from utio_jax.benchmark.rows import Bench
-from utio_jax.benchmark.subjects import Subject
+from utio_jax.bench.prompts import prompt_group
+from utio_jax.bench.subjects import Subject
 from utio_jax.models import Transformer
 
 pytestmark = pytest.mark.check
-
-BENCH = Bench(
-    rounds=1,
-    environment={"matmul_flops_per_second": 1e11, "copy_bytes_per_second": 1e10},
-)
 
 
 def test_rows_of_the_first_token_and_of_all() -> None:
     model = lively_model()
     documents = [np.asarray(ids) for ids in model.tokens(4, 340)]
     subject = Subject(name="tiny", decoder=model.decoder, params=model.params, documents=documents)
-    group = prompt_group(BENCH, subject, (2, 80, 4), budgets=(0.8, 0.01))
+    group = prompt_group(subject, (2, 80, 4), 1, budgets=(0.8, 0.01))
     found = {(row.method, row.setting["output"]): row for row in group.measure()}
     assert [*found] == [
         (method, new)
@@ -55,7 +49,7 @@ def test_a_model_without_exits_has_nothing_to_measure() -> None:
     model = lively_model()
     config = dataclasses.replace(model.decoder.config, exits=(4,))
     subject = Subject(name="stock", decoder=Transformer(config), params=model.params)
-    rows = prompt_group(BENCH, subject, (1, 48, 1), budgets=(0.8,)).measure()
+    rows = prompt_group(subject, (1, 48, 1), 1, budgets=(0.8,)).measure()
     assert [row.ran for row in rows] == [True, True, False]
     assert "fit-prompt" in rows[-1].note
     assert all(row.quality is None for row in rows)

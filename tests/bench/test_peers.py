@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utio_jax.benchmark.results import read_results
-from utio_jax.benchmark.timing import Timing
+from utio_jax.bench.results import read_results
+from utio_jax.bench.timing import Timing
 
 
 @pytest.fixture

@@ -16,6 +16,15 @@ from utio_jax.evaluation.ledger import Ledger
 # Rows of a table of documents; the JSON has all.
 _MOST_DOCUMENTS = 40
 
+_LEDGER_COLUMNS = (
+    *("policy", "budget", "FLOPs", "layers", "loss +%", "hull +%", "agree"),
+    *("speed-up", "ideal", "effic."),
+)
+_COMPARISON_COLUMNS = (
+    *("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
+    *("corr. KL", "corr. depth", "Gini", "of oracle"),
+)
+
 # Shallow to deep, on any background.
 _SHADES = ("#2f9e8f", "#7fb83d", "#d8b02a", "#e07b2e", "#d1495b", "#a44ac2")
 
@@ -24,23 +33,11 @@ def ledger_table(
     rows: Sequence[Ledger], *, title: str, hull: Callable[[float], float | None]
 ) -> Table:
     """Returns a terminal table; `hull` is the control that every row is read against."""
-    table = Table(
-        title=title, caption="hull: loss increase of randomly mixed exits at the row's own FLOPs"
+    table = _table(
+        _LEDGER_COLUMNS,
+        title=title,
+        caption="hull: loss increase of randomly mixed exits at the row's own FLOPs",
     )
-    for name in (
-        "policy",
-        "budget",
-        "FLOPs",
-        "layers",
-        "loss +%",
-        "hull +%",
-        "agree",
-        "speed-up",
-        "ideal",
-        "effic.",
-    ):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-
     for row in rows:
         at_hull = hull(row.flops_ratio) if row.flops_ratio is not None else None
         better = (
@@ -67,14 +64,13 @@ def ledger_table(
 
 def bench_table(results: Mapping[str, Any]) -> Table:
     """Returns a terminal table of what `utio-jax bench` measured."""
-    table = Table(
+    table = _table(
+        ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "effic.", "loss +%"),
         title=f"{results['suite']} suite, {results['environment']['device']}",
         padding=(0, 0),
         caption="speed-up: median of the rounds' ratios over the fastest full-depth program, and "
         "quartiles; none where the method fell back or did not run",
     )
-    for name in ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "effic.", "loss +%"):
-        table.add_column(name, justify="left" if name == "what" else "right", overflow="fold")
     for row in results["rows"]:
         speedup, seconds, quality = row["speedup"], row["seconds"], row["quality"] or {}
         if not row["ran"]:
@@ -95,15 +91,15 @@ def bench_table(results: Mapping[str, Any]) -> Table:
 
 def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
     """Returns a terminal table of `utio_jax.calibration.compare.compare`'s rows."""
-    table = Table(
+    table = _table(
+        _COMPARISON_COLUMNS,
         title=title,
         padding=(0, 0),
         caption="below hull: loss that mixed exits would have more at the row's own FLOPs, and its "
         "95 % interval over documents; bold where that excludes zero",
     )
-    names = ("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree")
-    for name in (*names, "corr. KL", "corr. depth", "Gini", "of oracle"):
-        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for column in table.columns:
+        column.no_wrap = True
     for row in rows:
         ledger, margin = row.ledger, row.hull_margin_pct
         table.add_row(
@@ -130,13 +126,12 @@ def documents_table(scored: Sequence[tuple[str, Any, DocumentScore]], total: Led
       scored: name, token ids and score of each.
       total: over all of them.
     """
-    table = Table(
+    table = _table(
+        ("document", "tokens", "log-likelihood", "nats per token", "layers"),
         title=f"{total.policy}: {total.nll:.4f} nats per token over {total.tokens:,} tokens, at "
         f"full depth {total.nll_full:.4f}; {total.flops_ratio:.3f} of its FLOPs",
         caption="layers: mean of those behind each prediction",
     )
-    for name in ("document", "tokens", "log-likelihood", "nats per token", "layers"):
-        table.add_column(name, justify="left" if name == "document" else "right", overflow="fold")
     for name, ids, score in scored[:_MOST_DOCUMENTS]:
         table.add_row(
             Text(name),
@@ -154,33 +149,24 @@ def documents_table(scored: Sequence[tuple[str, Any, DocumentScore]], total: Led
 
 def generation_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
     """Returns a terminal table of rows as `Measured.to_dict` makes them, with mode and batch."""
-    table = Table(
+    columns = {
+        "mode": ("mode", ""),
+        "batch": ("batch", "d"),
+        "tokens_per_second": ("tokens/s", ".0f"),
+        "speedup": ("speed-up", ".2f"),
+        "acceptance": ("acceptance", ".2f"),
+        "depth_executed_mean": ("layers", ".2f"),
+        "flops_ratio": ("FLOPs", ".3f"),
+        "agreement": ("agree", ".3f"),
+        "repetition": ("repeats", ".2f"),
+    }
+    table = _table(
+        [name for name, _ in columns.values()],
         title=title,
         caption="layers: executed per new token; repeats: 4-grams that the text has had before",
     )
-    columns = {
-        "mode": "",
-        "batch": "d",
-        "tokens_per_second": ".0f",
-        "speedup": ".2f",
-        "acceptance": ".2f",
-        "depth_executed_mean": ".2f",
-        "flops_ratio": ".3f",
-        "agreement": ".3f",
-        "repetition": ".2f",
-    }
-    names = {
-        "tokens_per_second": "tokens/s",
-        "speedup": "speed-up",
-        "depth_executed_mean": "layers",
-        "flops_ratio": "FLOPs",
-        "agreement": "agree",
-        "repetition": "repeats",
-    }
-    for name in columns:
-        table.add_column(names.get(name, name), justify="left" if name == "mode" else "right")
     for row in rows:
-        table.add_row(*(_show(row[name], form) for name, form in columns.items()))
+        table.add_row(*(_show(row[name], form) for name, (_, form) in columns.items()))
     return table
 
 
@@ -213,6 +199,14 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
     for depth in depths:
         text.append(f" {depth} ", style=_shade(among.index(depth), len(among)))
     return text
+
+
+def _table(names: Sequence[str], **options: Any) -> Table:
+    """Returns an empty table, its first column left of the others' numbers; nothing is cut off."""
+    table = Table(**options)
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table
 
 
 def _named(row: Ledger) -> str:

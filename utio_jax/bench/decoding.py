@@ -16,25 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.attention.cache import init_cache
-from utio_jax.benchmark.timing import Timing, time_programs
-from utio_jax.core.arrays import most_probable
+from utio_jax.bench.timing import Timing, time_programs
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import split_layers
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.sampling import Greedy, Sampling
-from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.evaluation.ledger import Ledger
-
-STAGE_REPEATS = 32
-"""How often `stage_program` runs its stage in one call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,64 +162,6 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
             results=results[name], timing=times[name], ratios=ratios, ledger=row
         )
     return measured
-
-
-def stage_program(
-    decoder: Decoder,
-    params: Params,
-    *,
-    batch: int,
-    tokens: int,
-    width: int,
-    start: int = 0,
-    stop: int | None = None,
-    head: bool = True,
-) -> Callable[[], jax.Array]:
-    """Returns a program that runs one stage of decoding `STAGE_REPEATS` times.
-
-    Each repetition runs on the tokens that the last one made, as decoding does.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      batch: rows.
-      tokens: per row.
-      width: slots to attend over; the tokens are the last of them.
-      start: first layer.
-      stop: layer to stop before; None runs to the last.
-      head: whether the stage ends with the vocabulary head.
-    """
-    stop = decoder.config.num_layers if stop is None else stop
-
-    @jax.jit
-    def run(params: Params, layers: Any) -> jax.Array:
-        cache = init_cache(decoder.config, batch=batch, slots=width)
-        offsets = width - tokens + jnp.arange(tokens, dtype=jnp.int32)
-        positions = jnp.broadcast_to(offsets[None, :], (batch, tokens))
-        block = block_at(decoder, positions, jnp.ones((batch, tokens), jnp.bool_))
-
-        def once(_: jax.Array, carry: Any) -> Any:
-            ids, cache = carry
-            x = decoder.embed(params, ids, positions)
-            x, cache = run_segment(
-                decoder,
-                params,
-                cache,
-                x,
-                block,
-                start=start,
-                stop=stop,
-                width=width,
-                layers=layers,
-            )
-            if not head:
-                return ids + (x[:, :, 0] > 0), cache
-            logits = decoder.unembed(params, x.reshape(-1, x.shape[-1]))
-            return most_probable(logits).reshape(batch, tokens), cache
-
-        return jax.lax.fori_loop(0, STAGE_REPEATS, once, (jnp.zeros_like(positions), cache))[0]
-
-    return partial(run, params, split_layers(decoder, params))
 
 
 def repetition(texts: Sequence[np.ndarray], *, length: int = 4) -> float:

@@ -10,15 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.benchmark.rows import Bench, Group, plan, timed
-from utio_jax.benchmark.schema import Row
-from utio_jax.benchmark.subjects import Subject
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.rows import Group, Row, plan, timed
+from utio_jax.bench.subjects import Subject
+from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_choice
-from utio_jax.evaluation.prompt_cost import PromptCost, prompt_cost
+from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.staircase.prompts import PromptChoice
 
@@ -34,7 +32,11 @@ _ROWS = 48
 
 
 def prompt_group(
-    bench: Bench, subject: Subject, shape: tuple[int, int, int], *, budgets: Sequence[float] = ()
+    subject: Subject,
+    shape: tuple[int, int, int],
+    rounds: int,
+    *,
+    budgets: Sequence[float] = BUDGETS,
 ) -> Group:
     """Returns rows of the first new token and of all, per budget, all programs taking turns.
 
@@ -42,24 +44,21 @@ def prompt_group(
     read in full after prompts that were not.
 
     Args:
-      bench: what it is measured with.
       subject: the model.
       shape: batch, prompt and new tokens.
-      budgets: of the prompts' FLOPs; by default `BUDGETS`.
+      rounds: timed turns of each program.
+      budgets: of the prompts' FLOPs.
     """
     batch, prompt, output = shape
-    asked = {f"prompt@{budget:g}": budget for budget in (budgets or BUDGETS)}
-    outputs = tuple(dict.fromkeys((1, output)))
-    layers = subject.decoder.config.num_layers
+    asked = {f"prompt@{budget:g}": budget for budget in budgets}
 
     def planned(method: str, new: int) -> Row:
-        setting = {"batch": batch, "prompt": prompt, "output": new}
-        row = plan(subject, "prompt", method, setting, baseline="full")
-        more: dict[str, Any] = {"context": prompt + new, "layers": layers}
+        setting: dict[str, Any] = {"batch": batch, "prompt": prompt, "output": new}
         if method in asked:
-            more["budget"] = asked[method]
-        return dataclasses.replace(row, setting={**setting, **more})
+            setting["budget"] = asked[method]
+        return plan(subject, "prompt", method, setting, baseline="full")
 
+    outputs = tuple(dict.fromkeys((1, output)))
     rows = {(method, new): planned(method, new) for new in outputs for method in (*_FULL, *asked)}
 
     def measure() -> list[Row]:
@@ -79,7 +78,7 @@ def prompt_group(
             for method, prefill in how.items()
             for new in outputs
         }
-        times = time_programs(programs, rounds=bench.rounds)
+        times = time_programs(programs, rounds=rounds)
         losses = _losses(subject, choices, prompt=prompt, output=output)
         done = []
         for (method, new), row in rows.items():
@@ -87,13 +86,16 @@ def prompt_group(
                 done.append(row.failed(missing[method]))
                 continue
             base = min(_FULL, key=lambda name, new=new: times[f"{name} {new}"].median)
-            cost = _cost(subject, how[method], prompts, programs[f"{method} 1"])
+            prefill, ratio = how[method], None
+            if prefill is not None:
+                first = programs[f"{method} 1"]()
+                cost = prompt_cost(subject.decoder, subject.params, prefill, prompts, first)
+                ratio = cost.flops_ratio
             found = timed(
                 dataclasses.replace(row, baseline=base),
                 times[f"{method} {new}"],
-                bench,
                 against=times[f"{base} {new}"],
-                flops_ratio=None if cost is None else cost.flops_ratio,
+                flops_ratio=ratio,
                 tokens=batch * new,
                 quality=losses.get(method),
             )
@@ -105,19 +107,8 @@ def prompt_group(
             done.append(found)
         return done
 
-    return Group(
-        title=f"prompt {subject.name} {batch} x {prompt} + {output}",
-        rows=tuple(rows.values()),
-        measure=measure,
-    )
-
-
-def _cost(
-    subject: Subject, prefill: Prefill | None, prompts: Prompts, program: Any
-) -> PromptCost | None:
-    if prefill is None:
-        return None
-    return prompt_cost(subject.decoder, subject.params, prefill, prompts, program())
+    title = f"prompt {subject.name} {batch} x {prompt} + {output}"
+    return Group(title=title, rows=tuple(rows.values()), measure=measure)
 
 
 def _losses(
