@@ -114,7 +114,7 @@ def test_rungs_and_where_rows_leave() -> None:
     assert thresholds_of(np.full((2, 3), np.nan)).tolist() == [-np.inf]
 
 
-def test_too_few_rows_are_named(vision: Model) -> None:
+def test_too_few_rows_are_named(vision: Model, unchecked_shapes: None) -> None:
     inputs, lengths = drawn()
     with pytest.raises(ValueError, match="at least 298 rows, none empty.*Got 200"):
         fit_row_exits(vision.decoder, vision.params, Entropy(), inputs, lengths, depths=EXITS)

@@ -173,7 +173,7 @@ def test_a_row_stops_at_the_margin_itself() -> None:
     np.testing.assert_array_equal(stops_of(distances, np.array([0.5, 0.2])), [0, 1, 2])
 
 
-def test_bad_input_says_what_was_wanted(tiny: Any, batch: Batch) -> None:
+def test_bad_input_says_what_was_wanted(tiny: Any, batch: Batch, unchecked_shapes: None) -> None:
     with pytest.raises(ValueError, match="Wanted a margin of at least 0 nats for each of the exi"):
         band(1.0).policy([0.1])
     short = UncertainBand(limit=1.0, slopes=SLOPES[:2], offsets=OFFSETS, exits=EXITS)

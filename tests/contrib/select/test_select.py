@@ -207,13 +207,17 @@ def test_flops_are_those_of_rows_that_run(tiny: Model) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_named(tiny: Model, changes: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_named(
+    tiny: Model, changes: dict[str, Any], message: str, unchecked_shapes: None
+) -> None:
     how = Select(**({"depths": DEPTHS, "margins": margins_of(1, 1)} | changes))
     with pytest.raises(ValueError, match=message):
         how.check(tiny.decoder, rows=ROWS)
 
 
-def test_contexts_and_candidates_that_do_not_fit_are_named(tiny: Model) -> None:
+def test_contexts_and_candidates_that_do_not_fit_are_named(
+    tiny: Model, unchecked_shapes: None
+) -> None:
     decoder, params = tiny.decoder, tiny.params
     how = Select(depths=DEPTHS, margins=margins_of(1, 1))
     for ids, slots in (([], None), (CONTEXT, 4), (np.zeros(129, np.int32), None)):

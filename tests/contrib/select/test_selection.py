@@ -108,7 +108,7 @@ def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
         assert (found.winners[0] != table[-1].argmax()) == lost
 
 
-def test_what_does_not_fit_is_named(tiny: Model) -> None:
+def test_what_does_not_fit_is_named(tiny: Model, unchecked_shapes: None) -> None:
     with pytest.raises(ValueError, match="Make them with see_all"):
         fit(tiny, scores_of(400)[:, 1:])
     with pytest.raises(ValueError, match="Wanted at least 118 queries"):

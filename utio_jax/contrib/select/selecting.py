@@ -311,13 +311,13 @@ def row_flops(
 @partial(jax.jit, static_argnames=("decoder",))
 def _embed(
     decoder: Decoder, params: Params, context: Context, ids: Int[Array, "row token"]
-) -> tuple[Float[Array, "row token dim"], Float[Array, " row"]]:
+) -> tuple[Float[Array, "row input dim"], Float[Array, " row"]]:
     """Returns the states at depth 0 of all tokens but the last, and the first ones' likelihood."""
     positions = jnp.minimum(_positions(context, ids), decoder.config.context_length - 1)
     return decoder.embed(params, ids[:, :-1], positions), context.log_probs[ids[:, 0]]
 
 
-def _positions(context: Context, ids: Int[Array, "row token"]) -> Int[Array, "row token"]:
+def _positions(context: Context, ids: Int[Array, "row token"]) -> Int[Array, "row input"]:
     ahead = jnp.arange(ids.shape[1] - 1, dtype=jnp.int32)[None, :]
     return jnp.broadcast_to(context.length + ahead, (ids.shape[0], ids.shape[1] - 1))
 
@@ -327,14 +327,14 @@ def _run(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     context: Context,
-    x: Float[Array, "row token dim"],
+    x: Float[Array, "row input dim"],
     ids: Int[Array, "row token"],
     lengths: Int[Array, " row"],
     rows: Int[Array, " packed"],
     *,
     start: int,
     stop: int,
-) -> tuple[Float[Array, "row token dim"], Float[Array, " packed"]]:
+) -> tuple[Float[Array, "row input dim"], Float[Array, " packed"]]:
     """Returns the states after layers [start, stop) of some rows, and what the head makes of them.
 
     That is the log-likelihood of all tokens but the first, summed. A row past the end fills up.
