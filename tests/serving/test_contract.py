@@ -14,12 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 from helpers.serving import Client, Running, chat, completion, read_all
 
 from utio_jax.serving import Address, Limits, Server
 from utio_jax.serving.keys import Keys
-from utio_jax.serving.schema import _NOTHING
+from utio_jax.serving.schema import (
+    _NOTHING,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 SECRET = "a prompt that nobody shall read in a log"
 
@@ -175,6 +182,36 @@ def test_conversations_that_are_none_are_refused(server: Running, name: str) -> 
     assert (found.status, found.error["param"]) == (400, "messages")
     wanted = chat("x", top_logprobs=2)
     assert server.ask("/v1/chat/completions", wanted).error["param"] == "top_logprobs"
+
+
+NULLS = [None] * 150_000
+NAMES = {f"name {number}": 0 for number in range(50_000)}
+PART = [{"role": "user", "content": NULLS}]
+FLOODS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "prompt": (CompletionRequest, "/v1/completions", completion(NULLS)),
+    "prompts": (CompletionRequest, "/v1/completions", completion([NULLS])),
+    "stop": (CompletionRequest, "/v1/completions", completion("x", stop=NULLS)),
+    "ids": (CompletionRequest, "/v1/completions", completion("x", stop_token_ids=NULLS)),
+    "options": (CompletionRequest, "/v1/completions", completion("x", utio=NAMES)),
+    "nested": (CompletionRequest, "/v1/completions", completion("x", utio={"stop": NAMES})),
+    "long": (CompletionRequest, "/v1/completions", completion("x", utio={"a" * 900_000: 0})),
+    "messages": (ChatRequest, "/v1/chat/completions", chat("x") | {"messages": NULLS}),
+    "parts": (ChatRequest, "/v1/chat/completions", chat("x") | {"messages": PART}),
+    "tokenize": (TokenizeRequest, "/tokenize", {"messages": NULLS}),
+    "detokenize": (DetokenizeRequest, "/detokenize", {"tokens": NULLS}),
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_body_that_is_wrong_everywhere_makes_few_errors(server: Running, name: str) -> None:
+    # Each validation error costs the event loop, and with it all other clients.
+    schema, path, body = FLOODS[name]
+    with pytest.raises(pydantic.ValidationError) as wrong:
+        schema.model_validate(body)
+    assert wrong.value.error_count() <= 8
+    found = server.ask(path, body)
+    assert (found.status, found.error["type"]) == (400, "invalid_request_error")
+    assert len(json.dumps(found.body)) < 1000
 
 
 def test_addresses_and_methods_that_are_not_there(server: Running) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import hashlib
@@ -244,7 +245,8 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         if body.tokens and max(body.tokens) >= vocab:
             raise ApiError(400, f"Wanted token ids below {vocab}.", param="tokens")
         tokenizer: Any = model.text.tokenizer
-        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        found = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": found}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:

@@ -108,8 +108,9 @@ async def answer_invalid(_: Request, error: Any) -> JSONResponse:
     """Returns the answer to a body of the wrong shape: 400, and which field it is."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    place = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
-    kind, said = first.get("type"), str(first.get("msg", "it is wrong"))
+    # Names may be the client's own, and as long as its body.
+    place = [str(part)[:80] for part in first.get("loc", ())[:8] if part != "body"]
+    kind, said = first.get("type"), str(first.get("msg", "it is wrong"))[:500]
     if kind == "json_invalid":
         return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.").response()
     if not place and kind in ("missing", "model_attributes_type", "dict_type"):
