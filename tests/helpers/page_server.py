@@ -211,6 +211,8 @@ class _Answers(BaseHTTPRequestHandler):
             if self._may():
                 listed = {"object": "list", "data": self.stand_in.models}
                 self._answer(200, {"Content-Type": "application/json"}, json.dumps(listed).encode())
+        elif self.path == "/ready":
+            self._answer(200, {"Content-Type": "application/json"}, b'{"status": "ready"}')
         elif self.path == "/favicon.ico":  # Browsers ask for it by themselves.
             self._answer(204, {}, b"")
         else:

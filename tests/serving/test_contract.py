@@ -276,6 +276,11 @@ def test_what_is_no_request_is_told_so(server: Running) -> None:
         "a header without end": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 2**17,
         "many headers": b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 9000 + b"\r\n",
         "a chunk that is none": raw(b"zz\r\n", Transfer_Encoding="chunked"),
+        "two ends of a body": raw(
+            b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+            Transfer_Encoding="chunked",
+            Connection="keep-alive",
+        ),
     }
     for name, data in cases.items():
         with server.connect() as connection:
@@ -618,6 +623,21 @@ def test_models_are_listed_with_what_may_be_asked_for(server: Running) -> None:
         "thinking": False,
         "context_length": 256,
     }
+
+
+def test_warming_up_tells_how_many_programs_are_compiled(server: Running) -> None:
+    counts = [(line["done"], line["programs"]) for line in server.lines[:9] if "done" in line]
+    programs = counts[-1][1]
+    assert counts == [(done, programs) for done in range(1, programs + 1)]
+    assert programs == 4, "prompts in full and by importance, twice; prompts' own probabilities"
+    service = server.server.service
+    service.ready = False
+    try:
+        found = server.ask("/ready")
+        assert found.status == 503
+        assert f"compiling, {programs} of {programs} programs" in found.error["message"]
+    finally:
+        service.ready = True
 
 
 def test_life_and_the_page(server: Running) -> None:

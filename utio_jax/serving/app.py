@@ -73,6 +73,7 @@ class Service:
       slots: choices that run at once.
       answers: that are on their way.
       ready: whether everything is compiled.
+      compiled: how far that is, in words.
       dead: what has ended the engine; None: it runs.
       metrics: counters.
     """
@@ -85,6 +86,7 @@ class Service:
         self.reader = Reader(model, capacity=capacity, limits=limits)
         self.answers: set[Answer] = set()
         self.ready = False
+        self.compiled = "warming up"
         self.dead: BaseException | None = None
         self.draining = False
         self.created = int(time.time())
@@ -274,7 +276,8 @@ def _add_life(app: FastAPI, service: Service, known: dict[str, str]) -> None:
     async def ready() -> Response:
         """200 while requests are taken: compiled, and not on the way out."""
         if service.dead or service.draining or not service.ready:
-            state = "ended" if service.dead else "draining" if service.draining else "warming up"
+            state = "draining" if service.draining else service.compiled
+            state = "ended" if service.dead else state
             return ApiError(503, f"Not ready: {state}.", code="not_ready").response()
         return JSONResponse({"status": "ready"})
 

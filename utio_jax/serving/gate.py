@@ -106,6 +106,13 @@ class Gate:
                 f"Wanted at most {self._limits.header_bytes} bytes of headers. Got more.",
                 headers={"connection": "close"},
             )
+        if passage.header("transfer-encoding") and passage.header("content-length"):
+            # Two answers to where the body ends: what stands in front may take the other one.
+            raise ApiError(
+                400,
+                "Wanted Content-Length or Transfer-Encoding. Got both.",
+                headers={"connection": "close"},
+            )
         if path not in OPEN:
             if self._keys is not None:
                 name = self._keys.name_of(passage.header("authorization"))

@@ -127,6 +127,7 @@ class Server:
         else:
             self.worker = Remote(pool, slots=slots, **told)
             slots *= pool.count
+        self.worker.on_progress = self._compiled
         self.service = Service(model, self.worker, capacity=room, slots=slots, limits=limits)
         self.gate = Gate(
             make_app(self.service),
@@ -208,6 +209,10 @@ class Server:
         done = {"status": self._status, "new_tokens": self.worker.new_tokens}
         self._log({"event": "ended", **done})
         return done
+
+    def _compiled(self, done: int, programs: int) -> None:
+        self.service.compiled = f"compiling, {done} of {programs} programs"
+        self._log({"event": "compiling", "done": done, "programs": programs})
 
     def _ready(self) -> None:
         self.service.ready = True
