@@ -57,8 +57,7 @@ class ErrorAnswer(BaseModel):
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer}
-    for status in (400, 401, 404, 408, 413, 415, 429, 431, 500, 503, 504)
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 413, 500, 503, 504)
 }
 
 
@@ -163,7 +162,7 @@ class _Tracked(Answer):
 
 
 def make_app(service: Service) -> FastAPI:
-    """Returns the application. It trusts what stands before it with keys, sizes and times."""
+    """Returns the application. `Gate` stands before it."""
     known = versions()
     app = FastAPI(
         title="utio-jax serve",

@@ -18,11 +18,7 @@ _TYPES = {
     401: ("invalid_request_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
-    408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
-    415: ("invalid_request_error", "unsupported_media_type"),
-    429: ("rate_limit_error", "rate_limit_exceeded"),
-    431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
     503: ("server_error", "overloaded"),
     504: ("server_error", "request_timeout"),
@@ -114,7 +110,9 @@ async def answer_invalid(_: Request, error: Any) -> JSONResponse:
     if kind == "json_invalid":
         return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.").response()
     if not place and kind in ("missing", "model_attributes_type", "dict_type"):
-        return ApiError(400, "Wanted a JSON object as body. Got none.").response()
+        return ApiError(
+            400, "Wanted a JSON object as body, and Content-Type: application/json."
+        ).response()
     if not place and kind == "value_error":  # A field that is refused by name.
         said = str(first["ctx"]["error"])
         return ApiError(400, said, param=said.partition(" ")[0], code="unsupported").response()
