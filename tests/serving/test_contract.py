@@ -264,7 +264,7 @@ def status_of(answer: bytes) -> int:
     """Returns the status, and checks that there is one answer, and that it is an error's."""
     head, _, body = answer.partition(b"\r\n\r\n")
     # What is no HTTP is refused by uvicorn, in its own words.
-    assert body == b"Invalid HTTP request received." or set(json.loads(body)) == {"error"}
+    assert b"Invalid HTTP request received." in body or set(json.loads(body)) == {"error"}
     return int(head.split(b" ", 2)[1])
 
 
@@ -275,8 +275,9 @@ def test_what_is_no_request_is_told_so(server: Running) -> None:
         "a size that is none": raw(with_(), Content_Length="1e3"),
         "two sizes": raw(with_()).replace(b"Host: x", b"Host: x\r\nContent-Length: 3"),
         "a header without end": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 2**17,
-        "many headers": b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: a\r\n" * 9000 + b"\r\n",
-        "a chunk that is none": raw(b"zz\r\n", Transfer_Encoding="chunked"),
+        "a chunk that is none": raw(b"zz\r\n", Transfer_Encoding="chunked").replace(
+            b"Content-Length: 4\r\n", b""
+        ),
         "two ends of a body": raw(
             b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
             Transfer_Encoding="chunked",
@@ -289,7 +290,7 @@ def test_what_is_no_request_is_told_so(server: Running) -> None:
                 connection.sendall(data)
             found = read_all(connection)
         # What is closed with bytes unread may be lost on the way.
-        if name in ("a header without end", "many headers") and not found:
+        if name == "a header without end" and not found:
             continue
         assert 400 <= status_of(found) < 500, (name, found)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from fastapi import Request
@@ -103,9 +104,14 @@ def engine_ended(cause: BaseException | None) -> ApiError:
 async def answer_invalid(_: Request, error: Any) -> JSONResponse:
     """Returns the answer to a body of the wrong shape: 400, and which field it is."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    # Names may be the client's own, and as long as its body.
+    errors = error.errors()
+    # Of a list that may be of several kinds, not that it is no text, but that it is too long.
+    sizes = [each for each in errors if each.get("type") in ("too_long", "too_short")]
+    first = (sizes or errors)[0]
+    # Names may be the client's own, and as long as its body; kinds that were tried are no names.
+    kinds = re.compile(r"str$|constrained-|list\[")
     place = [str(part)[:80] for part in first.get("loc", ())[:8] if part != "body"]
+    place = [part for part in place if not kinds.match(part)]
     kind, said = first.get("type"), str(first.get("msg", "it is wrong"))[:500]
     if kind == "json_invalid":
         return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.").response()

@@ -12,10 +12,6 @@ class Limits:
 
     Attributes:
       body_bytes: of a request.
-      prompts: of a request.
-      choices: `n` of a request.
-      stops: stop strings of a request.
-      stop_bytes: of one of them, in UTF-8.
       queue_requests: that wait for a slot, each choice of each prompt by itself; more get a 503.
       queue_tokens: prompt tokens of these, together.
       request_seconds: from a request to its last token.
@@ -24,10 +20,6 @@ class Limits:
     """
 
     body_bytes: int = 2**20
-    prompts: int = 64
-    choices: int = 8
-    stops: int = 4
-    stop_bytes: int = 256
     queue_requests: int = 256
     queue_tokens: int = 65536
     request_seconds: float = 300.0

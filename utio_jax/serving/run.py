@@ -191,8 +191,8 @@ class Server:
         self._loop.call_soon_threadsafe(self._told)
 
     async def _serve(self) -> dict[str, Any]:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        for name in ("uvicorn.error", "asyncio"):  # `Gate` logs what goes wrong.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         config = uvicorn.Config(
             self.gate,
             http="h11",

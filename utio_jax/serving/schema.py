@@ -16,8 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(fail_fast=True, min_length=1, max_length=2**18)]
-Texts = Annotated[list[str], Field(fail_fast=True, max_length=2**10)]
-Stop = Annotated[str, Field(min_length=1)]
+MOST_PROMPTS, MOST_CHOICES, MOST_STOPS = 64, 8, 4
+MOST_LOGPROBS = 5
+"""Most probable tokens that a request may ask for at each place."""
+
+Few = Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
 
 _MOST_NAMES = 32
 """Of an object in which each unknown name is an error of its own."""
@@ -133,9 +138,9 @@ class _Generation(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=2**10)] | None = None
+    stop: Stop | Stops | None = None
     stop_token_ids: Annotated[list[Id], Field(fail_fast=True, max_length=2**10)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -149,9 +154,9 @@ class _Generation(Strict):
 class CompletionRequest(_Generation):
     """`POST /v1/completions`."""
 
-    prompt: str | Ids | Texts | Annotated[list[Ids], Field(fail_fast=True, max_length=2**10)]
+    prompt: str | Ids | Annotated[list[str], Few] | Annotated[list[Ids], Few]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
 class TextPart(BaseModel):
@@ -190,7 +195,7 @@ class ChatRequest(_Generation):
     messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
 class TokenizeRequest(Strict):
