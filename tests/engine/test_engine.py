@@ -176,6 +176,26 @@ def serve(engine: Engine, *, count: int, seed: int, texts: bool = False) -> dict
 
 
 @pytest.mark.check
+@pytest.mark.parametrize(("slots", "chunk"), [(1, None), (1, 4), (2, None), (3, None)])
+def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
+    slots: int, chunk: int | None, count_compiles: Any
+) -> None:
+    # Where prompts are read one at a time, the request that is cancelled is not the only one.
+    shapes = Shapes(prompt_widths=(8,), groups=(1, 4), key_step=32, chunk=chunk)
+    model = lively_model()
+    options: dict[str, Any] = {"slots": slots, "capacity": CAPACITY, "shapes": shapes}
+    engine, seen = Engine(model.decoder, model.params, **options), []
+    with count_compiles() as compiles:
+        engine.warmup(progress=lambda *counts: seen.append(counts))
+    assert compiles.count
+    assert seen == ([(1, 1)] if chunk is None else [(1, 2), (2, 2)])
+    with count_compiles() as compiles:
+        found = serve(engine, count=20, seed=5, texts=False)
+    assert compiles.count == 0
+    assert len(found) == 20
+
+
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["packed", pytest.param("lossless", marks=pytest.mark.slow)])
 def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> None:
     engine = engine_of(lively_model(), *modes()[name], tokenizer=Letters())

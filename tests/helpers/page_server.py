@@ -94,6 +94,7 @@ class StandIn:
       key: the API key that requests have to bring; None asks for none.
       policy: whether the page comes with its Content-Security-Policy.
       refusal: status, headers and body that answer the next request for text, once.
+      warming: what `/ready` says, one after the other, before it is.
       asked: requests for text, oldest first.
       left: set when a client went away before its answer was complete.
     """
@@ -104,6 +105,7 @@ class StandIn:
         self.key: str | None = None
         self.policy = True
         self.refusal: tuple[int, dict[str, str], bytes] | None = None
+        self.warming: list[str] = []
         self.asked: list[Asked] = []
         self.left = threading.Event()
         self._told: queue.Queue[bytes | None] | None = None
@@ -211,6 +213,12 @@ class _Answers(BaseHTTPRequestHandler):
             if self._may():
                 listed = {"object": "list", "data": self.stand_in.models}
                 self._answer(200, {"Content-Type": "application/json"}, json.dumps(listed).encode())
+        elif self.path == "/ready":
+            kind = {"Content-Type": "application/json"}
+            if self.stand_in.warming:
+                self._answer(503, kind, refusal_body(self.stand_in.warming.pop(0)))
+            else:
+                self._answer(200, kind, b'{"status": "ready"}')
         elif self.path == "/favicon.ico":  # Browsers ask for it by themselves.
             self._answer(204, {}, b"")
         else:

@@ -269,10 +269,9 @@ class Running(Client):
 
     @contextlib.contextmanager
     def limited(self, **changes: Any) -> Iterator[None]:
-        """Changes limits for a while; those of bare connections stay."""
-        server = self.server
-        holders = ((server.gate, "_limits"), (server.service, "limits"))
-        holders = (*holders, (server.service.reader, "limits"))
+        """Changes limits for a while; that of bodies stays."""
+        service = self.server.service
+        holders = ((service, "limits"), (service.reader, "limits"))
         kept = [getattr(holder, name) for holder, name in holders]
         for (holder, name), old in zip(holders, kept, strict=True):
             setattr(holder, name, dataclasses.replace(old, **changes))

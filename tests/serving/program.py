@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of the tests' small model in a process of its own.
 
-    python program.py FOLDER '{"limits": {"write_seconds": 2}, "die_after": 20, "saying": "Lost"}'
+    python program.py FOLDER '{"limits": {"drain_seconds": 2}, "die_after": 20, "saying": "Lost"}'
 
 `die_after`: blocks after which the engine raises `saying`, as where an accelerator is lost.
 """

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import hashlib
 import json
 import os
 import shutil
@@ -69,14 +68,14 @@ def test_openais_client_for_javascript(server: Process, modules: Path) -> None:
     assert sum(ended) == 400 + 2 + 1 + 1 + 1 + 1, "none was answered twice"
 
 
-def test_openais_client_for_javascript_and_keys(
+def test_openais_client_for_javascript_and_a_key(
     folder: Path, tmp_path: Path, modules: Path
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(hashlib.sha256(b"right").hexdigest() + " one\n")
+    key = tmp_path / "key"
+    key.write_text("right\n")
     command = "from utio_jax.cli.main import main; raise SystemExit(main())"
     words = ["-c", command, "serve", "--model", str(folder), "--port", "0", "--name", "small"]
-    server = Process([*words, "--api-key-file", str(keys)], log=tmp_path / "log")
+    server = Process([*words, "--api-key-file", str(key)], log=tmp_path / "log")
     try:
         found = json.loads(node("locked.mjs", server.url, "right", modules=modules))
         assert found["models"] == ["small"]

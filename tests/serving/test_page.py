@@ -626,6 +626,24 @@ def test_a_plain_server_offers_no_budget_and_no_chat(
     page.generate("def", max_tokens=4)
     page.wait(lambda: page.idle() and page.tokens(), "an answer")
     assert stand_in.asked[0].body["utio"] == {"depths": True}
+    # All tokens run through all layers: there is nothing to show.
+    assert not page.shows("legend")
+    assert not page.shows("depth-figure")
+    assert {token.background for token in page.tokens()} == {"rgba(0, 0, 0, 0)"}
+    assert all(token.title.startswith("log-probability") for token in page.tokens())
+
+
+@pytest.mark.browser
+def test_the_page_waits_for_a_server_that_compiles(
+    stand_in: StandIn, visit: Callable[[], Page], expected: list[str]
+) -> None:
+    expected.append("503")
+    stand_in.warming = ["Not ready: compiling, 12 of 31 programs."] * 2
+    page = visit()
+    page.wait(lambda: "12 of 31 programs" in page.text("status"), "how far it is")
+    assert not page.element("generate").is_enabled()
+    page.wait(lambda: page.text("status") == "Ready.", "the end of it")
+    assert page.element("generate").is_enabled()
 
 
 @pytest.mark.browser
@@ -711,7 +729,7 @@ def test_several_models_can_be_chosen_from(stand_in: StandIn, visit: Callable[[]
     page.element("model").send_keys("small-4")
     page.wait(lambda: page.text("name") == "small-4", "the other model")
     assert not page.shows("budget")
-    assert page.run("return document.querySelectorAll('.column').length") == 4
+    assert not page.shows("legend")
     page.generate("def", max_tokens=4)
     page.wait(lambda: page.idle() and page.tokens(), "an answer")
     assert stand_in.asked[0].body["model"] == "small-4"

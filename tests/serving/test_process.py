@@ -9,17 +9,15 @@ import concurrent.futures
 import contextlib
 import json
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
-from helpers.serving import PROGRAM, Answered, Process, completion, read_all
+from helpers.serving import PROGRAM, Answered, Process, completion
 
 pytestmark = pytest.mark.check
 
@@ -307,112 +305,4 @@ def test_hundreds_that_leave_cost_nothing_that_stays(start: Start) -> None:
     assert grown("cancelled") >= 375
     assert sum("left" in line for line in server.lines) >= 375
     assert server.resident - before < 16 * 2**20
-    assert server.completion("x").status == 200
-
-
-SLOW = {"header_seconds": 3.0, "body_seconds": 3.0, "write_seconds": 3.0, "idle_seconds": 3.0}
-
-
-def p95(server: Process, count: int) -> float:
-    """Returns the 95th percentile of short requests' seconds, one after the other."""
-    taken = []
-    for _ in range(count):
-        began = time.perf_counter()
-        assert server.completion("x", max_tokens=8).status == 200
-        taken.append(time.perf_counter() - began)
-    return float(np.percentile(taken, 95))
-
-
-def dawdlers(server: Process, count: int) -> list[socket.socket]:
-    """Returns connections that send slowly, or read nothing of what they asked for."""
-    data = json.dumps({**completion("x" * 100, max_tokens=1, logprobs=5, echo=True)}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    whole = f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-    found = []
-    for number in range(count):
-        connection = socket.socket()
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(30)
-        connection.connect(server.place)
-        kind = number % 4
-        if kind == 0:
-            connection.sendall(head.encode())
-        elif kind == 1:
-            connection.sendall(whole[:-20])
-        elif kind == 2:
-            pass  # Says nothing at all.
-        else:  # Asks for ever more, and reads nothing.
-            connection.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                for _ in range(400):
-                    connection.send(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n")
-        found.append(connection)
-    return found
-
-
-def drip(connections: list[socket.socket], stop: threading.Event) -> None:
-    """Sends a byte on every connection now and then."""
-    while not stop.wait(0.5):
-        for number, connection in enumerate(connections):
-            if number % 4 != 3:
-                with contextlib.suppress(OSError):
-                    connection.send(b"a")
-
-
-def test_those_who_dawdle_do_not_hold_up_the_others(start: Start) -> None:
-    server = start(limits=SLOW)
-    p95(server, 50)
-    ratios = []
-    for _ in range(2):  # Once more on a machine that was busy with something else.
-        alone = p95(server, 300)
-        connections, stop = dawdlers(server, 200), threading.Event()
-        dripping = in_thread(lambda each=connections, end=stop: drip(each, end))
-        began = time.monotonic()
-        ratios.append(p95(server, 300) / alone)
-        # All are closed in time: nothing is left of them but the connection that asks.
-        server.wait_for(lambda: connections_of(server) <= 1, seconds=30)
-        assert time.monotonic() - began < 40
-        stop.set()
-        dripping.result(timeout=30)
-        for connection in connections:
-            connection.close()
-        if ratios[-1] <= 2:
-            break
-    assert min(ratios) <= 2, ratios
-    statuses = {line["status"] for line in server.lines if line["event"] == "request"}
-    assert statuses <= {0, 200, 400, 408, 503}
-
-
-def connections_of(server: Process) -> int:
-    """Returns the open connections of a server, as its system has them."""
-    mine = f":{server.place[1]:04X}"
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    inodes = {row[9] for row in rows if row[1].endswith(mine) and row[3] != "0A"}
-    held = 0
-    for entry in Path(f"/proc/{server.process.pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            name = str(entry.readlink())
-            held += name.removeprefix("socket:[").removesuffix("]") in inodes
-    return held
-
-
-def test_readers_that_take_nothing_lose_their_slots(start: Start) -> None:
-    server = start(limits=SLOW, slots=2)
-    prompt = "x" * 60
-    body = completion([prompt] * 64, max_tokens=100, logprobs=5, ignore_eos=True, stream=True)
-    data = json.dumps({**body, "utio": {"depths": True}}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        connection.settimeout(60)
-        connection.connect(server.place)
-        connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        server.wait_for(
-            lambda: server.find("request").get("path") == "/v1/completions", seconds=120
-        )
-        # Either it was closed, or the system took all of it.
-        line = next(line for line in reversed(server.lines) if "mode" in line)
-        server.wait_for(server.settled)
-        assert "left" in line or line["new_tokens"] == 6400
-        assert len(read_all(connection)) > 0
     assert server.completion("x").status == 200

@@ -41,9 +41,8 @@ class Serve(OfModel, OfProcesses, OfThinking):
       name: what requests call the model; by default the name of its folder or file.
       host: where to listen. Another address than this machine's own wants --api-key-file.
       port: 0 takes a free one, which is logged.
-      api_key_file: the SHA-256 of a key on each line, and a name for logs if wanted. Read again
-        when it changes.
-      insecure: listen to others without keys.
+      api_key_file: of the key that requests bring.
+      insecure: listen to others without a key.
       slots: answers that are written at once.
       capacity: tokens of each, prompt included; by default the model's context, 2048 at most.
       queue: answers that may wait for a slot; more get a 503.

@@ -319,13 +319,19 @@ class Engine:
             running=sum(owner is not None for owner in self._owners),
         )
 
-    def warmup(self, *, histogram: Mapping[int, float] | None = None) -> None:
+    def warmup(
+        self,
+        *,
+        histogram: Mapping[int, float] | None = None,
+        progress: Callable[[int, int], None] = lambda done, programs: None,
+    ) -> None:
         """Compiles every program that requests may need, on requests of its own.
 
         Args:
           histogram: share of new tokens that stop at each depth, as a calibration foretells it.
             With it blocks are timed, and the engine falls back to rows that step together, or to
             plain decoding, where that is foretold to be faster (`plan`).
+          progress: called with how many programs are compiled, and of how many.
 
         Raises:
           ValueError: requests wait or run, or a histogram where there is nothing to plan.
@@ -342,17 +348,21 @@ class Engine:
         rows = self._rows
         room = min(rows.capacity - self.mode.block, self._served.decoder.config.context_length)
         programs = [(each, group) for each in rows.readings for group in rows.groups_of(each)]
+        # One of them is cancelled, so that a slot is released, too; another has to run a block.
+        least = 2 if rows.groups == [1] else 1
         # Twice: what a program returns may be laid out otherwise than what it was first given.
-        for reading, group in programs * 2:
+        for done, (reading, group) in enumerate(programs * 2, start=1):
             # Of chunks, all widths of keys: as long a prompt as there can be.
             new = 1 if reading.chunked else 2
             prompt = np.zeros(min(reading.longest, room - new), np.int32)
             asked: dict[str, Any] = {"max_new_tokens": new, "eos_ids": ()}
             asked["whole_prompt"] = reading.whole
-            numbers = [self.submit(prompt, **asked) for _ in range(group)]
+            numbers = [self.submit(prompt, **asked) for _ in range(max(group, least))]
             self._read_prompts()
-            self.cancel(numbers[0])  # So that a slot is released, too.
+            self.cancel(numbers[0])
             self.drain()
+            if done <= len(programs):
+                progress(done, len(programs))
         self._recorder = Recorder()
 
     def _make_rows(self, mode: Mode) -> Slots:

@@ -172,11 +172,17 @@ class LedEngine(Engine):
         """
         return self._together(super().advance)
 
-    def warmup(self, *, histogram: Mapping[int, float] | None = None) -> None:
+    def warmup(
+        self,
+        *,
+        histogram: Mapping[int, float] | None = None,
+        progress: Callable[[int, int], None] = lambda done, programs: None,
+    ) -> None:
         """Compiles every program that requests may need, on all processes.
 
         Args:
           histogram: has to be None: blocks are timed on devices of one process.
+          progress: see `Engine.warmup`.
 
         Raises:
           ValueError: requests wait or run, or a histogram.
@@ -187,7 +193,8 @@ class LedEngine(Engine):
                 "Wanted a warmup without a histogram: a plan is made of times on one process. Make "
                 "it there with Engine.warmup, and this engine with the mode that it chooses."
             )
-        self._together(super().warmup)
+        warmup = super().warmup
+        self._together(lambda: warmup(progress=progress))
 
     def close(self) -> None:
         """Tells the other processes that this was all: they return from `follow`."""

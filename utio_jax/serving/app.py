@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import functools
 import hashlib
@@ -56,8 +57,7 @@ class ErrorAnswer(BaseModel):
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer}
-    for status in (400, 401, 404, 408, 413, 415, 429, 431, 500, 503, 504)
+    status: {"model": ErrorAnswer} for status in (400, 401, 404, 413, 500, 503, 504)
 }
 
 
@@ -72,6 +72,7 @@ class Service:
       slots: choices that run at once.
       answers: that are on their way.
       ready: whether everything is compiled.
+      compiled: how far that is, in words.
       dead: what has ended the engine; None: it runs.
       metrics: counters.
     """
@@ -84,6 +85,7 @@ class Service:
         self.reader = Reader(model, capacity=capacity, limits=limits)
         self.answers: set[Answer] = set()
         self.ready = False
+        self.compiled = "warming up"
         self.dead: BaseException | None = None
         self.draining = False
         self.created = int(time.time())
@@ -160,7 +162,7 @@ class _Tracked(Answer):
 
 
 def make_app(service: Service) -> FastAPI:
-    """Returns the application. It trusts what stands before it with keys, sizes and times."""
+    """Returns the application. `Gate` stands before it."""
     known = versions()
     app = FastAPI(
         title="utio-jax serve",
@@ -244,7 +246,8 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         if body.tokens and max(body.tokens) >= vocab:
             raise ApiError(400, f"Wanted token ids below {vocab}.", param="tokens")
         tokenizer: Any = model.text.tokenizer
-        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        found = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return {"prompt": found}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -272,7 +275,8 @@ def _add_life(app: FastAPI, service: Service, known: dict[str, str]) -> None:
     async def ready() -> Response:
         """200 while requests are taken: compiled, and not on the way out."""
         if service.dead or service.draining or not service.ready:
-            state = "ended" if service.dead else "draining" if service.draining else "warming up"
+            state = "draining" if service.draining else service.compiled
+            state = "ended" if service.dead else state
             return ApiError(503, f"Not ready: {state}.", code="not_ready").response()
         return JSONResponse({"status": "ready"})
 

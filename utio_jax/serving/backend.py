@@ -111,6 +111,7 @@ class Backend(abc.ABC):
       ended: choices that ended, by why.
       new_tokens: handed out so far.
       tokens_per_second: new tokens and prompt tokens, lately.
+      on_progress: called on the loop with how many programs are compiled, and of how many.
     """
 
     def __init__(self, *, on_ready: Callable[[], None], on_death: Callable[[BaseException], None]):
@@ -122,6 +123,7 @@ class Backend(abc.ABC):
             of it.
         """
         self._on_ready, self._on_death = on_ready, on_death
+        self.on_progress: Callable[[int, int], None] = lambda done, programs: None
         self.waiting: set[tuple[Ticket, int]] = set()
         self._accepted: set[tuple[Ticket, int]] = set()
         self._dead: BaseException | None = None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from fastapi import Request
@@ -18,11 +19,7 @@ _TYPES = {
     401: ("invalid_request_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
-    408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
-    415: ("invalid_request_error", "unsupported_media_type"),
-    429: ("rate_limit_error", "rate_limit_exceeded"),
-    431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
     503: ("server_error", "overloaded"),
     504: ("server_error", "request_timeout"),
@@ -107,13 +104,21 @@ def engine_ended(cause: BaseException | None) -> ApiError:
 async def answer_invalid(_: Request, error: Any) -> JSONResponse:
     """Returns the answer to a body of the wrong shape: 400, and which field it is."""
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    place = [str(part) for part in first.get("loc", ()) if part not in ("body", "query", "path")]
-    kind, said = first.get("type"), str(first.get("msg", "it is wrong"))
+    errors = error.errors()
+    # Of a list that may be of several kinds, not that it is no text, but that it is too long.
+    sizes = [each for each in errors if each.get("type") in ("too_long", "too_short")]
+    first = (sizes or errors)[0]
+    # Names may be the client's own, and as long as its body; kinds that were tried are no names.
+    kinds = re.compile(r"str$|constrained-|list\[")
+    place = [str(part)[:80] for part in first.get("loc", ())[:8] if part != "body"]
+    place = [part for part in place if not kinds.match(part)]
+    kind, said = first.get("type"), str(first.get("msg", "it is wrong"))[:500]
     if kind == "json_invalid":
         return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.").response()
     if not place and kind in ("missing", "model_attributes_type", "dict_type"):
-        return ApiError(400, "Wanted a JSON object as body. Got none.").response()
+        return ApiError(
+            400, "Wanted a JSON object as body, and Content-Type: application/json."
+        ).response()
     if not place and kind == "value_error":  # A field that is refused by name.
         said = str(first["ctx"]["error"])
         return ApiError(400, said, param=said.partition(" ")[0], code="unsupported").response()

@@ -20,7 +20,7 @@ from utio_jax.engine.slots import prompt_widths
 from utio_jax.serving.gate import log_line
 from utio_jax.serving.model import ServedModel
 from utio_jax.serving.prompt_scores import PromptScorer, PromptScores
-from utio_jax.serving.reading import MOST_LOGPROBS
+from utio_jax.serving.schema import MOST_LOGPROBS
 
 SILENT_SECONDS = 20.0
 """After which a process that says nothing is given up, before JAX's runtime ends the rest."""

@@ -12,36 +12,16 @@ class Limits:
 
     Attributes:
       body_bytes: of a request.
-      prompts: of a request.
-      choices: `n` of a request.
-      stops: stop strings of a request.
-      stop_bytes: of one of them, in UTF-8.
       queue_requests: that wait for a slot, each choice of each prompt by itself; more get a 503.
       queue_tokens: prompt tokens of these, together.
-      key_requests: that one key has open at a time; more get a 429.
-      header_bytes: of a request's line and headers together.
-      header_seconds: from a connection, or the first byte of a further request, to its last header.
-      body_seconds: from a request's headers to the last byte of its body.
-      idle_seconds: between two requests of a connection.
-      write_seconds: that a client may let an answer wait without reading it.
       request_seconds: from a request to its last token.
       ping_seconds: between comments in a stream that has nothing to say.
       drain_seconds: that open requests have after SIGTERM.
     """
 
     body_bytes: int = 2**20
-    prompts: int = 64
-    choices: int = 8
-    stops: int = 4
-    stop_bytes: int = 256
     queue_requests: int = 256
     queue_tokens: int = 65536
-    key_requests: int = 64
-    header_bytes: int = 32768
-    header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    idle_seconds: float = 30.0
-    write_seconds: float = 30.0
     request_seconds: float = 300.0
     ping_seconds: float = 15.0
     drain_seconds: float = 30.0

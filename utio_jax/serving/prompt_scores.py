@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -50,10 +51,16 @@ class PromptScorer:
         self._decoder, self._params, self._widths = decoder, params, widths
         self._count = min(alternatives, decoder.config.vocab_size)
 
-    def warmup(self) -> None:
-        """Compiles the program of every width."""
-        for width in self._widths:
+    @property
+    def programs(self) -> int:
+        """Programs that `warmup` compiles."""
+        return len(self._widths)
+
+    def warmup(self, *, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Compiles the program of every width; calls `progress` with how many are."""
+        for done, width in enumerate(self._widths, start=1):
             self.score(np.zeros(min(width, self._decoder.config.context_length), np.int32))
+            progress(done)
 
     def score(self, prompt: Int[np.ndarray, " token"]) -> PromptScores:
         """Returns the scores of a prompt's tokens.

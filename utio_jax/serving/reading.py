@@ -25,9 +25,6 @@ from utio_jax.serving.schema import (
     UtioOptions,
 )
 
-MOST_LOGPROBS = 5
-"""Most probable tokens that a request may ask for at each place."""
-
 _LONG = 16384
 """Characters of a text that is encoded beside the event loop."""
 
@@ -88,7 +85,6 @@ class Reader:
         elif echo and isinstance(body.prompt[0], str):
             texts = [str(prompt) for prompt in body.prompt]
         most = 16 if body.max_tokens is None else body.max_tokens
-        self._check_logprobs(body.logprobs, "logprobs")
         wanted = self._wanted(body, chat=False, logprobs=body.logprobs)
         return self._reading(body, prompts, [most] * len(prompts), wanted, texts, eos_ids=None)
 
@@ -107,7 +103,6 @@ class Reader:
             raise ApiError(
                 400, "Wanted logprobs=true with top_logprobs. Set it.", param="top_logprobs"
             )
-        self._check_logprobs(logprobs, "top_logprobs")
         wanted = self._wanted(body, chat=True, logprobs=logprobs)
         assert self.model.chat is not None
         eos = self.model.chat.eos_ids
@@ -188,12 +183,6 @@ class Reader:
         vocab = self.model.text.decoder.config.vocab_size
         if isinstance(given, str):
             return await self.encode([given])
-        if not given or (len(given) > self.limits.prompts and not isinstance(given[0], int)):
-            raise ApiError(
-                400,
-                f"Wanted 1 to {self.limits.prompts} prompts. Got {len(given)}.",
-                param="prompt",
-            )
         if isinstance(given[0], str):
             return await self.encode([str(text) for text in given])
         rows: Any = [given] if isinstance(given[0], int) else given
@@ -205,14 +194,6 @@ class Reader:
                     param="prompt",
                 )
         return [np.asarray(row, np.int32) for row in rows]
-
-    def _check_logprobs(self, count: int | None, param: str) -> None:
-        if count is not None and count > MOST_LOGPROBS:
-            raise ApiError(
-                400,
-                f"Wanted at most {MOST_LOGPROBS} alternatives at each place. Got {count}.",
-                param=param,
-            )
 
     def _wanted(self, body: Any, *, chat: bool, logprobs: int | None) -> Wanted:
         return Wanted(
@@ -233,10 +214,6 @@ class Reader:
         eos_ids: tuple[int, ...] | None,
     ) -> Reading:
         count = 1 if body.n is None else body.n
-        if count > self.limits.choices:
-            raise ApiError(
-                400, f"Wanted n of at most {self.limits.choices}. Got {count}.", param="n"
-            )
         if body.stream_options is not None and not body.stream:
             message = "Wanted stream=true with stream_options. Set it, or leave them out."
             raise ApiError(400, message, param="stream_options")
@@ -248,7 +225,7 @@ class Reader:
         options, about = self._engine_options(body.utio)
         options |= {
             "sampling": _sampling(body),
-            "stop_strings": self._stops(body.stop),
+            "stop_strings": (body.stop,) if isinstance(body.stop, str) else (*(body.stop or ()),),
             "eos_ids": self._ends(body, eos_ids),
             "deadline": self.limits.request_seconds,
         }
@@ -289,19 +266,6 @@ class Reader:
                 f"{prompt.size} and max_tokens of {new}: {prompt.size + new}. Cut one of them.",
                 code="context_length_exceeded",
             )
-
-    def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:
-        stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-        sizes = [len(each.encode("utf-8", "surrogatepass")) for each in stops]
-        if len(stops) > self.limits.stops or max(sizes, default=0) > self.limits.stop_bytes:
-            raise ApiError(
-                400,
-                f"Wanted at most {self.limits.stops} stop strings of at most "
-                f"{self.limits.stop_bytes} bytes. Got {len(stops)}, the longest of "
-                f"{max(sizes)} bytes.",
-                param="stop",
-            )
-        return stops
 
     def _ends(self, body: Any, eos_ids: tuple[int, ...] | None) -> tuple[int, ...]:
         own = self.model.text.decoder.config.eos_ids if eos_ids is None else eos_ids

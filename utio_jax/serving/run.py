@@ -24,11 +24,9 @@ from utio_jax.engine import Shapes
 from utio_jax.engine.led import order
 from utio_jax.serving.app import Service, make_app
 from utio_jax.serving.backend import Backend
-from utio_jax.serving.connections import protocol_of
 from utio_jax.serving.errors import ApiError, engine_ended
 from utio_jax.serving.gate import Gate, log_line, note_fault
 from utio_jax.serving.hosts import SILENT_SECONDS, parts
-from utio_jax.serving.keys import Keys
 from utio_jax.serving.limits import Limits
 from utio_jax.serving.model import ServedModel
 from utio_jax.serving.worker import Worker
@@ -56,8 +54,7 @@ class Address:
     Attributes:
       host: an address of this machine.
       port: 0 takes a free one.
-      key_file: of hashes of the keys that are let in, see `utio_jax.serving.keys.Keys`; None:
-        everybody.
+      key_file: of the key that requests bring, as text; None: they bring none.
       insecure: whether others than this machine may come without a key.
     """
 
@@ -71,10 +68,29 @@ class Address:
             raise ValueError(f"Wanted a port of 0 to 65535. Got {self.port}.")
         if self.key_file is None and not self.insecure and not _is_loopback(self.host):
             raise ValueError(
-                "Wanted keys for an address that others can reach. Got host "
+                "Wanted a key for an address that others can reach. Got host "
                 f"{self.host} without. Name a key file, stay on 127.0.0.1, or say that it may be "
                 "insecure."
             )
+
+    def key(self) -> str | None:
+        """Returns the key of `key_file`.
+
+        Raises:
+          ValueError: the file cannot be read, or holds something else than one key.
+        """
+        if self.key_file is None:
+            return None
+        try:
+            words = self.key_file.read_text("ascii").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"Wanted a key in {self.key_file}. {error}.") from error
+        if len(words) != 1:
+            raise ValueError(
+                f"Wanted one key, without blanks, in {self.key_file}. Got {len(words)} words. "
+                "Make one: openssl rand -hex 24."
+            )
+        return words[0]
 
 
 class Server:
@@ -110,20 +126,21 @@ class Server:
             `follow_server`; None: there are none.
 
         Raises:
-          ValueError: the address cannot be had, or see `Engine` and `Keys`.
+          ValueError: the address cannot be had, or see `Engine` and `Address.key`.
         """
         room = model.room(capacity)
-        keys = None if address.key_file is None else Keys(address.key_file)
+        key = address.key()
         self._lines = lines
         self._limits, self._log = limits, log
         told: Any = {"on_ready": self._ready, "on_death": self._died}
         engine, scorer = parts(model, slots=slots, capacity=room, shapes=shapes, lines=lines)
         self.worker: Backend = Worker(engine, scorer, **told)
+        self.worker.on_progress = self._compiled
         self.service = Service(model, self.worker, capacity=room, slots=slots, limits=limits)
         self.gate = Gate(
             make_app(self.service),
-            limits=limits,
-            keys=keys,
+            body_bytes=limits.body_bytes,
+            key=key,
             log=log,
             count=self.service.metrics.request,
         )
@@ -166,21 +183,20 @@ class Server:
         self._loop.call_soon_threadsafe(self._told)
 
     async def _serve(self) -> dict[str, Any]:
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        limits = self._limits
+        for name in ("uvicorn.error", "asyncio"):  # `Gate` logs what goes wrong.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         config = uvicorn.Config(
             self.gate,
-            http=protocol_of(limits),
+            http="h11",
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
-            timeout_keep_alive=max(1, round(limits.idle_seconds)),
+            timeout_keep_alive=30,
             timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=limits.header_bytes,
+            h11_max_incomplete_event_size=32768,
         )
         self._server = _Uvicorn(config)
         self._loop = asyncio.get_running_loop()
@@ -200,6 +216,10 @@ class Server:
         done = {"status": self._status, "new_tokens": self.worker.new_tokens}
         self._log({"event": "ended", **done})
         return done
+
+    def _compiled(self, done: int, programs: int) -> None:
+        self.service.compiled = f"compiling, {done} of {programs} programs"
+        self._log({"event": "compiling", "done": done, "programs": programs})
 
     def _ready(self) -> None:
         self.service.ready = True

@@ -3,6 +3,9 @@
 
 Unknown fields are let pass, as OpenAI's own server does it. Fields that other servers know, and
 that would change the text, get an error: a client that sends them counts on them.
+
+A body of a megabyte may be wrong in half a million places. Lists stop at their first error, and
+have a greatest length, so that no body makes more than a few errors.
 """
 
 from __future__ import annotations
@@ -12,8 +15,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Id = Annotated[int, Field(ge=0, lt=2**31)]
-Ids = Annotated[list[Id], Field(min_length=1)]
-Stop = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[Id], Field(fail_fast=True, min_length=1, max_length=2**18)]
+MOST_PROMPTS, MOST_CHOICES, MOST_STOPS = 64, 8, 4
+MOST_LOGPROBS = 5
+"""Most probable tokens that a request may ask for at each place."""
+
+Few = Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
+
+_MOST_NAMES = 32
+"""Of an object in which each unknown name is an error of its own."""
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -100,6 +112,14 @@ class UtioOptions(BaseModel):
     depths: bool = Field(False, description="Whether choices say how deep each token ran.")
     stop: StopOptions | None = Field(None, description="How long choices may think.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_names(cls, value: Any) -> Any:
+        objects = (value, *value.values()) if isinstance(value, dict) else ()
+        if any(isinstance(each, dict) and len(each) > _MOST_NAMES for each in objects):
+            raise ValueError(f"wanted at most {_MOST_NAMES} options")
+        return value
+
 
 class StreamOptions(BaseModel):
     """What comes with a stream."""
@@ -118,10 +138,10 @@ class _Generation(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
-    n: int | None = Field(None, ge=1)
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Stop | list[Stop] | None = None
-    stop_token_ids: list[Id] | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: Annotated[list[Id], Field(fail_fast=True, max_length=2**10)] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -134,9 +154,9 @@ class _Generation(Strict):
 class CompletionRequest(_Generation):
     """`POST /v1/completions`."""
 
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Annotated[list[str], Few] | Annotated[list[Ids], Few]
     echo: bool | None = None
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
 class TextPart(BaseModel):
@@ -154,7 +174,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=2**12)] | None = None
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as templates take it: one text, and `system` for `developer`."""
@@ -166,13 +186,16 @@ class Message(BaseModel):
         return {"role": role, "content": text, **named}
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=2**12)]
+
+
 class ChatRequest(_Generation):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=0)
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
 
 
 class TokenizeRequest(Strict):
@@ -180,7 +203,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
 
 
@@ -188,4 +211,4 @@ class DetokenizeRequest(Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Id]
+    tokens: Annotated[list[Id], Field(fail_fast=True, max_length=2**18)]

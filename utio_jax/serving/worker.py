@@ -82,13 +82,26 @@ class Worker(Backend):
 
     def _run(self) -> None:
         try:
-            self._engine.warmup()
-            self._scorer.warmup()
+            self._warmup()
             self._stats = self._engine.stats()
             self._call(self._on_ready)
             self._serve()
         except BaseException as error:  # Whatever it was: nobody may wait for ever.
             self.end_by(error)
+
+    def _warmup(self) -> None:
+        """Compiles everything, and says how far it is."""
+        done, rest = 0, self._scorer.programs
+
+        def engine_progress(count: int, programs: int) -> None:
+            nonlocal done
+            done = count
+            self._call(self.on_progress, count, programs + rest)
+
+        self._engine.warmup(progress=engine_progress)
+        self._scorer.warmup(
+            progress=lambda count: self._call(self.on_progress, done + count, done + rest)
+        )
 
     def _serve(self) -> None:
         looked = time.monotonic()

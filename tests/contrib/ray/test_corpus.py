@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.corpora import named_documents, write_jsonl, write_parquet
+
 from utio_jax.contrib.ray.corpus import Columns, Corpus, corpus_of, read_group, scan_file
 
 COLUMNS = Columns()

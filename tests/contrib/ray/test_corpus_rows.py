@@ -22,12 +22,12 @@ from helpers.corpora import (
     write_parquet,
 )
 from helpers.models import Model
-from utio_jax.contrib.ray.corpus import Document
 from utio_jax.contrib.ray.scoring import DocumentScorer, ids_digest
 
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.score import Score
+from utio_jax.contrib.ray.corpus import Document
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.policies.depth import uniform
 
