@@ -63,7 +63,6 @@ ROOMS = {
     "decoding": "New tokens",
     "accounting": "What it cost",
     "engine": "Continuous batching",
-    "cluster": "Corpora over machines",
     "evaluation": "Quality on text",
     "calibration": "Fitting and proving",
     "models": "Model families and checkpoints",

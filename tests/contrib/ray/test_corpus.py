@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.corpora import named_documents, write_jsonl, write_parquet
-from utio_jax.cluster.corpus import Columns, Corpus, corpus_of, read_group, scan_file
+
+from utio_jax.contrib.ray.corpus import Columns, Corpus, corpus_of, read_group, scan_file
 
 COLUMNS = Columns()
 
