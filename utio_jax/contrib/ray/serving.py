@@ -96,9 +96,6 @@ def serve(
     Raises:
       ValueError: there is no such cluster, no room, or a replica cannot be made.
     """
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     with cluster(address, library="ray.serve"):
         import ray
         from ray import serve as ray_serve
@@ -124,6 +121,9 @@ def serve(
             said = own_words("\n".join([str(error), *told]))
             why = "; ".join([str(error), *told])[-2000:]
             raise ValueError(said or f"Wanted replicas. Ray Serve says: {why}") from error
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put its own there.
+            signal.signal(number, lambda *_: ended.set())
         print(f"ready at http://{host}:{port}", file=sys.stderr, flush=True)
         ended.wait()
         ray_serve.shutdown()
