@@ -254,7 +254,8 @@ def test_replicas_answer_and_one_that_was_killed_is_replaced(folder: Path, mark:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     words = ("serve", "--model", str(folder / "small"), "--name", "small", "--slots", "2")
-    body = json.dumps({"model": "small", "prompt": "def", "max_tokens": 5}).encode()
+    asked = {"model": "small", "prompt": "def", "max_tokens": 5, "temperature": 0}
+    body = json.dumps(asked).encode()
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"content-type": "application/json"}
     )
