@@ -43,8 +43,9 @@ def processor_times() -> dict[str, float]:
 
 def rate_of(corpus: Path, out: Path, *options: str) -> float:
     """Returns documents a second of a run, between its first and its last committed group."""
+    command = [sys.executable, "-m", "utio_jax.contrib.ray", "score", str(corpus)]
     subprocess.run(
-        [sys.executable, "-m", "utio_jax", "score", str(corpus), "--out", str(out), *options],
+        [*command, "--out", str(out), *options],
         check=True,
         stdout=subprocess.DEVNULL,
     )

@@ -62,7 +62,6 @@ ROOMS = {
     "staircase": "One pass with a depth per token",
     "decoding": "New tokens",
     "engine": "Continuous batching",
-    "cluster": "Corpora over machines",
     "evaluation": "Quality on text",
     "calibration": "Fitting and proving",
     "models": "Model families and checkpoints",

@@ -15,6 +15,7 @@ _EXTRAS = {
     "uvicorn": "serve",
     "pyarrow": "ray",
     "ray": "ray",
+    "zmq": "edge",
 }
 """Which extra brings a library, where that is not `cli`."""
 

@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model split over two machines at an early exit, with ZeroMQ between its parts."""
 
+from utio_jax.core.extras import missing_library
+
+try:
+    import zmq  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing_library(error, "utio_jax.contrib.edge") from error
+
 from utio_jax.contrib.edge.cloud import Cloud, CloudStats
 from utio_jax.contrib.edge.edge import Edge, EdgeRecord, EdgeText
 from utio_jax.contrib.edge.parts import Part, Widths, identify, part_of

@@ -181,7 +181,7 @@ class Cloud:
                     "0.0.0.0 for all."
                 )
             ) from error
-        self.address = host, int(socket.last_endpoint.decode().rpartition(":")[2])
+        self.address = host, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _warm(self) -> None:
         all_shapes(self._part, self._widths, self._room)

@@ -104,12 +104,6 @@ class Part:
 def part_of(decoder: Decoder, params: Params, *, start: int = 0, stop: int | None = None) -> Part:
     """Returns layers [start, stop) of a model as arrays of their own: the rest may be freed.
 
-    Args:
-      decoder: the model.
-      params: its parameters, all layers included.
-      start: first layer.
-      stop: layer to stop before; None: the model's last one is run.
-
     Raises:
       ValueError: no such layers.
     """
@@ -175,13 +169,8 @@ def run_part(
 ) -> Ran:
     """Runs a part's layers on the next tokens of a row.
 
-    Args:
-      part: of the model.
-      cache: of the row; keys and values of all earlier tokens are in it. Donated.
-      inputs: token ids where the part begins at layer 0, else states at its `start`.
-      first: position of the first one.
-      count: how many are real, at least 1.
-      width: slots to attend over, at least `first + count`. Static.
+    Inputs are token ids where the part begins at layer 0, else states at its `start`; `count` of
+    them are real, from position `first` on. The row's cache is donated; `width` slots are read.
     """
     decoder = part.decoder
     ahead = jnp.arange(inputs.shape[0], dtype=jnp.int32)[None, :]
@@ -234,14 +223,7 @@ def read_last(
 ) -> Next:
     """Returns the token behind a row's last one, and whether a policy asks for more layers first.
 
-    Args:
-      part: of the model.
-      policy: with a boundary at the part's end; None: no layer is wanted.
-      sampling: of the one row.
-      x: state of the last token, behind the part's last layer.
-      token_id: the last token.
-      position: of it.
-      seed: of the row.
+    `x` is the last token's state behind the part's last layer. Without a policy none is asked for.
     """
     decoder, params = part.decoder, part.params
     with jax.named_scope("head"):
@@ -288,13 +270,7 @@ def _goes_deeper(
 
 
 def all_shapes(part: Part, widths: Widths, slots: int) -> None:
-    """Compiles every program that rows of so many slots may need of a part's layers.
-
-    Args:
-      part: of the model.
-      widths: what may come.
-      slots: of a row.
-    """
+    """Compiles every program that rows of so many slots may need of a part's layers."""
     wide = part.decoder.config.embed_dim
     for chunk in widths.chunks:
         for width in key_widths(slots, key_step=widths.key_step):

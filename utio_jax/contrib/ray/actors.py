@@ -2,7 +2,8 @@
 """Ray Data: a cluster, devices of its actors, and groups of a corpus by `map_batches`."""
 
 # Where Ray is not installed, types are checked all the same.
-# pyright: reportMissingImports=false
+# (The name ray is taken for this folder, then.)
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -193,7 +193,8 @@ def sum_texts(job: Job) -> dict[str, Any]:
 
 def _ids_of(documents: Sequence[Document], encode: Encode, *, vocab_size: int) -> list[np.ndarray]:
     """Returns each document's token ids `[token]`; the scan has looked at those that were given."""
-    encoded = iter(encode([each.text for each in documents if each.text is not None]))
+    texts = [each.text for each in documents if each.text is not None]
+    encoded = iter(encode(texts) if texts else ())  # Token ids need no tokenizer.
     return [
         np.asarray(each.token_ids, np.int32)
         if each.token_ids is not None

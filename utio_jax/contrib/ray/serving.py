@@ -6,7 +6,8 @@ that die and starts others. What a dead replica was answering is lost: its clien
 """
 
 # Where Ray is not installed, types are checked all the same.
-# pyright: reportMissingImports=false
+# (The name ray is taken for this folder, then.)
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from typing import Any
 from utio_jax.contrib.ray.actors import cluster, device_of, keep_to, own_words
 from utio_jax.engine import Shapes
 from utio_jax.serving.app import Service, make_app
-from utio_jax.serving.gate import Gate
+from utio_jax.serving.gate import Gate, log_line
 from utio_jax.serving.hosts import parts
 from utio_jax.serving.keys import Keys
 from utio_jax.serving.limits import Limits
@@ -53,7 +54,7 @@ class Replica:
         service = Service(model, self._worker, capacity=room, slots=slots, limits=limits)
         keys = None if command.api_key_file is None else Keys(command.api_key_file)
         count = service.metrics.request
-        self._gate = Gate(make_app(service), limits=limits, keys=keys, count=count)
+        self._gate = Gate(make_app(service), limits=limits, keys=keys, log=log_line, count=count)
         self._worker.start()
         await ready
         service.ready = True
@@ -95,9 +96,6 @@ def serve(
     Raises:
       ValueError: there is no such cluster, no room, or a replica cannot be made.
     """
-    ended = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
     with cluster(address, library="ray.serve"):
         import ray
         from ray import serve as ray_serve
@@ -121,7 +119,11 @@ def serve(
             found = ray_serve.status().applications.get("utio-jax")
             told = [each.message for each in found.deployments.values()] if found else []
             said = own_words("\n".join([str(error), *told]))
-            raise ValueError(said or f"Wanted replicas. Ray Serve says: {error}") from error
+            why = "; ".join([str(error), *told])[-2000:]
+            raise ValueError(said or f"Wanted replicas. Ray Serve says: {why}") from error
+        ended = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put its own there.
+            signal.signal(number, lambda *_: ended.set())
         print(f"ready at http://{host}:{port}", file=sys.stderr, flush=True)
         ended.wait()
         ray_serve.shutdown()
