@@ -369,6 +369,12 @@ def test_what_can_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
             "device. Free space, or name another place.\n",
         ),
         (
+            OSError("Couldn't deserialize thrift"),  # Of Parquet: a library's, not the system's.
+            1,
+            "utio-jax: Wanted files that can be read and written. Got: Couldn't deserialize "
+            "thrift. Is it damaged? Remove it, or name another place.\n",
+        ),
+        (
             ModuleNotFoundError("No module named 'orbax'", name="orbax.checkpoint"),
             2,
             "utio-jax: Wanted orbax, which this command needs. It is not installed. It comes with "

@@ -223,7 +223,7 @@ def test_one_file_or_prompt_where_a_list_is_wanted(calibrated: Model) -> None:
         (lambda model: model.generate(b""), "Wanted a list of texts. Got b''"),
         (lambda model: model.generate([[1, 2]]), r"Wanted a list of texts. Got \[\[1, 2\]\]"),
         (lambda model: model.score("abc"), "Wanted a list of texts. Got 'abc'. Wrap it"),
-        (lambda model: load(3), "Wanted a model folder, .*Got 3"),
+        (lambda model: load(model.decoder.config.num_layers), "Wanted a model folder, .*Got 4"),
         (lambda model: load(model.folder, dtype="bf16"), "dtype of floats.*'bfloat16'.*Got 'bf16'"),
         (lambda model: load(model.folder, dtype="int8"), "dtype of floats.*Got 'int8'"),
     ],

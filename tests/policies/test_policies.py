@@ -147,6 +147,14 @@ def test_batch_mates_padding_and_row_order_change_nothing(tiny: Any, policy: Any
             assert_close(found.x[at, :length], together.x[row, :length])
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_thresholds_may_be_a_list():
+    some: Any = [0.7, 2.0]
+    policy = Thresholded(signal=Entropy(), thresholds=some, depths=(1, 2, 4))
+    assert policy.thresholds.shape == (2,)
+    assert repr(policy).endswith("thresholds=float32[2], depths=(1, 2, 4))")
+
+
 @laws_of(SIGNALS)
 def test_higher_thresholds_stop_more_and_compile_nothing(
     tiny: Any, policy: Any, count_compiles: Any

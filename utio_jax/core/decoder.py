@@ -172,13 +172,13 @@ class DecoderConfig:
 def is_integer(value: Any, least: int = 0) -> bool:
     """Returns whether a value is an integer, no boolean, from `least` to what an int32 holds."""
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return whole and least <= value < 2**31
+    return whole and least <= int(value) < 2**31
 
 
 def is_positive(value: Any) -> bool:
     """Returns whether a value is a finite number above 0, no boolean."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return number and 0 < value < math.inf
+    return number and 0 < value < math.inf  # type: ignore[operator]
 
 
 def _misfit(field: dataclasses.Field[Any], value: Any) -> str | None:

@@ -356,8 +356,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         budget.spend(_size(found))
         return found
 
-    def _parse(self, *source: Any) -> jinja2.nodes.Template:
-        return _Spending().visit(super()._parse(*source))
+    def _parse(self, source: str, name: Any, filename: Any) -> jinja2.nodes.Template:
+        return _Spending().visit(super()._parse(source, name, filename))
 
 
 class _Spending(jinja2.visitor.NodeTransformer):

@@ -49,9 +49,8 @@ class Thresholded:
     depths: tuple[int, ...] = static()
 
     def __post_init__(self) -> None:
-        if isinstance(self.thresholds, (list, tuple, float, int)):
-            found = jnp.atleast_1d(jnp.asarray(self.thresholds, jnp.float32))
-            object.__setattr__(self, "thresholds", found)
+        if type(self.thresholds) in (list, tuple):
+            object.__setattr__(self, "thresholds", jnp.asarray(self.thresholds, jnp.float32))
 
     @property
     def name(self) -> str:

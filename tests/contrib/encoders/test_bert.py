@@ -240,6 +240,9 @@ def test_what_cannot_be_run_is_named(
     write(folder, tensors_of(0), hidden_act="silu", position_embedding_type="relative_key")
     with pytest.raises(ValueError, match="hidden_act='silu'.*position_embedding_type"):
         load_encoder(folder)
+    write(folder, tensors_of(0), layer_norm_eps=-1, type_vocab_size=1.5)
+    with pytest.raises(ValueError, match="type_vocab_size=1.5, of which.*; layer_norm_eps=-1"):
+        load_encoder(folder)
     write(folder, tensors_of(0), num_attention_heads=5)
     with pytest.raises(ValueError, match="hidden_size=24, no multiple of num_attention_heads=5"):
         load_encoder(folder)

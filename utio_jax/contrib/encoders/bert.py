@@ -397,10 +397,12 @@ def _read_bert_config(
     heads, dim, words = (
         read.take(name) for name in ("num_attention_heads", "hidden_size", "vocab_size")
     )
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_layers": read.layers(),
         "context_length": read.take("max_position_embeddings"),
         "mlp_dim": read.take("intermediate_size"),
+        "num_kinds": read.take("type_vocab_size", 2),
+        "norm_eps": read.take("layer_norm_eps", 1e-12),
     }
     if isinstance(dim, int) and isinstance(heads, int) and (heads < 1 or dim % heads):
         read.problems.append(f"hidden_size={dim}, no multiple of num_attention_heads={heads}")
@@ -419,9 +421,7 @@ def _read_bert_config(
         causal=False,
         input_shape=(2,),
         num_words=words,
-        num_kinds=read.take("type_vocab_size", 2),
         activation=_ACTIVATIONS[read.take("hidden_act", "gelu")],
-        norm_eps=read.take("layer_norm_eps", 1e-12),
         pooling=pooling,
         labels=labels,
         **sizes,
