@@ -49,9 +49,12 @@ def test_tokens_lie_at_their_positions(tiny, cache):
             expected[layer, row, position] = 100 * layer + 10 * row + position
     np.testing.assert_array_equal(cache.keys[..., 0, 0], expected)
     np.testing.assert_array_equal(cache.values[..., 1, 7], -expected)
-    keys, values = read(cache, 3, width=6)
+    keys, values = read(cache, (3,), width=6)
     np.testing.assert_array_equal(keys, cache.keys[3, :, :6])
     np.testing.assert_array_equal(values, cache.values[3, :, :6])
+    both, _ = read(cache, (1, jnp.int32(3)), width=6)  # Heads of two layers side by side.
+    np.testing.assert_array_equal(both[:, :, :2], cache.keys[1, :, :6])
+    np.testing.assert_array_equal(both[:, :, 2:], cache.keys[3, :, :6])
 
 
 def test_watermarks(tiny, cache):

@@ -18,7 +18,7 @@ from utio_jax.decoding.prefill import exact_prefill, fastest_prefill
 from utio_jax.engine import Engine
 
 PROMPTS = [[0, *range(5, 20)], [0, 9, 3, 2, 8, 8, 1], [4], [0, *range(40, 63)]]
-POLICY = random_depths(np.asarray([0.5, 0.2, 0.3]), key=jax.random.key(1), depths=(1, 2, 4))
+POLICY = random_depths([0.5, 0.2, 0.3], key=jax.random.key(1), depths=(1, 2, 4))
 MODES = {
     "plain": Plain(),
     "adaptive": Adaptive(policy=POLICY),

@@ -133,7 +133,7 @@ def lively(request: Any) -> Model:
 
 
 @pytest.mark.parametrize("kv", ["propagate", "drop"])
-def test_decoding_is_the_oracle_at_the_decided_depths(lively: Model, kv: str) -> None:
+def test_decoding_is_the_oracle_at_the_decided_depths(lively: Model, kv: Any) -> None:
     mode = Adaptive(policy=DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS), kv=kv)
     assert_greedy(lively, run(lively, mode=mode), kv=kv)
 

@@ -79,18 +79,25 @@ class Address:
         Raises:
           ValueError: the file cannot be read, or holds something else than one key.
         """
-        if self.key_file is None:
-            return None
-        try:
-            words = self.key_file.read_text("ascii").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"Wanted a key in {self.key_file}. {error}.") from error
-        if len(words) != 1:
-            raise ValueError(
-                f"Wanted one key, without blanks, in {self.key_file}. Got {len(words)} words. "
-                "Make one: openssl rand -hex 24."
-            )
-        return words[0]
+        return None if self.key_file is None else key_of(self.key_file)
+
+
+def key_of(file: Path) -> str:
+    """Returns the key that a file holds.
+
+    Raises:
+      ValueError: it cannot be read, or holds something else than one key.
+    """
+    try:
+        words = file.read_text("ascii").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"Wanted a key in {file}. {error}.") from error
+    if len(words) != 1:
+        raise ValueError(
+            f"Wanted one key, without blanks, in {file}. Got {len(words)} words. "
+            "Make one: openssl rand -hex 24."
+        )
+    return words[0]
 
 
 class Server:

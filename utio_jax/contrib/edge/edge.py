@@ -35,7 +35,7 @@ from utio_jax.contrib.edge.wire import (
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.loop import canonical, check_prompts, round_up
 from utio_jax.decoding.sampling import Greedy, PerRowSampling, Sampling, check_sampling
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.policies.base import Policy
 from utio_jax.staircase.loop import check_policy
 
 
@@ -359,7 +359,7 @@ def _read_answer(data: bytes, link: Link, *, vocab_size: int) -> dict[str, Any]:
 def _depths_of(policy: Policy, decoder: Decoder) -> tuple[int, ...]:
     """Returns a policy's depths, once it is known to be one that an edge can have."""
     layers, depths = decoder.config.num_layers, check_policy(policy, decoder)
-    if len(depths) != 2 or depths[1] != layers or not policy.causal or rejoins(policy):
+    if len(depths) != 2 or depths[1] != layers or not policy.causal:
         raise ValueError(
             f"Wanted a causal policy of two depths, the edge's exit and the model's {layers} "
             f"layers. Got policy {policy.name!r} with depths={depths}. For example: "

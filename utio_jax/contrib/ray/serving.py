@@ -22,8 +22,8 @@ from utio_jax.engine import Shapes
 from utio_jax.serving.app import Service, make_app
 from utio_jax.serving.gate import Gate, log_line
 from utio_jax.serving.hosts import parts
-from utio_jax.serving.keys import Keys
 from utio_jax.serving.limits import Limits
+from utio_jax.serving.run import key_of
 from utio_jax.serving.worker import Worker
 
 _WAITING = 256
@@ -52,9 +52,11 @@ class Replica:
             request_seconds=command.request_seconds,
         )
         service = Service(model, self._worker, capacity=room, slots=slots, limits=limits)
-        keys = None if command.api_key_file is None else Keys(command.api_key_file)
+        key = None if command.api_key_file is None else key_of(command.api_key_file)
         count = service.metrics.request
-        self._gate = Gate(make_app(service), limits=limits, keys=keys, log=log_line, count=count)
+        self._gate = Gate(
+            make_app(service), body_bytes=limits.body_bytes, key=key, log=log_line, count=count
+        )
         self._worker.start()
         await ready
         service.ready = True
