@@ -15,13 +15,6 @@ from utio_jax.calibration.positions import margins_by_position, sums_by_position
 from utio_jax.calibration.risk import control, split_documents
 from utio_jax.calibration.row_exits import FittedRowExits, fit_row_exits
 from utio_jax.calibration.selection import FittedSelect, fit_select, see_all
-from utio_jax.calibration.stopping import (
-    FittedStop,
-    StopTrace,
-    fit_stop,
-    replay_stops,
-    trace_stops,
-)
 from utio_jax.calibration.studies import ExitStudy, harm_gini, rank_correlation, study_exits
 
 __all__ = [
@@ -33,12 +26,10 @@ __all__ = [
     "FittedBand",
     "FittedRowExits",
     "FittedSelect",
-    "FittedStop",
     "Goal",
     "LensConfig",
     "MaxDisagreement",
     "MaxLoss",
-    "StopTrace",
     "adapt",
     "advise",
     "calibrate",
@@ -49,15 +40,12 @@ __all__ = [
     "fit_prompt_sets",
     "fit_row_exits",
     "fit_select",
-    "fit_stop",
     "harm_gini",
     "margins_by_position",
     "rank_correlation",
-    "replay_stops",
     "row_losses",
     "see_all",
     "split_documents",
     "study_exits",
     "sums_by_position",
-    "trace_stops",
 ]

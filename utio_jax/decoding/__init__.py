@@ -20,7 +20,6 @@ from utio_jax.decoding.sampling import (
     TopP,
 )
 from utio_jax.decoding.select import Context, Select, Selected, read_context, select
-from utio_jax.decoding.steady import Steady
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.thinking import Confidence, Thinking, Thought
 from utio_jax.decoding.throttle import Throttle
@@ -51,7 +50,6 @@ __all__ = [
     "Select",
     "Selected",
     "Setting",
-    "Steady",
     "Temperature",
     "TextChunk",
     "Thinking",
