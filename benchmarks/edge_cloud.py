@@ -30,11 +30,11 @@ import numpy as np
 
 import utio_jax
 from utio_jax import Entropy, MaxProbability, SoftmaxGap, Thresholded, generate
+from utio_jax.contrib.edge import Cloud, Edge, Link, part_of
+from utio_jax.contrib.edge.parts import run_part
+from utio_jax.contrib.edge.wire import FORMATS, pack_states, unpack_states
 from utio_jax.core.documents import sample_batches
 from utio_jax.core.files import versions
-from utio_jax.edge import Cloud, Edge, Link, part_of
-from utio_jax.edge.parts import run_part
-from utio_jax.edge.wire import FORMATS, pack_states, unpack_states
 from utio_jax.models.training.corpus import Split, standard_library
 from utio_jax.policies import Boundary, never_stops, random_depths
 
@@ -233,10 +233,6 @@ def speed(
         **{f"softmax_gap, {x}, float16": (sure(x), {"states": "float16"}) for x in SHARES},
         f"softmax_gap, {middle}, float32": (sure(middle), {"states": "float32"}),
         f"softmax_gap, {middle}, int8": (sure(middle), {"states": "int8"}),
-        f"softmax_gap, {middle}, float16, ahead": (
-            sure(middle),
-            {"states": "float16", "ahead": True},
-        ),
         f"chance, {middle}, float16": (chance, {"states": "float16"}),
     }
     edges = {
@@ -290,13 +286,11 @@ def speed(
                 "asked": round(total("by_cloud") / tokens, 4),
                 "bytes_up": round(total("bytes_up") / tokens, 1),
                 "bytes_down": round(total("bytes_down") / tokens, 1),
-                "messages_up": round(total("messages_up") / tokens, 3),
                 "states_sent": round(total("states_sent") / tokens, 3),
                 "edge_layers": round(total("edge_layers") / tokens, 2),
                 "cloud_layers": round(total("cloud_layers") / tokens, 2),
                 "link_ms": round(_link_ms(total, asked) / tokens, 2),
                 "waited_share": round(total("seconds_waited") / sum(times[name]), 3),
-                "state_error": float(f"{np.mean([r.state_error for r in edge_records]):.3g}"),
                 "same_as_plain": round(float(np.mean(same[name])), 4),
             }
         )
@@ -304,9 +298,9 @@ def speed(
 
 
 def _link_ms(total: Any, asked: argparse.Namespace) -> float:
-    """Returns what the link alone takes where nothing is sent ahead: there and back, and bytes."""
+    """Returns what the link alone takes: there and back, and bytes."""
     sent = (total("bytes_up") + total("bytes_down")) / (asked.mbit * 1e6 / 8)
-    return 2 * asked.latency_ms * total("messages_down") + 1e3 * sent
+    return 2 * asked.latency_ms * total("by_cloud") + 1e3 * sent
 
 
 def _timed(name: str, seconds: list[float], tokens: int) -> dict[str, Any]:

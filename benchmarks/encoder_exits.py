@@ -26,11 +26,9 @@ import optax
 from sklearn.datasets import load_digits
 
 import utio_jax
-from utio_jax.calibration import fit_row_exits
-from utio_jax.calibration.row_exits import row_policy, thresholds_of
-from utio_jax.core.files import flatten, load_tensors, nest, save_tensors, versions
-from utio_jax.models.vision import VisionTransformer, patches_of, vision_config
-from utio_jax.staircase.encoding import (
+from utio_jax.contrib.encoders import fit_row_exits
+from utio_jax.contrib.encoders.row_exits import row_policy, thresholds_of
+from utio_jax.contrib.encoders.rows import (
     Exits,
     RowBlocks,
     encode_rows,
@@ -38,6 +36,8 @@ from utio_jax.staircase.encoding import (
     read_exits,
     score_exits,
 )
+from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
+from utio_jax.core.files import flatten, load_tensors, nest, save_tensors, versions
 
 EXITS = (1, 2, 3, 4, 6)
 DEEP = vision_config(

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from side_by_side import peer_row, recording
 
 from utio_jax import models
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.timing import time_programs
 from utio_jax.core.arrays import next_token_nll
 from utio_jax.decoding.generate import generate
 from utio_jax.staircase.score import full_depth, run_score

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import utio_jax
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.gates import GATE_TOKENS, SignalFitter, gate_windows
 from utio_jax.calibration.studies import (
     collect,

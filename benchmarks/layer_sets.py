@@ -26,15 +26,20 @@ import numpy as np
 
 import utio_jax
 from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
-from utio_jax.calibration.layer_sets import fit_prompt_sets
 from utio_jax.calibration.studies import study_exits
+from utio_jax.contrib.layer_skipping import LayerSets, fit_prompt_sets, random_sets, skip_decode
+from utio_jax.contrib.layer_skipping.policies import SetTable
+from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.files import versions
+from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.flops import gate_flops
+from utio_jax.evaluation.quality import Quality
 from utio_jax.models.training.corpus import Split, standard_library
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import given_depths
-from utio_jax.policies.layer_sets import LayerSets, SetTable, random_sets, skip_decode
+from utio_jax.staircase.score import compare_states
 
 ROWS, WIDTH = 16, 512
 
@@ -55,7 +60,7 @@ def without(skipped: tuple[int, ...], depths: tuple[int, ...]) -> LayerSets:
     return LayerSets(signal=signal, thresholds=jnp.full(len(depths) - 1, 0.5), depths=depths)
 
 
-def policies_of(model: Any, count: int) -> Iterator[tuple[str, Policy]]:
+def policies_of(model: Any, count: int) -> Iterator[tuple[str, Policy | LayerSets]]:
     """Yields what is compared, the exits for all tokens apart."""
     depths, key = model.decoder.config.exits, jax.random.key(0)
     spans = list(itertools.pairwise((0, *depths)))
@@ -78,13 +83,36 @@ def policies_of(model: Any, count: int) -> Iterator[tuple[str, Policy]]:
         yield f"depths: {name} at {budget}", model.calibration.policy(name, budget)
 
 
-def routers_of(model: Any, count: int) -> Iterator[tuple[str, Policy]]:
+def routers_of(model: Any, count: int) -> Iterator[tuple[str, LayerSets]]:
     """Yields FiRST's routers, fitted to batches of the calibrate split."""
     batches, _ = batches_of(model, "calibrate", count)
     studies = study_exits(model.decoder, model.params, batches)
     for layers in (10, 13):
         first = fit_prompt_sets(model.decoder, model.params, studies, layers=layers)
         yield f"FiRST, {layers} layers behind the prompt", first
+
+
+def evaluate_sets(
+    model: Any, batches: list[Batch], policy: LayerSets, full: dict[int, Any], observe: Any
+) -> Quality:
+    """Returns what `evaluate` does of a policy of depths; full passes have been kept."""
+    decoder, params, total = model.decoder, model.params, Quality()
+    cost, compare = token_cost(decoder, params), jax.jit(compare_states, static_argnums=0)
+    for number, batch in enumerate(batches):
+        rows = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+        found = run_sets(decoder, params, *rows, policy)
+        compared = compare(decoder, params, *rows, found.x, full[number].x)
+        gates = gate_flops(decoder, params, policy.rule, found.work)
+        total += Quality(
+            tokens=int(batch.lengths.sum()),
+            predicted=int(np.maximum(batch.lengths - 1, 0).sum()),
+            nll=float(np.sum(compared.nll, dtype=np.float64)),
+            nll_full=float(np.sum(compared.nll_full, dtype=np.float64)),
+            flops=pass_flops(cost, found.work, gates=gates),
+            flops_full=pass_flops(cost, full[number].work),
+        )
+        observe("", batch, compared, np.asarray(found.depths))
+    return total
 
 
 def main() -> None:
@@ -101,7 +129,7 @@ def main() -> None:
     of_token = np.zeros(document.max() + 1)
     kept: dict[int, Any] = {}
 
-    def read(name: str, policy: Policy) -> tuple[Any, DocumentSums]:
+    def read(name: str, policy: Policy | LayerSets) -> tuple[Any, DocumentSums]:
         nll, paid = np.zeros_like(of_token), np.zeros_like(of_token)
 
         def observe(_: str, batch: Batch, found: Any, ran: np.ndarray) -> None:
@@ -111,9 +139,12 @@ def main() -> None:
             np.add.at(paid, where, ran[rows].sum(axis=1))
 
         decoder, params = model.decoder, model.params
-        quality = evaluate(
-            decoder, params, batches, {name: policy}, observe=observe, full_passes=kept
-        )[name]
+        if isinstance(policy, LayerSets):
+            quality = evaluate_sets(model, batches, policy, kept, observe)
+        else:
+            quality = evaluate(
+                decoder, params, batches, {name: policy}, observe=observe, full_passes=kept
+            )[name]
         return quality, DocumentSums(nll=nll, flops=quality.flops * paid / paid.sum())
 
     exits = [

@@ -110,7 +110,7 @@ def add_losses(
     rows: int,
 ) -> None:
     """Adds the loss behind prompts over full depth's, and what reading them costs."""
-    cut = rows_of(documents, prompt_tokens=prompt, continuation=_FOLLOWING, count=rows)
+    cut, document_of = rows_of(documents, prompt_tokens=prompt, continuation=_FOLLOWING, count=rows)
     batch = max(1, min(8, 4096 // prompt))
     read = prompt_rows(cut, prompt_tokens=prompt, batch=batch, decoder=decoder)
     full = continuation_losses(decoder, params, read, None)
@@ -120,10 +120,11 @@ def add_losses(
         if choice is None:
             continue
         mine = continuation_losses(decoder, params, read, choice)
+        interval = increase_interval(mine, full, document_of)
         ratio = prompt_flops_ratio(decoder, params, read, choice, batches=1)
         row |= {
             "nll_increase_pct": round(100 * float(mine.sum() / full.sum() - 1), 3),
-            "interval": [round(each, 3) for each in increase_interval(mine, full)],
+            "interval": None if interval is None else [round(each, 3) for each in interval],
             "prompt_flops_ratio": round(ratio, 3),
         }
 

@@ -27,9 +27,9 @@ import numpy as np
 from scipy import stats
 
 import utio_jax
-from utio_jax.calibration.selection import FittedSelect, Query, fit_select, replay, see_all
+from utio_jax.contrib.select.fitting import FittedSelect, Query, fit_select, replay, see_all
+from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select
 from utio_jax.core.files import versions
-from utio_jax.decoding.select import Select, read_context, row_flops, select
 from utio_jax.models.training.corpus import Split, standard_library
 
 TOKENS, CONTEXT = 16, 128

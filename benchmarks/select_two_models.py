@@ -23,10 +23,10 @@ import numpy as np
 from select_one_of_64 import CONTEXT, TOKENS, best, queries_of, share
 
 import utio_jax
-from utio_jax.calibration.risk import control
-from utio_jax.calibration.selection import Query, half_of, replay, see_all
+from utio_jax.calibration.guarantee import fit_with_guarantee, half_of
+from utio_jax.contrib.select.fitting import Query, replay, see_all
+from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select, survivors
 from utio_jax.core.files import versions
-from utio_jax.decoding.select import Select, read_context, row_flops, select, survivors
 from utio_jax.models.training.corpus import Split
 
 ALL = Select(depths=(), margins=np.zeros(0, np.float32))
@@ -148,12 +148,7 @@ def main() -> None:
     limit = int(np.ceil(2 * options.max_disagreement * fits.sum())) + 1
     margins = ladder_of(seen[fits], limit)
     lost = np.stack([replay(seen[~fits], np.asarray([margin]))[1] for margin in margins])
-    found = control(
-        lost.astype(np.float64),
-        max_risk=options.max_disagreement,
-        confidence=0.95,
-        binary=True,
-    )
+    found = fit_with_guarantee(lost, max_risk=options.max_disagreement, confidence=0.95)
     queries, truths, _, tables = scored("test", options.test)
     seen = np.stack([tables["small"], tables["large"]], axis=1)
     sizes = widths_of(options.rows)

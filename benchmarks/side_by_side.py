@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from utio_jax.benchmark.environment import describe
-from utio_jax.benchmark.results import Recorder
-from utio_jax.benchmark.rows import Bench, timed
-from utio_jax.benchmark.schema import Row, rounded
-from utio_jax.benchmark.timing import Timing
+from utio_jax.bench.environment import describe
+from utio_jax.bench.results import Recorder
+from utio_jax.bench.rows import Row, rounded, timed
+from utio_jax.bench.timing import Timing
 
 
 def peer_row(  # noqa: PLR0913 (options, each named)
@@ -62,9 +61,7 @@ def peer_row(  # noqa: PLR0913 (options, each named)
         fallbacks=dict(fallbacks or {}),
         ledger=found,
     )
-    bench = Bench(rounds=len(times[method].seconds), environment={})
-    against = times[baseline]
-    return timed(row, times[method], bench, against=against, calls=calls, tokens=tokens)
+    return timed(row, times[method], against=times[baseline], calls=calls, tokens=tokens)
 
 
 @contextmanager

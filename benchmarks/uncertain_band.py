@@ -26,7 +26,7 @@ import numpy as np
 from scipy import stats
 
 import utio_jax
-from utio_jax.calibration.bands import FittedBand, fit_band, row_losses, stops_of
+from utio_jax.contrib.filter.fitting import FittedBand, fit_band, row_losses, stops_of
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import versions
 from utio_jax.core.flops import pass_flops, token_cost

@@ -61,16 +61,13 @@ ROOMS = {
     "policies": "Which tokens go deeper",
     "staircase": "One pass with a depth per token",
     "decoding": "New tokens",
-    "accounting": "What it cost",
-    "edge": "A model in two processes",
     "engine": "Continuous batching",
     "cluster": "Corpora over machines",
     "evaluation": "Quality on text",
     "calibration": "Fitting and proving",
     "models": "Model families and checkpoints",
-    "benchmark": "Measuring",
     "serving": "Models over HTTP",
-    "report": "Saying what was measured",
+    "bench": "Measuring, and saying what was measured",
 }
 
 

@@ -16,8 +16,8 @@ import json
 import sys
 from pathlib import Path
 
-from utio_jax.accounting.controls import PlainControl, PlainControls, load_controls, save_controls
 from utio_jax.core.flops import depth_flops, token_cost
+from utio_jax.evaluation.controls import PlainControl, PlainControls, load_controls, save_controls
 from utio_jax.models.checkpoint import load
 from utio_jax.models.tokenizer import encode_documents
 from utio_jax.models.training.recipe import bits_of_test_split

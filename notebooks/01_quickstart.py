@@ -228,7 +228,7 @@ plt.show()
 from functools import partial
 
 from utio_jax import full_depth, uniform
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.timing import time_programs
 from utio_jax.core.documents import sample_batches
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.staircase.score import run_score, score_dense

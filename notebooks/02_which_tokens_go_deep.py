@@ -29,8 +29,8 @@ from tqdm.auto import tqdm
 
 import utio_jax
 from utio_jax import score
+from utio_jax.bench.plots import plot_depths, plot_margins, plot_pareto
 from utio_jax.models import load
-from utio_jax.report.plots import plot_depths, plot_margins, plot_pareto
 from utio_jax.staircase import buckets
 
 # %matplotlib inline
@@ -262,8 +262,8 @@ plt.show()
 # Intervals come from drawing the documents again (bootstrap): few documents, wide intervals.
 
 # %%
-from utio_jax.accounting.ledger import uniform_hull
 from utio_jax.calibration.compare import compare
+from utio_jax.evaluation.ledger import uniform_hull
 
 shallow = load(exits=(8, 10, 12, 16))  # The same model; these exits are enough here.
 few = dataclasses.replace(

@@ -367,10 +367,10 @@ plt.show()
 # one, as both read all weights once.
 
 # %%
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.plots import plot_depths
+from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.report.plots import plot_depths
 
 prompt = "def count_words(path):\n    "
 (start,) = trained.encode([prompt])

@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm.auto import tqdm
 
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import sample_batches
 from utio_jax.decoding.base import Plain

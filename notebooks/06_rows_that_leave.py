@@ -18,13 +18,13 @@ import optax
 from tqdm.auto import tqdm
 
 import utio_jax
-from utio_jax import Entropy, UncertainBand, encode_rows
-from utio_jax.calibration import fit_band, fit_row_exits, row_losses
+from utio_jax import Entropy
+from utio_jax.contrib.encoders import encode_rows, fit_row_exits, read_exits
+from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
+from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
+from utio_jax.contrib.select import Select, read_context, select
 from utio_jax.core.documents import Batch
-from utio_jax.decoding import Select, read_context, select
-from utio_jax.models import VisionTransformer, patches_of, vision_config
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.staircase import read_exits
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
@@ -227,5 +227,5 @@ plt.show()
 # %% [markdown]
 # All three save where most rows are easy. Asking is not free: a vocabulary head at a boundary may
 # cost as much as a layer, so few exits are better than many. What a row that stays comes out as is
-# full depth's. Guides: [select](../docs/select.md), [filter](../docs/filter.md),
-# [encoders](../docs/encoders.md).
+# full depth's. Guides: [select](../docs/contrib/select.md), [filter](../docs/contrib/filter.md),
+# [encoders](../docs/contrib/encoders.md).

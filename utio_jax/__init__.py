@@ -12,7 +12,6 @@ The functions below it take a decoder and its parameters, whatever made them, an
 
     utio_jax.score(decoder, params, token_ids, lengths, policy)      # one pass, a depth per token
     utio_jax.generate(decoder, params, prompts, mode=Adaptive(policy=policy))
-    utio_jax.encode_rows(encoder, params, inputs, lengths, policy)   # encoders: rows leave early
     utio_jax.bucket_tokens, utio_jax.run_buckets                     # independent items
 
 Axes, everywhere: `batch` rows; `token` along a row, in text order; `slot` a place in a packed
@@ -27,15 +26,12 @@ What is listed here, and in the `__init__` of each room, is public and covered b
 from importlib import metadata as _metadata
 from typing import TYPE_CHECKING, Any
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.history import History
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import compare
-from utio_jax.calibration.online import adapt
 from utio_jax.core.decoder import Decoder, DecoderConfig
 from utio_jax.core.documents import check_tokens
-from utio_jax.core.encoder import Classifier, Encoder
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate, stream
@@ -44,7 +40,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Temperature, TopP
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.evaluation.evaluate import evaluate, score_documents
-from utio_jax.policies.bands import UncertainBand
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 from utio_jax.policies.importance import (
@@ -75,10 +71,9 @@ from utio_jax.staircase.buckets import (
     run_buckets,
 )
 from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
-from utio_jax.staircase.encoding import encode_rows, encode_tokens
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import dense_states, reference_layer_sets, reference_states
+from utio_jax.staircase.reference import dense_states, reference_states
 from utio_jax.staircase.score import Scores, exit_nll, full_depth, score
 from utio_jax.staircase.sparse import SparseAttention
 
@@ -95,11 +90,9 @@ __all__ = [
     "CandidateGates",
     "CapacityPrefix",
     "Chance",
-    "Classifier",
     "Decoder",
     "DecoderConfig",
     "DepthFloor",
-    "Encoder",
     "Entropy",
     "Greedy",
     "Hazard",
@@ -132,10 +125,8 @@ __all__ = [
     "Throttle",
     "TokenSurrogate",
     "TopP",
-    "UncertainBand",
     "UtioSurrogate",
     "__version__",
-    "adapt",
     "assign_buckets",
     "attention_heat",
     "bucket_tokens",
@@ -144,8 +135,6 @@ __all__ = [
     "compare",
     "dense_states",
     "embedding_outlier",
-    "encode_rows",
-    "encode_tokens",
     "evaluate",
     "exit_nll",
     "fit_capacities",
@@ -155,7 +144,6 @@ __all__ = [
     "load",
     "predictive_entropy",
     "random_depths",
-    "reference_layer_sets",
     "reference_states",
     "run_buckets",
     "score",
@@ -166,6 +154,10 @@ __all__ = [
     "surrogate_table",
     "uniform",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "Any"})
 
 
 def __getattr__(name: str) -> Any:

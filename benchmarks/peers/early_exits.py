@@ -34,7 +34,7 @@ from TIDE.config import TIDEConfig
 from TIDE.router import RouterCheckpoint
 
 from utio_jax import models
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import generate

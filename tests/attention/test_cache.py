@@ -13,7 +13,9 @@ import pytest
 from helpers.counting import Counting, read_counts
 
 from utio_jax.attention.cache import bytes_per_slot, fill, init_cache, key_widths, read, write
-from utio_jax.decoding.segments import block_at, decode_step, prefill, project_frozen, run_segment
+from utio_jax.decoding.segments import block_at, decode_step, prefill, run_segment
+from utio_jax.staircase.base import Tokens
+from utio_jax.staircase.frozen import Propagate
 from utio_jax.staircase.reference import dense_states
 
 LENGTHS = np.array([3, 7, 1], np.int32)
@@ -156,7 +158,6 @@ def test_packed_rows_run_as_they_do_among_all(tiny, filled, shown):
     if shown:  # Of each row something else is hidden.
         seen = jnp.full((3, 16), 4, jnp.int32).at[jnp.arange(3), jnp.arange(3) % 2].set(2)
     segment = jax.jit(run_segment, static_argnums=0, static_argnames="width")
-    project = jax.jit(project_frozen, static_argnums=0)
 
     def run(rows):
         every = jnp.arange(3) if rows is None else rows
@@ -166,7 +167,6 @@ def test_packed_rows_run_as_they_do_among_all(tiny, filled, shown):
         states, after = segment(
             decoder, tiny.params, cache, x[every], block, **where, width=12, shown=seen
         )
-        after = project(decoder, tiny.params, after, states, block, start=3, stop=4)
         return states, after, read_counts()
 
     read_counts()
@@ -179,21 +179,22 @@ def test_packed_rows_run_as_they_do_among_all(tiny, filled, shown):
         np.testing.assert_allclose(found[:, rows[:2]], wanted[:, rows[:2]], atol=1e-5)
         np.testing.assert_array_equal(found[:, 1], before[:, 1])
         assert np.any(wanted[:, 1] != before[:, 1])
-    assert counts == packed_counts == {"queries": 2 * 6, "finish_layer": 2 * 6, "keys_values": 18}
+    assert counts == packed_counts == {"queries": 2 * 6, "finish_layer": 2 * 6, "keys_values": 12}
     two, _, counts = run(rows[:2])
     np.testing.assert_allclose(two, packed[:2], atol=1e-6)
-    assert counts == {"queries": 2 * 4, "finish_layer": 2 * 4, "keys_values": 3 * 4}
+    assert counts == {"queries": 2 * 4, "finish_layer": 2 * 4, "keys_values": 2 * 4}
 
 
 def test_frozen_states_project_their_keys_and_values(tiny, cache):
     positions = jnp.array([[4], [0], [9]])
-    block = block_at(tiny.decoder, positions, jnp.array([[True], [False], [True]]))
-    x = tiny.decoder.embed(tiny.params, tiny.tokens(3, 1), positions)
-    after = jax.jit(project_frozen, static_argnums=0)(
-        tiny.decoder, tiny.params, cache, x, block, start=2, stop=4
-    )
+    ids, real = tiny.tokens(3, 1), jnp.array([[True], [False], [True]])
+    tokens = Tokens.at(tiny.decoder, tiny.params, ids, positions, real)
+    end = jax.jit(Propagate().end, static_argnums=0, static_argnames="bounds")
+    where = {"start": jnp.int32(2), "bounds": (1, 4)}
+    after, projected = end(tiny.decoder, tiny.params, tokens, cache, **where)
+    assert projected == 2
     layer = jax.tree.map(lambda leaf: leaf[3], tiny.decoder.layers(tiny.params))
-    keys, values = tiny.decoder.keys_values(layer, x, block.places)
+    keys, values = tiny.decoder.keys_values(layer, tokens.x, tokens.places)
     np.testing.assert_allclose(after.keys[3, 0, 4], keys[0, 0], atol=1e-5)
     np.testing.assert_allclose(after.values[3, 2, 9], values[2, 0], atol=1e-5)
     assert not np.any(after.keys[:2])

@@ -43,6 +43,7 @@ from utio_jax.calibration.studies import (
 from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
 from utio_jax.core.arrays import normalise
 from utio_jax.core.documents import Batch
+from utio_jax.core.files import hash_file, load_tensors, save_tensors
 from utio_jax.core.lens import Wrapped
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies.signals import DepthTable
@@ -536,13 +537,40 @@ def test_misshaped_gates_are_named(
         load_calibration(tmp_path, model_sha256="b")
 
 
+def test_altered_exits_and_names_that_clash_are_refused(tmp_path: Path) -> None:
+    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    signal = Learned(gates=gates(), exits=(1, 2), name="learned")
+    Calibration(
+        entries={"learned": {0.5: entry}},
+        signals={"learned": signal},
+        info={"model_sha256": "b"},
+    ).save(tmp_path)
+    stored = json.loads((tmp_path / "policies.json").read_text())
+    for exits in ([2, 3], [2, 1], [1.5, 2], "12", [None, 1]):
+        stored["signals"]["learned"]["exits"] = exits
+        (tmp_path / "policies.json").write_text(json.dumps(stored))
+        with pytest.raises(ValueError, match="They do not fit each other"):
+            load_calibration(tmp_path, model_sha256="b")
+    stored["signals"]["learned"]["exits"] = [1, 2]
+    weights = tmp_path / "policies.safetensors"
+    good = load_tensors(weights)
+    for name in ("learned", "learned.gates", "learned.gates.output.more"):
+        save_tensors(weights, {**good, name: np.zeros(1, np.float32)})
+        (tmp_path / "policies.json").write_text(
+            json.dumps({**stored, "weights_sha256": hash_file(weights)})
+        )
+        with pytest.raises(ValueError, match="arrays by paths of their own. Got learned"):
+            load_calibration(tmp_path, model_sha256="b")
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
         ({"thresholds": ["0.5"]}, "Wanted a number for each but the last"),
         ({"thresholds": [math.nan]}, "Wanted a number for each but the last"),
         ({"thresholds": []}, "Wanted a number for each but the last"),
-        ({"fractions": [1.0]}, "and one for each as fractions"),
+        ({"fractions": [1.0]}, "a share from 0 to 1 for each as fractions"),
+        ({"fractions": [2.0, -1.0]}, "a share from 0 to 1 for each as fractions"),
         ({"depths": [4, 1]}, "strictly increasing depths"),
     ],
 )

@@ -18,11 +18,11 @@ import pytest
 from helpers.cases import EXECUTOR
 
 from utio_jax import Position
-from utio_jax.accounting.rebatching import RowRates
 from utio_jax.calibration import EngineClock, MaxLoss, advise, calibrate
 from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
+from utio_jax.engine.planning import RowRates
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 # A layer as dear for one row as for two, and dear boundaries: few exits, early ones, pay.

@@ -12,15 +12,14 @@ import pytest
 from helpers import cases
 from helpers.models import gated
 
-from utio_jax.accounting.quality import Quality
 from utio_jax.calibration.bootstrap import DocumentSums
 from utio_jax.calibration.positions import PositionSums, margins_by_position, sums_by_position
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.quality import Quality
 from utio_jax.policies.depth import uniform
-from utio_jax.policies.layer_sets import skip_decode
 
 EDGES, DOCUMENT = (0, 5, 16), np.array([0, 1, 0])
 EXECUTOR = dataclasses.replace(cases.EXECUTOR, key_step=8)  # Early tokens see fewer keys.
@@ -101,12 +100,6 @@ def test_a_lens_is_charged_where_a_token_is_read_through_it(
     assert one > 0
     assert spent[1]["shallow"] - spent[0]["shallow"] == pytest.approx(31 * one)
     assert spent[1]["full"] == pytest.approx(spent[0]["full"])
-
-
-def test_sets_of_layers_are_refused(tiny: Any, batches: list[Batch]) -> None:
-    sets = {"sets": skip_decode((1, 2, 4), most=4, least=2, span=10)}
-    with pytest.raises(ValueError, match=r"Wanted policies under which .* Got .*'sets'"):
-        sums_by_position(tiny.decoder, tiny.params, batches, DOCUMENT, sets, edges=EDGES)
 
 
 def made(nll: list[float], flops: list[float], documents: int = 6) -> PositionSums:

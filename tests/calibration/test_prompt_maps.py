@@ -138,9 +138,10 @@ def test_a_few_documents_are_cut() -> None:
 
 def test_rows_come_from_all_documents_and_do_not_overlap() -> None:
     documents = [np.arange(start, start + 50) for start in range(0, 500, 50)]
-    rows = rows_of(documents, prompt_tokens=8, continuation=2, count=7)
+    rows, document_of = rows_of(documents, prompt_tokens=8, continuation=2, count=7)
     assert len(rows) == 7
     assert len({int(row[0]) // 50 for row in rows}) == 7
+    assert document_of.tolist() == [int(row[0]) // 50 for row in rows]
     assert all(row.size == 10 and row[0] % 10 == 0 for row in rows)
     with pytest.raises(ValueError, match="at least 60 tokens.*Got at most 50.*--prompt-tokens"):
         rows_of(documents, prompt_tokens=50, continuation=10, count=3)
@@ -212,7 +213,25 @@ def test_intervals_hold_the_increase() -> None:
     rng = np.random.default_rng(0)
     full = rng.uniform(50, 150, 40)
     losses = full * (1.02 + 0.01 * rng.normal(size=40))
-    low, high = increase_interval(losses, full)
+    rows = np.arange(40)
+    low, high = increase_interval(losses, full, rows) or (0.0, 0.0)
     assert low < 100 * (losses.sum() / full.sum() - 1) < high
     assert 0.2 < high - low < 1.0
-    assert increase_interval(full, full) == (0.0, 0.0)
+    assert increase_interval(full, full, rows) == (0.0, 0.0)
+
+
+def test_rows_of_few_documents_have_no_interval(tiny: Model) -> None:
+    """Six rows of two documents say no more of other text than two rows do."""
+    losses = np.linspace(1, 2, 6)
+    assert increase_interval(losses, losses + 0.1, np.repeat([0, 1], 3)) is None
+    ids = np.asarray(tiny.tokens(8, 64, seed=2))
+    whole = PromptText(fit=(), calibrate=(ids[0],), test=tuple(ids[1:7]), parts="documents")
+    assert study(tiny, whole, 1e6).test[0].interval is not None
+    for few in (
+        dataclasses.replace(whole, test=tuple(ids[1:5])),
+        dataclasses.replace(whole, parts="parts of documents"),
+    ):
+        found = study(tiny, few, 1e6)
+        assert found.test[0].interval is None
+        assert found.test[0].to_json()["interval"] is None
+        assert "% loss [no interval: fewer than 5 documents] at" in found.verdict

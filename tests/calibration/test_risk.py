@@ -12,13 +12,11 @@ import pytest
 from scipy import stats
 
 from utio_jax.calibration import risk
+from utio_jax.calibration.guarantee import _p_values, fit_with_guarantee, units_needed
 from utio_jax.calibration.risk import (
-    _p_values,
-    control,
     group_near_duplicates,
     risks_of_groups,
     split_documents,
-    units_needed,
 )
 
 REPEATS = 1000
@@ -95,7 +93,7 @@ def test_a_sequence_seldom_ends_beyond_the_bound(draw: Draw) -> None:
     means = np.concatenate([np.linspace(0.001, 0.01, 5), np.linspace(0.0501, 0.053, 15)])
     rng = np.random.default_rng(3)
     chosen = [
-        control(draw(rng, means, 125), max_risk=0.05, confidence=0.9, seed=seed).chosen
+        fit_with_guarantee(draw(rng, means, 125), max_risk=0.05, confidence=0.9, seed=seed).chosen
         for seed in range(REPEATS)
     ]
     violations = sum(means[index] > 0.05 for index in chosen if index is not None)
@@ -105,7 +103,7 @@ def test_a_sequence_seldom_ends_beyond_the_bound(draw: Draw) -> None:
 def test_documents_sorted_by_their_risk_fool_nobody() -> None:
     risks = np.sort(rare_ones(np.random.default_rng(4), np.full(REPEATS, 0.05), 160), axis=1)
     violations = sum(
-        control(row[None], max_risk=0.05, confidence=0.95, seed=seed).chosen is not None
+        fit_with_guarantee(row[None], max_risk=0.05, confidence=0.95, seed=seed).chosen is not None
         for seed, row in enumerate(risks)
     )
     assert violations <= most_violations(0.95)
@@ -115,21 +113,21 @@ def test_the_order_of_bets_comes_from_the_seed() -> None:
     risks = bernoulli(np.random.default_rng(5), np.full(3, 0.3), 80)
     for seed in (0, 7):
         order = np.random.default_rng(seed).permutation(80)
-        found = control(risks, max_risk=0.4, confidence=0.9, seed=seed)
+        found = fit_with_guarantee(risks, max_risk=0.4, confidence=0.9, seed=seed)
         wanted = [slow_p_value(row[order], 0.4) for row in risks]
         np.testing.assert_allclose(found.p_values, wanted, rtol=1e-10)
-    assert found.p_values != control(risks, max_risk=0.4, confidence=0.9).p_values
+    assert found.p_values != fit_with_guarantee(risks, max_risk=0.4, confidence=0.9).p_values
 
 
 def test_testing_stops_at_the_first_candidate_not_rejected() -> None:
     low, high = np.full(100, 0.01), np.full(100, 0.2)
-    found = control(np.stack([low, low, high, low]), max_risk=0.05, confidence=0.95)
+    found = fit_with_guarantee(np.stack([low, low, high, low]), max_risk=0.05, confidence=0.95)
     assert found.chosen == 1
     assert (found.units, found.needed) == (100, 63)
     np.testing.assert_allclose(found.means, [0.01, 0.01, 0.2, 0.01])
     assert found.p_values[3] == found.p_values[1] < 0.05 < found.p_values[2] == 1
-    assert control(np.stack([high, low]), max_risk=0.05, confidence=0.95).chosen is None
-    assert control(np.stack([low, low]), max_risk=0.05, confidence=0.95).chosen == 1
+    assert fit_with_guarantee(np.stack([high, low]), max_risk=0.05, confidence=0.95).chosen is None
+    assert fit_with_guarantee(np.stack([low, low]), max_risk=0.05, confidence=0.95).chosen == 1
 
 
 def test_most_of_the_saving_is_kept() -> None:
@@ -139,7 +137,7 @@ def test_most_of_the_saving_is_kept() -> None:
     for seed in range(200):
         risks = np.minimum(means[:, None] * rng.gamma(4.0, 0.25, 150), 1.0)
         risks = rng.binomial(400, risks) / 400  # A hard document is hard for every candidate.
-        found = control(risks, max_risk=0.05, confidence=0.95, seed=seed)
+        found = fit_with_guarantee(risks, max_risk=0.05, confidence=0.95, seed=seed)
         kept += saving[found.chosen] if found.chosen is not None else 0.0
         passed = [*(hoeffding_bentkus(risks, 0.05) <= 0.05), False].index(False)
         kept_by_others += saving[passed - 1] if passed else 0.0
@@ -154,12 +152,16 @@ def test_what_asks_for_less_chooses_no_less() -> None:
     moved = 0
     for _ in range(20):
         risks = np.sort(bernoulli(rng, np.linspace(0.01, 0.3, 10), 150), axis=0)
-        found = [control(risks, max_risk=r, confidence=0.9) for r in (0.05, 0.1, 0.2, 0.3)]
+        found = [
+            fit_with_guarantee(risks, max_risk=r, confidence=0.9) for r in (0.05, 0.1, 0.2, 0.3)
+        ]
         assert np.all(np.diff([result.p_values for result in found], axis=0) <= 0)
         by_risk = [depth_of[result.chosen] for result in found]
         assert by_risk == sorted(by_risk)
         levels = (0.99, 0.95, 0.9, 0.5)
-        by_level = [depth_of[control(risks, max_risk=0.1, confidence=c).chosen] for c in levels]
+        by_level = [
+            depth_of[fit_with_guarantee(risks, max_risk=0.1, confidence=c).chosen] for c in levels
+        ]
         assert by_level == sorted(by_level)
         moved += (by_risk[0] < by_risk[-1]) + (by_level[0] < by_level[-1])
     assert moved > 20
@@ -174,7 +176,12 @@ def test_one_unit_less_than_needed_could_prove_nothing(max_risk: float, confiden
         assert rejected.index(True) + 1 == needed
     else:
         assert not any(rejected)
-        assert control(np.zeros((1, needed)), max_risk=max_risk, confidence=confidence).chosen == 0
+        assert (
+            fit_with_guarantee(
+                np.zeros((1, needed)), max_risk=max_risk, confidence=confidence
+            ).chosen
+            == 0
+        )
 
 
 @pytest.mark.parametrize("looks", [2, 5])
@@ -182,9 +189,9 @@ def test_several_policies_need_the_units_of_a_higher_confidence(looks: int) -> N
     needed = units_needed(0.05, 0.9, looks)
     assert needed == units_needed(0.05, 1 - 0.1 / looks) > units_needed(0.05, 0.9)
     best = np.zeros((1, needed))
-    assert control(best, max_risk=0.05, confidence=0.9, looks=looks).chosen == 0
+    assert fit_with_guarantee(best, max_risk=0.05, confidence=0.9, looks=looks).chosen == 0
     with pytest.raises(ValueError, match=f"at least {needed} documents .*for each of {looks} pol"):
-        control(best[:, 1:], max_risk=0.05, confidence=0.9, looks=looks)
+        fit_with_guarantee(best[:, 1:], max_risk=0.05, confidence=0.9, looks=looks)
 
 
 def shingles_of(document: np.ndarray) -> set[tuple[int, ...]]:
@@ -291,7 +298,7 @@ def broken_promise(documents: list[np.ndarray], halves: Any, rng: np.random.Gene
     share = {group: 0.0 if group in known else rng.beta(6, 94) for group in set(groups.tolist())}
     risks = np.asarray([share[group] for group in groups.tolist()])[None]
     found = risks_of_groups(risks, np.full(len(rest), 39), groups)
-    return control(found, max_risk=0.05, confidence=0.9).chosen is not None
+    return fit_with_guarantee(found, max_risk=0.05, confidence=0.9).chosen is not None
 
 
 def test_promises_hold_with_copies_in_the_text_only_where_these_stay_on_one_side() -> None:
@@ -321,7 +328,10 @@ def test_the_best_of_several_policies_is_promised_only_where_all_are_at_once(
     for seed in range(repeats):
         risks = rare_ones(rng, np.full(13, 0.0501), 150)
         passed = [
-            control(each[None], max_risk=0.05, confidence=0.9, looks=looks, seed=seed).chosen == 0
+            fit_with_guarantee(
+                each[None], max_risk=0.05, confidence=0.9, looks=looks, seed=seed
+            ).chosen
+            == 0
             for each in risks
         ]
         broken += any(passed)
@@ -373,7 +383,7 @@ def test_a_group_counts_as_its_documents_laid_end_to_end() -> None:
 
 def test_wrong_risks_are_refused() -> None:
     def ask(risks: np.ndarray, max_risk: float = 0.05, confidence: float = 0.95) -> None:
-        control(risks, max_risk=max_risk, confidence=confidence)
+        fit_with_guarantee(risks, max_risk=max_risk, confidence=confidence)
 
     with pytest.raises(ValueError, match="at least 63 documents for max_disagreement=0.05 at con"):
         ask(np.zeros((1, 62)))
@@ -410,3 +420,14 @@ def test_wrong_documents_are_refused() -> None:
             risks_of_groups(risks, tokens, groups)
     with pytest.raises(ValueError, match="at least one token. Document 0 predicts 0"):
         risks_of_groups(np.ones((1, 3)), three, three)
+
+
+def test_errors_are_counted_by_the_binomial_itself() -> None:
+    assert units_needed(0.01, 0.95, binary=True) == 299
+    assert 0.99**299 <= 0.05 < 0.99**298
+    lost_of = np.arange(600) < np.asarray([[0], [2], [9]])
+    found = fit_with_guarantee(lost_of, max_risk=0.02, confidence=0.95)
+    for lost, p_value in zip((0, 2, 9), found.p_values, strict=True):
+        wanted = sum(math.comb(600, k) * 0.02**k * 0.98 ** (600 - k) for k in range(lost + 1))
+        assert p_value == pytest.approx(wanted)
+    assert found.chosen == 1

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from utio_jax import Adaptive, Ledger, Lossless, Plain, uniform
-from utio_jax.accounting.quality import Quality
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.modes import OfDecoding
 from utio_jax.cli.options import check_policy_options, read_token_ids
@@ -20,6 +19,7 @@ from utio_jax.cli.scoring import Scored
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore
+from utio_jax.evaluation.quality import Quality
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 

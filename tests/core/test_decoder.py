@@ -181,13 +181,32 @@ def test_a_config_has_one_exit_unless_it_names_more():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        *(({name: 0}, f"DecoderConfig needs {name} of at least 1. Got {name}=0") for name in SIZES),
+        *(
+            (
+                {name: wrong},
+                f"DecoderConfig needs {name} of at least 1, an int.* Got {name}={wrong}",
+            )
+            for name in SIZES
+            for wrong in (0, 1.5, 64.0, True, float("nan"), float("inf"), 2**31, 10**30)
+        ),
+        ({"eos_ids": (1.7,)}, r"eos_ids of at least 0, a tuple.*Got eos_ids=\(1.7,\)"),
+        ({"eos_ids": (-1,)}, "eos_ids of at least 0"),
+        ({"eos_ids": [3]}, "eos_ids of at least 0"),
+        ({"bos_id": -1}, "bos_id of at least 0"),
+        ({"causal": "no"}, "causal that is True or False. Got causal='no'"),
+        *(
+            ({"attention_softcap": wrong}, "attention_softcap above 0")
+            for wrong in (0.0, -1.0, float("nan"), float("inf"), "30", True)
+        ),
+        ({"windows": (1, -1, 0, 0)}, "windows of at least 0"),
+        ({"windows": (1, 2)}, "windows for each of its 4 layers"),
         ({"num_kv_heads": 2}, "num_kv_heads that divides num_heads=3. Got num_kv_heads=2"),
         ({"exits": (2, 3)}, r"end at num_layers=4. Got depths=\(2, 3\).*depths=\(1, 2, 4\)"),
         ({"exits": (3, 2, 4)}, "strictly increasing"),
         ({"exits": (2, 5)}, "end at num_layers=4"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_config_names_what_is_wrong(change, message):
     with pytest.raises(ValueError, match=message):
         DecoderConfig(**(SIZES | change))

@@ -85,6 +85,39 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
         save_text(os.devnull, "x")
 
 
+def test_what_killed_writers_left_goes_after_a_day(tmp_path: Path) -> None:
+    names = {name: tmp_path / f"a.{name * 16}.partial" for name in "01"}
+    for path in (*names.values(), tmp_path / "ab.0000000000000000.partial"):
+        path.write_text("half")
+        os.utime(path, (0, 0))
+    os.utime(names["1"])  # Another is writing it.
+    save_text(tmp_path / "a", "new")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a", names["1"].name, "ab.0000000000000000.partial"
+    }  # fmt: skip
+
+
+def test_a_file_that_goes_while_it_is_looked_at_is_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: True)
+    save_text(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new"
+
+
+def test_broken_weights_under_the_right_hash_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "owned.json"
+    save_owned(file, {"owner": "me"}, {"x": np.ones(2)})
+    weights = file.with_suffix(".safetensors")
+    weights.write_bytes(weights.read_bytes()[:-3])
+    stored = {**json.loads(file.read_text()), "weights_sha256": files.hash_file(weights)}
+    file.write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="is truncated or corrupt"):
+        load_owned(
+            file, what="it", command="do", model_sha256="me", owner=lambda found: found["owner"]
+        )
+
+
 class Killed(BaseException):
     """Stands for a signal that ends the process."""
 

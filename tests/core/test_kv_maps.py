@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -63,16 +62,6 @@ def test_what_is_saved_comes_back(saved: Path, tiny: Any) -> None:
     assert sorted(path.name for path in saved.parent.iterdir()) == ["maps.json", "maps.safetensors"]
 
 
-def test_a_gate_is_kept_beside_a_map_that_has_one(tmp_path: Path) -> None:
-    maps, gate = maps_of((1, 3)), jax.random.normal(jax.random.key(9), (32,))
-    maps[3] = dataclasses.replace(maps[3], gate=gate, gate_bias=jnp.float32(2))
-    save_kv_maps(tmp_path / "maps.json", maps, info={"model_sha256": SHA})
-    found, _ = load_kv_maps(tmp_path / "maps.json", model_sha256=SHA)
-    assert found[1].gate is None
-    np.testing.assert_array_equal(found[3].gate, gate)
-    assert float(jnp.asarray(found[3].gate_bias)) == 2
-
-
 def test_a_folder_means_its_prompt_json(tmp_path: Path) -> None:
     assert kv_maps_file(tmp_path) == tmp_path / "prompt.json"
     model = tmp_path / "model.gguf"
@@ -102,16 +91,20 @@ def test_another_models_maps_are_refused(saved: Path) -> None:
         lambda tensors: tensors | {"1.kernel": tensors["1.kernel"][:, :-1]},
         lambda tensors: {name: leaf for name, leaf in tensors.items() if name != "3.bias"},
         lambda tensors: tensors | {"2.bias": tensors["1.bias"]},
-        lambda tensors: tensors | {"1.gate": np.ones(32, np.float32)},
-        lambda tensors: (
-            tensors | {"1.gate": np.ones(16, np.float32), "1.gate_bias": np.zeros((), np.float32)}
-        ),
     ],
-    ids=["bias", "kernel", "missing", "unexpected", "half a gate", "gate"],
+    ids=["bias", "kernel", "missing", "unexpected"],
 )
 def test_misshaped_maps_are_refused(saved: Path, change: Any) -> None:
     rewrite(saved, change(load_file(str(saved.with_suffix(".safetensors")))))
     with pytest.raises(ValueError, match=r"a kernel \[dim, layer, 2, kv_head, head_dim\]"):
+        load_kv_maps(saved, model_sha256=SHA)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.complex64])
+def test_maps_of_other_numbers_are_refused(saved: Path, dtype: Any) -> None:
+    tensors = load_file(str(saved.with_suffix(".safetensors")))
+    rewrite(saved, tensors | {"1.bias": tensors["1.bias"].astype(dtype)})
+    with pytest.raises(ValueError, match="floating-point weights in .*Got 1.bias of"):
         load_kv_maps(saved, model_sha256=SHA)
 
 

@@ -18,7 +18,6 @@ from helpers.marks import quick_where
 from helpers.models import Model
 
 from utio_jax import CapacityPrefix, exit_nll, full_depth, given_depths, score, uniform
-from utio_jax.accounting.generation import spent_on
 from utio_jax.calibration.advice import advise, best_drafting
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
@@ -33,6 +32,7 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.generation import spent_on
 from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import Entropy
 

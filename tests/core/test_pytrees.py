@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from utio_jax.core.pytrees import pytree, static
@@ -38,6 +39,12 @@ def test_structures_name_their_class() -> None:
     trees += [Entropy(), MaxProbability(), SoftmaxGap()]
     for first, second in itertools.combinations(map(jax.tree.structure, trees), 2):
         assert first != second
+
+
+def test_arrays_show_as_type_and_shape() -> None:
+    tree = Scaled(value={"a": jnp.ones((2, 3)), "b": [np.zeros(2), 1.5]}, power=3)
+    assert repr(tree) == "Scaled(value={'a': float32[2,3], 'b': [float64[2], 1.5]}, power=3)"
+    assert repr(TopP(0.5)) == "TopP(p=0.5)"
 
 
 def test_static_fields_are_part_of_the_structure_and_others_are_leaves() -> None:

@@ -42,7 +42,6 @@ MODES: dict[str, Any] = {
     "plain": Plain(),
     "propagate": Adaptive(policy=POLICY),
     "drop": Adaptive(policy=POLICY, kv="drop"),
-    "full": Adaptive(policy=POLICY, kv="full", catch_up=4),
     "mapped": Adaptive(policy=POLICY, kv="mapped"),
     "throttled": Adaptive(policy=POLICY, throttle=EASY),
     "lossless": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
@@ -178,7 +177,7 @@ def rows_of(tree: Any) -> list[np.ndarray]:
     return [np.moveaxis(np.array(leaf), axis, 0) for leaf, axis in pairs if axis is not None]
 
 
-@pytest.mark.parametrize("name", ["throttled", "drop", "full"])
+@pytest.mark.parametrize("name", ["throttled", "drop"])
 def test_an_admission_moves_the_fresh_rows_and_nothing_else(name):
     server = Server(name)
     server.admit(REQUESTS[:2], [2, 0])
@@ -216,7 +215,7 @@ def test_released_rows_take_part_in_nothing():
 
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_an_admission_copies_no_cache():
-    server = Server("full", slots=4096)
+    server = Server("drop", slots=4096)
     fresh = server.begin(REQUESTS[:2])
     held, come = (
         sum(leaf.nbytes for leaf in jax.tree.leaves((each.cache, each.memory)))

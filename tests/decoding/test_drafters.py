@@ -14,7 +14,6 @@ import pytest
 from helpers.generation import PROMPTS, SMALL, assert_greedy, lively_model, run
 from helpers.marks import quick_where
 
-from utio_jax.accounting.generation import spent_on
 from utio_jax.core.decoder import reduced_head
 from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, lensed
@@ -22,6 +21,7 @@ from utio_jax.decoding.drafting import NGram, draft_vocabulary
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Temperature
+from utio_jax.evaluation.generation import spent_on
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 

@@ -62,10 +62,10 @@ def test_plain_is_the_full_model(model):
     np.testing.assert_array_equal(plain.heads, [39] * 3)
 
 
-@pytest.mark.parametrize("kv", ["propagate", "drop", "full"])
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_adaptive_is_the_oracle_at_the_decided_depths(model, kv):
     table = depth_table(DEPTHS, shape=(3, 64))
-    mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, catch_up=4)
+    mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv)
     result = run(model, mode=mode, lengths=CROSSING)
     for row, prompt in enumerate(PROMPTS):
         used = np.asarray(table)[row, len(prompt) : len(prompt) + 39]
@@ -91,16 +91,6 @@ def test_a_segment_is_skipped_where_no_row_needs_it(model):
     np.testing.assert_array_equal(result.frozen_layers, [(4 - executed[1:]).sum()] * 3)
 
 
-def test_catching_up_runs_every_layer_of_every_token_once(model):
-    table = np.ones((1, 64), np.int32)
-    table[0, [8, 17, 30]] = 4  # After runs of 5, 8 and 12 shallow tokens.
-    policy = DepthAt(table=jnp.asarray(table), depths=DEPTHS)
-    result = run(model, PROMPTS[:1], mode=Adaptive(policy=policy, kv="full", catch_up=4))
-    assert_greedy(model, result, PROMPTS[:1], kv="full")
-    # 39 tokens run layer 0. At 8, 17 and 30 blocks of 4 catch up 6, 9 and 13 tokens in 3 layers.
-    assert result.token_layers[0] == 39 + (2 + 3 + 4) * 4 * 3
-
-
 def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
     result = run(model, mode=Adaptive(policy=SurePasses(threshold=0.2, depths=DEPTHS)))
     assert_greedy(model, result, kv="propagate")
@@ -121,8 +111,8 @@ def test_uniform_truncates_the_model(model):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mode",
-    [Plain(), Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="full")],
-    ids=["plain", "full"],
+    [Plain(), Adaptive(policy=random_policy(0.5, 0.2, 0.3))],
+    ids=["plain", "adaptive"],
 )
 def test_rows_do_not_feel_their_batch(model, mode):
     sampling = Chain((Temperature(0.9), TopP(0.95)))
@@ -282,9 +272,7 @@ def test_an_abandoned_stream_breaks_nothing(model, plain):
     "mode",
     [
         Plain(),
-        pytest.param(
-            Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="full"), marks=pytest.mark.slow
-        ),
+        pytest.param(Adaptive(policy=random_policy(0.5, 0.2, 0.3)), marks=pytest.mark.slow),
     ],
     ids=["plain", "adaptive"],
 )
@@ -342,7 +330,7 @@ def test_steps_read_fewer_keys_once_the_longest_row_has_ended(model):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
-@pytest.mark.parametrize("kv", ["propagate", "drop", "full"])
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_the_cache_is_never_copied(model, kv):
     # One large cache: a copy of it, or of half of it, would show in the temporaries.
     mode = Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv=kv)
@@ -429,8 +417,18 @@ ERRORS = {
     "stops of one": ({"stop_sequences": [[[1]]]}, "stop_sequences for all.*each of the 3. Got .*1"),
     "ends of some": ({"eos_ids": [[1], 2, [3]]}, "eos_ids for all.*Got .*2"),
     "empty stop of one": ({"stop_sequences": [[], [[]], []]}, "at least one token"),
+    "fractional number": ({"max_new_tokens": 2.0}, "an integer. Got max_new_tokens=2.0"),
+    "long seed": ({"seeds": 2**70}, "at most 64 bits. Got 1180591620717411303424"),
+    "fractional seed": ({"seeds": 0.5}, "seeds as integers"),
+    "no sampling": ({"sampling": 0.7}, "Wanted a sampling method. Got 0.7"),
     "booleans": ({"prompts": [[True, False]]}, "prompt 0 as a list of integer token ids"),
 }
+
+
+def test_seeds_wrap_around_and_no_stops_of_each_row_are_none(model):
+    plain, again = run(model, seeds=[5, 6, 7]), run(model, seeds=5 - 2**32, stop_sequences=[[]] * 3)
+    for mine, theirs in zip(plain.token_ids, again.token_ids, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -448,10 +446,9 @@ def test_modes_that_do_not_fit_are_refused(model):
         run(model, mode=Adaptive(policy=given))
     with pytest.raises(ValueError, match="4 layers"):
         run(model, mode=Adaptive(policy=uniform(5)))
-    with pytest.raises(ValueError, match="one of 'propagate'"):
-        Adaptive(policy=uniform(2), kv="zeros")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="catch_up of at least 1"):
-        Adaptive(policy=uniform(2), catch_up=0)
+    for kv in ("zeros", "full"):
+        with pytest.raises(ValueError, match=f"one of 'propagate', .*'mapped'. Got kv='{kv}'"):
+            Adaptive(policy=uniform(2), kv=kv)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="prompt_step=0"):
         Lengths(prompt_step=0)
     with pytest.raises(ValueError, match="at least one token"):

@@ -21,7 +21,6 @@ from helpers.generation import (
 )
 
 from utio_jax import CapacityPrefix, History, SparseAttention, staircase
-from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.flops import token_cost
@@ -31,6 +30,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
+from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.policies.depth import never_stops, uniform
 from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -146,11 +146,12 @@ def test_new_thresholds_compile_nothing(count_compiles: Any) -> None:
 
 
 def test_the_faster_full_depth_program_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = lively_model().decoder
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert fastest_prefill(1, 448) is None
-    assert fastest_prefill(8, 448) == Prefill()
+    assert fastest_prefill(decoder, 1, 448, kv="propagate") is None
+    assert fastest_prefill(decoder, 8, 448, kv="propagate") == Prefill()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert fastest_prefill(8, 448) is None
+    assert fastest_prefill(decoder, 8, 448, kv="propagate") is None
     monkeypatch.undo()
     assert plain_run().prompt_work is None
     assert all((depths == 4).all() for depths in plain_run().prompt_depths)
@@ -201,9 +202,8 @@ def test_what_it_cost() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     model, policy = lively_model(), uniform(2)
-    for mode in (Lossless(exit=2), Adaptive(policy=never_stops(DEPTHS), kv="full")):
-        with pytest.raises(ValueError, match='a mode with kv="full", which promises'):
-            run(model, mode=mode, prefill=Prefill(policy=policy))
+    with pytest.raises(ValueError, match="a mode whose keys and values are the full"):
+        run(model, mode=Lossless(exit=2), prefill=Prefill(policy=policy))
     with pytest.raises(ValueError, match="depths within the model's 4 layers"):
         run(model, prefill=Prefill(policy=uniform(9)))
     unfit = Prefill(policy=uniform(4), attention=half_sparse(segments=3))

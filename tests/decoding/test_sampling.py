@@ -250,6 +250,10 @@ numbers: Any = np  # The types of arguments say Python's numbers; others come al
         (lambda: TopP(numbers.float32(0)), "Got 0"),
         (lambda: TopK(numbers.int64(0)), "Got 0"),
         (lambda: TopK(0), "Got 0"),
+        (lambda: TopK(numbers.float64(1.5)), "an integer. Got .*1.5"),
+        (lambda: check_sampling(numbers.float64(0.7), rows=2), r"Got .*0.7.*Temperature\(0.7\)"),
+        (lambda: check_sampling([Greedy(), numbers.float64(0.7)], rows=2), "sampling method. Got"),
+        (lambda: check_sampling(numbers.ndarray, rows=2), "sampling method. Got <class"),
         (lambda: TopP(0.0), "Got 0"),
         (lambda: TopP(1.5), "at most 1. Got 1.5"),
         (lambda: MinP(-0.1), "Got -0.1"),
@@ -296,6 +300,27 @@ def test_at_the_lowest_temperatures_only_the_most_probable_token_is_left(value):
     np.testing.assert_allclose(
         np.exp(found), wanted / wanted.sum(axis=-1, keepdims=True), atol=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("method", "kept"),
+    [
+        (TopP(1e-38), [1]),
+        (TopP(1e-40), [1]),
+        (TopP(1e-320), [1]),
+        (MinP(1e-320), [0, 1, 2, 3, 4]),
+        (Chain((TopK(2), Temperature(3e38))), [1, 4]),
+        (Chain((TopK(2), Temperature(np.inf))), [1, 4]),
+    ],
+)
+def test_numbers_that_float32_rounds_keep_the_right_tokens(method, kept):
+    # Alone, as an argument of jit, and as one row of several.
+    rows = [jax.jit(lambda method: method(LOGITS))(method), method(LOGITS)]
+    if not isinstance(method, Chain):
+        rows.append(PerRowSampling.of([method, Temperature(1.0)])(jnp.repeat(LOGITS, 2, axis=0)))
+    for found in rows:
+        probabilities = np.asarray(jax.nn.softmax(found[0]))
+        np.testing.assert_array_equal(np.flatnonzero(probabilities), kept)
 
 
 def test_most_probable_is_the_first_of_the_largest_and_always_a_token():

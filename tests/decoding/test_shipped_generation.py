@@ -17,13 +17,13 @@ import pytest
 from helpers.generation import PROMPTS, lively_model, run
 
 from utio_jax import models
-from utio_jax.accounting.generation import read_emitted
-from utio_jax.benchmark.decoding import middles, repetition
+from utio_jax.bench.decoding import middles, repetition
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
+from utio_jax.evaluation.generation import read_emitted
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies.depth import uniform
 
@@ -120,7 +120,7 @@ def test_memory_stays_flat_over_a_thousand_batches(capsys: pytest.CaptureFixture
     modes = [
         Plain(),
         Lossless(exit=2, max_draft=3),
-        Adaptive(policy=uniform(2), kv="full"),
+        Adaptive(policy=uniform(2), kv="drop"),
         Adaptive(policy=uniform(2)),
     ]
 

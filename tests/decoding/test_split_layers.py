@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -29,7 +31,6 @@ MODES: dict[str, Any] = {
     "plain": lambda model: Plain(),
     "propagate": lambda model: Adaptive(policy=gated(model)),
     "drop": lambda model: Adaptive(policy=gated(model), kv="drop"),
-    "full": lambda model: Adaptive(policy=gated(model), kv="full"),
     "lossless": lambda model: Lossless(exit=2),
     "copies": lambda model: Lossless(drafter="ngram", max_draft=3),
 }
@@ -46,6 +47,28 @@ def test_tokens_and_costs_are_the_stacks(name: str, monkeypatch: pytest.MonkeyPa
     for field in ("token_ids", "decided", "executed", "token_layers", "frozen_layers", "heads"):
         for mine, theirs in zip(getattr(apart, field), getattr(stacked, field), strict=True):
             np.testing.assert_array_equal(mine, theirs, err_msg=field)
+
+
+def test_two_rotations_are_split_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rotation a layer takes (Gemma 3) is no parameter, and made anew at every call."""
+    monkeypatch.setattr(layers_module, "_SMALL", 0)
+    decoder = Transformer(dataclasses.replace(TINY, windows=(4, 0, 4, 0), local_rope_theta=100.0))
+    other = Transformer(dataclasses.replace(TINY, windows=(0, 4, 4, 0), local_rope_theta=100.0))
+    params = decoder.init(jax.random.key(0))
+    known = len(layers_module._split)
+    first = split_layers(decoder, params)
+    registry: Any = vars(weakref.finalize)["_registry"]
+    finalizers = len(registry)
+    assert split_layers(decoder, params) is first
+    assert len(registry) == finalizers
+    theirs = split_layers(other, params)
+    assert first is not None
+    assert theirs is not None
+    assert [bool(layer["is_local"]) for layer in first] == [True, False, True, False]
+    assert [bool(layer["is_local"]) for layer in theirs] == [False, True, True, False]
+    del params, first, theirs
+    gc.collect()
+    assert len(layers_module._split) == known
 
 
 @pytest.mark.parametrize(

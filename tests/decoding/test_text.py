@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from helpers.generation import PROMPTS, SMALL, lively_model, plain_run
 
+from utio_jax.bench.terminal import depth_legend, depth_text
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.text import generate_text, generate_until, new_text, pieces_of, read_text
-from utio_jax.report.terminal import depth_legend, depth_text
 
 OPTIONS = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
 

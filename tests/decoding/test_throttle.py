@@ -16,7 +16,6 @@ from helpers.generation import PROMPTS, DepthAt, depth_table, lively_model, plai
 from helpers.models import live_params
 from helpers.policies import SurePasses
 
-from utio_jax.accounting.generation import generation_ledger
 from utio_jax.attention.cache import init_cache, write
 from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.products import NOWHERE, attend
@@ -24,16 +23,19 @@ from utio_jax.attention.views import place_of, places_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.rows import ThrottledRows
 from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.segments import block_at, run_layers
 from utio_jax.decoding.state import stop_rules
-from utio_jax.decoding.throttle import Throttle
+from utio_jax.decoding.throttle import Throttle, ThrottlePacking
 from utio_jax.decoding.throttle_attention import open_view, run_throttled
+from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds
 from utio_jax.policies.depth import Thresholded, never_stops, random_depths, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase
+from utio_jax.staircase.exit_head import Model
 
 DEPTHS = (1, 2, 4)
 HISTORY = History(recent=9, sinks=2)
@@ -135,11 +137,9 @@ def reference(
             if layer in DEPTHS:
                 segment = DEPTHS.index(layer) + 1
                 is_low = fresh and low(scores[segment - 1, position], segment)
-                if mode.kv == "full":
-                    is_low = False
             q, k, v = (np.asarray(y)[0] for y in before(params, layer, jnp.asarray(source), now))
             keys[layer, position], values[layer, position] = k, v
-            runs = layer < depth or mode.kv == "full"
+            runs = layer < depth
             if not runs and mode.kv == "propagate":
                 continue
             hidden = (shown <= layer) & (everywhere != position) & (mode.kv == "drop")
@@ -165,7 +165,6 @@ def reference(
 MODES = {
     "propagate": ("propagate", throttle()),
     "drop": ("drop", throttle()),
-    "full": ("full", throttle()),
     "all throttled": ("propagate", throttle(ALWAYS)),
     "dense first": ("propagate", throttle(jnp.array([-jnp.inf, 0.7, 0.7]))),
 }
@@ -175,15 +174,15 @@ MODES = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("propagate", "drop", "full"),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in [*MODES][3:]),
+        *("propagate", "drop"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in [*MODES][2:]),
     ],
 )
 def test_generation_is_the_masked_reference(model: Any, case: str) -> None:
     kv: Any
     kv, limit = MODES[case]
     table = depth_table(DEPTHS, shape=(3, 64), seed=2)
-    mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, catch_up=4, throttle=limit)
+    mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, throttle=limit)
     result = run(model, mode=mode)
     for row, prompt in enumerate(PROMPTS):
         new = result.token_ids[row]
@@ -219,22 +218,26 @@ def masked(decoder: Any, params: Any, cache: Any, x: Any, block: Any, **options:
     width = options["width"]
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
 
-    def attention(cache: Any, index: Any, keys: Any, values: Any, queries: Any) -> Any:
-        cache = write(cache, index, keys, values, positions=block.positions, valid=block.valid)
-        key_positions = slots
-        if options["shown"] is not None:
-            key_positions = jnp.where(options["shown"][:, :width] > index, slots, NOWHERE)
-        window = decoder.config.window_at(index)
-        low = visible_history(HISTORY, block.positions, key_positions, window)
-        dense = visible_history(
-            dataclasses.replace(HISTORY, recent=width), block.positions, key_positions, window
-        )
-        visible = jnp.where(options["dense"][:, :, None], dense, low)
-        cap = decoder.config.attention_softcap
-        return attend(
-            queries, cache.keys[index, :, :width], cache.values[index, :, :width], visible,
-            softcap=cap,
-        ), cache  # fmt: skip
+    def attention(cache: Any, sources: Any) -> Any:
+        (layer,) = sources
+
+        def attended(index: Any, queries: Any) -> Any:
+            key_positions = slots
+            if options["shown"] is not None:
+                key_positions = jnp.where(options["shown"][:, :width] > index, slots, NOWHERE)
+            window = decoder.config.window_at(index)
+            low = visible_history(HISTORY, block.positions, key_positions, window)
+            dense = visible_history(
+                dataclasses.replace(HISTORY, recent=width), block.positions, key_positions, window
+            )
+            visible = jnp.where(options["dense"][:, :, None], dense, low)
+            cap = decoder.config.attention_softcap
+            return attend(
+                queries, cache.keys[layer, :, :width], cache.values[layer, :, :width], visible,
+                softcap=cap,
+            )  # fmt: skip
+
+        return attended
 
     return run_layers(
         decoder, params, cache, x, block, attention, start=options["start"], stop=options["stop"],
@@ -367,16 +370,18 @@ def test_each_segment_has_a_threshold_of_its_own() -> None:
     throttle = Throttle(
         signal=Position(), thresholds=jnp.asarray([-1.0, -4.0, -7.0]), history=History(recent=4)
     )
-    positions = jnp.asarray([2, 5, 8], jnp.int32)
-    state: Any = types.SimpleNamespace(positions=positions, last_ids=0 * positions)
-    first = throttle.begin(state, jnp.asarray([-0.5, jnp.nan, -3.0]))
+    positions = jnp.asarray([[2], [5], [8]], jnp.int32)
+    tokens: Any = types.SimpleNamespace(positions=positions, live=positions > 0)
     nothing: Any = None
-    second = throttle.look(0, nothing, first)
-    third = throttle.look(1, nothing, second)
-    for watch, low in ((first, [0, 0, 1]), (second, [0, 1, 1]), (third, [0, 0, 1])):
-        np.testing.assert_array_equal(watch.low[:, 0], np.asarray(low, bool))
-    for watch in (second, third):  # For the next token's first layers.
-        np.testing.assert_array_equal(watch.scores, [-2.0, -5.0, -8.0])
+    rows = Model(nothing, nothing, ThrottledRows(width=16))
+    before = jnp.asarray([-0.5, jnp.nan, -3.0])
+    packing = ThrottlePacking(rows, throttle, tokens, 0 * positions, before)
+    for segment, low in enumerate(([0, 0, 1], [0, 1, 1], [0, 0, 1])):
+        slots = packing.pack(segment, tokens)
+        np.testing.assert_array_equal(slots.throttled[:, 0], np.asarray(low, bool))
+        packing.look(min(segment, 1), nothing)
+        # For the next token's first layers.
+        np.testing.assert_array_equal(packing.scores, [-2.0, -5.0, -8.0])
 
 
 def test_rows_read_what_they_need(model: Any) -> None:

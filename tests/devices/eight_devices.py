@@ -20,8 +20,6 @@ from helpers.models import Model, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from utio_jax import CapacityPrefix, History, dense_states, given_depths, score, uniform
-from utio_jax.accounting.generation import spent_on
-from utio_jax.accounting.prompt import prompt_cost
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.search import ThresholdSearch
@@ -39,6 +37,8 @@ from utio_jax.decoding.state import stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.devices.rows import Rows, place
 from utio_jax.evaluation.evaluate import evaluate, score_documents
+from utio_jax.evaluation.generation import spent_on
+from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.models import load, save
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
@@ -206,7 +206,6 @@ MODES: dict[str, Any] = {
     "plain": Plain(),
     "propagate": Adaptive(policy=TABLE),
     "drop": Adaptive(policy=TABLE, kv="drop"),
-    "full": Adaptive(policy=TABLE, kv="full"),
     "lossless": Lossless(exit=1),
     "copies": Lossless(drafter="ngram"),
 }

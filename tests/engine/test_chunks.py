@@ -73,7 +73,7 @@ def mode_of(name: str) -> Any:
         *(pytest.param(name, marks=pytest.mark.check) for name in ("propagate", "lossless")),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("packed", "drop", "full", "copies", "throttled")
+            for name in ("packed", "drop", "copies", "throttled")
         ),
     ],
 )

@@ -85,7 +85,6 @@ def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:
         {},
         pytest.param({"pack": (1, 2)}, marks=pytest.mark.check),
         pytest.param({"kv": "drop"}, marks=pytest.mark.slow),
-        pytest.param({"kv": "full", "catch_up": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
 
 DEFAULT = ("plain", "packed", "lossless")
-NAMES = (*DEFAULT, "propagate", "drop", "packed drop", "full", "copies", "prompts")
+NAMES = (*DEFAULT, "propagate", "drop", "packed drop", "copies", "prompts")
 
 
 @pytest.fixture(autouse=True)

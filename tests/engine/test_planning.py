@@ -12,9 +12,9 @@ import pytest
 from helpers.engine import alone, assert_as_alone, engine_of, modes, pool
 from helpers.generation import lively_model
 
-from utio_jax.accounting.rebatching import RowRates, plan_rebatching
 from utio_jax.decoding.base import Plain
 from utio_jax.engine import measure_rates, planning
+from utio_jax.engine.planning import RowRates, plan_rebatching
 
 RATES = RowRates(
     seconds=0.5, seconds_per_layer={2: 0.3, 4: 0.5, 6: 0.6, 8: 1.0}, plain_seconds=15.0

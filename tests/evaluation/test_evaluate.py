@@ -28,11 +28,11 @@ from utio_jax import (
     random_depths,
     uniform,
 )
-from utio_jax.accounting.guardrails import check_worthwhile
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
+from utio_jax.evaluation.guardrail import check_worthwhile
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.policies.signals import Position, TokenSurrogate
 from utio_jax.staircase.score import compare_states, run_score
@@ -390,13 +390,30 @@ def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
     assert "routing would cost" in str(ask(costly))
 
 
+def test_documents_that_predict_nothing_are_counted_and_change_no_other(tiny: Any) -> None:
+    text, empty = np.arange(9), np.zeros(0, np.int32)
+    short = [empty, np.asarray([5])]
+    run = partial(score_documents, tiny.decoder, tiny.params)
+    alone, found = run([text], uniform(2)), run([short[0], text, short[1]], uniform(2))
+    np.testing.assert_allclose(
+        found.documents[1].log_likelihood, alone.documents[0].log_likelihood, atol=1e-5
+    )
+    assert [each.log_likelihood.size for each in found.documents] == [0, 8, 0]
+    assert [each.depths.size for each in found.documents] == [0, 8, 0]
+    assert [each.quality.tokens for each in found.documents] == [0, 9, 1]
+    assert (found.quality.tokens, found.quality.predicted) == (10, 8)
+    nothing = run(short, uniform(2))
+    assert [each.quality.nll for each in nothing.documents] == [0, 0]
+    assert (run([empty], uniform(2)).quality, nothing.quality.predicted) == (Quality(), 0)
+
+
 def test_wrong_texts_are_refused(tiny: Any) -> None:
     def run(documents: list[np.ndarray], *, rows: int = 16) -> None:
         score_documents(tiny.decoder, tiny.params, documents, uniform(2), rows=rows)
 
-    with pytest.raises(ValueError, match="at least two tokens.*fewer in documents \\[1\\]"):
-        run([np.arange(3), np.arange(1)])
-    with pytest.raises(ValueError, match="Got no documents"):
+    with pytest.raises(ValueError, match="from 0 to 63.*Got 64"):
+        run([np.arange(3), np.asarray([64])])
+    with pytest.raises(ValueError, match="documents to score, at least one. Got none"):
         run([])
     with pytest.raises(ValueError, match="at least 1 row per pass"):
         run([np.arange(3)], rows=0)

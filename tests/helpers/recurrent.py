@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from helpers.models import Model, live_params
-from utio_jax.models.mamba import Mamba2, Mamba2Config
+from utio_jax.contrib.recurrent import Mamba2, Mamba2Config
 
 CONFIG = Mamba2Config(
     vocab_size=64,

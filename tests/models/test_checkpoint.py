@@ -147,8 +147,8 @@ def test_a_model_that_cannot_be_written_leaves_the_old_one(
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"rope_theta": 0}, "rope_theta above 0. Got 0"),
-        ({"rope_theta": "10000"}, "rope_theta above 0. Got '10000'"),
+        ({"rope_theta": 0}, "rope_theta above 0. Got rope_theta=0"),
+        ({"rope_theta": "10000"}, "rope_theta above 0. Got rope_theta='10000'"),
         ({"local_rope_theta": 0.0}, "local_rope_theta above 0"),
         ({"rope_scaling": {"kind": "yarn", "factor": 2.0}}, "one of linear, llama3.*kind='yarn'"),
         ({"rope_scaling": {"kind": "linear", "factor": 0.0}}, "factor above 0. Got 0.0"),
@@ -161,13 +161,17 @@ def test_a_model_that_cannot_be_written_leaves_the_old_one(
             "original_context_length above 0",
         ),
         ({"num_layers": 10**7, "exits": []}, "Wanted the 10 tensors of the configured model"),
+        ({"norm_eps": -1}, "norm_eps above 0. Got norm_eps=-1"),
+        ({"logit_softcap": "30"}, "logit_softcap above 0. Got logit_softcap='30'"),
+        ({"head_dim": 2 * 10**8}, "head_dim|has shape"),
+        ({"mlp_dim": 10**9, "embed_dim": 10**9}, r"at most 4.4e\+12 bytes.* mlp_dim=1000000000"),
         ({"wings": 2}, "fields of TransformerConfig.*wings"),
         ({"num_layers": None}, "fields of TransformerConfig|num_layers"),
         ({"num_kv_heads": 3}, "num_kv_heads that divides num_heads=4"),
         ({"exits": [2, 1]}, "strictly increasing depths"),
         ({"activation": "relu"}, "activation"),
         ({"norm": "batch"}, "norm"),
-        ({"windows": [1, 2]}, "windows of at least 0 for its 4 layers"),
+        ({"windows": [1, 2]}, "windows for each of its 4 layers"),
     ],
 )
 def test_impossible_configs_are_refused(

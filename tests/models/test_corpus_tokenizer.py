@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import numpy as np
 import pytest
@@ -160,9 +161,10 @@ def test_pieces_are_longer_than_bytes_on_known_text():
     assert len(ids) < 20
 
 
-def test_empty_text_is_an_error():
-    with pytest.raises(ValueError, match=r"non-empty texts\. Text 1 of 2 is empty"):
-        encode_documents(TOKENIZER, ["x", ""], bos_id=0)
+def test_an_empty_text_has_no_tokens():
+    one, none = encode_documents(TOKENIZER, ["x", ""], bos_id=0)
+    assert (one[0], none.shape, none.dtype) == (0, (0,), np.int32)
+    assert encode_documents(TOKENIZER, [], bos_id=0) == []
 
 
 def test_a_saved_tokenizer_encodes_alike(tmp_path):
@@ -184,6 +186,12 @@ def test_text_that_spells_the_special_piece_is_ordinary_text(tmp_path):
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"Wanted a tokenizer at .*gone\.json.*There is none"):
         load_tokenizer(tmp_path / "gone.json")
+    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["model"]["continuing_subword_prefix"] = "abc"  # Panics in Rust.
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match="Wanted a tokenizer.json of the `tokenizers` library"):
+        load_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(ValueError, match=r"Wanted a tokenizer\.json of the `tokenizers` library"):
         load_tokenizer(tmp_path / "tokenizer.json")

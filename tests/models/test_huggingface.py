@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -249,7 +250,9 @@ def test_pickles_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("name", ["../llama/model.safetensors", "/etc/hosts", "..", ""])
+@pytest.mark.parametrize(
+    "name", ["../llama/model.safetensors", "/etc/hosts", "..", "", "a" * 5000, "a\0"]
+)
 def test_an_index_cannot_point_outside_its_folder(folder: Path, name: str) -> None:
     (folder / "model.safetensors").unlink()
     index = folder / "model.safetensors.index.json"
@@ -297,6 +300,57 @@ def test_tensors_that_are_no_floats_are_named_at_once(folder: Path) -> None:
         load(folder)
     assert "lm_head.weight (C64)" in str(error.value)
     assert "model.norm.weight (I8)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message"),
+    [
+        *(
+            (
+                "llama",
+                {name: wrong},
+                f"{name}={wrong!r}, of which only integers from 1",
+            )
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "num_attention_heads",
+                "intermediate_size",
+                "max_position_embeddings",
+                "head_dim",
+                "num_key_value_heads",
+            )
+            for wrong in (0, -1, 1.5, 64.0, True, "8", math.nan, math.inf, 10**12)
+        ),
+        *(
+            ("llama", {"rms_norm_eps": wrong}, "rms_norm_eps=.*only finite numbers above 0")
+            for wrong in (0, -1, math.nan, math.inf, "1e-6")
+        ),
+        *(
+            ("llama", {"eos_token_id": wrong}, "in here. Got .*eos_ids of at least 0")
+            for wrong in (1.7, math.inf, -1, "2", [2, 1.5])
+        ),
+        ("mistral", {"sliding_window": math.nan}, "in here. Got .*windows of at least 0"),
+        ("mistral", {"sliding_window": 1.5}, "windows of at least 0"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1, of which only finite"),
+        ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap above 0"),
+        ("llama", {"hidden_size": 10**9, "intermediate_size": 10**9}, "bytes of parameters"),
+    ],
+)
+def test_values_that_no_model_has_are_named(
+    case: str, change: dict[str, Any], message: str, unchecked_shapes: None
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(case, **change)
+
+
+def test_a_huge_head_is_refused_before_anything_of_its_size_is_made(folder: Path) -> None:
+    edit(folder / "config.json", head_dim=2 * 10**8)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="has shape"):
+        load(folder)
+    assert tracemalloc.get_traced_memory()[1] < 2**26
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("layers", [10**7, 10**12, 0, -1, 2.5, True])

@@ -199,8 +199,40 @@ def test_one_file_or_prompt_where_a_list_is_wanted(calibrated: Model) -> None:
     model: Any = calibrated
     with pytest.raises(ValueError, match="list of files. Got one"):
         model.evaluate(source("stat"))
-    with pytest.raises(ValueError, match="list of prompts. Got the text 'abc'"):
+    with pytest.raises(ValueError, match="list of texts. Got 'abc'. Wrap it"):
         generate_text(model, "abc")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: model.generate("a", temperature=0.7), r"Say sampling=Temperature\(0.7\)"),
+        (lambda model: model.generate("a", max_tokens=3), "Got max_tokens. Say max_new_tokens"),
+        (lambda model: next(model.stream("a", top_p=0.9)), r"Got top_p. Say sampling=TopP\(0.9\)"),
+        (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
+        (lambda model: model.generate("a", sampling=0.7), "Wanted a sampling method. Got 0.7"),
+        (
+            lambda model: model.generate("a", max_new_tokens=2.0),
+            "an integer. Got max_new_tokens=2.0",
+        ),
+        (
+            lambda model: model.generate("a", seed=2**70),
+            "at most 64 bits. Got 1180591620717411303424",
+        ),
+        (lambda model: model.generate(None), "Wanted a list of texts. Got None"),
+        (lambda model: model.generate(b""), "Wanted a list of texts. Got b''"),
+        (lambda model: model.generate([[1, 2]]), r"Wanted a list of texts. Got \[\[1, 2\]\]"),
+        (lambda model: model.score("abc"), "Wanted a list of texts. Got 'abc'. Wrap it"),
+        (lambda model: load(3), "Wanted a model folder, .*Got 3"),
+        (lambda model: load(model.folder, dtype="bf16"), "dtype of floats.*'bfloat16'.*Got 'bf16'"),
+        (lambda model: load(model.folder, dtype="int8"), "dtype of floats.*Got 'int8'"),
+    ],
+)
+def test_first_calls_that_go_wrong_say_what_to_do(
+    folder: Path, call: Any, message: str, unchecked_shapes: None
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(load(folder))
 
 
 def test_compare_has_a_row_per_policy_and_controls(calibrated: Model) -> None:
@@ -256,5 +288,7 @@ def test_everything_that_is_listed_is_there() -> None:
         assert getattr(utio_jax, name) is not None, name
     assert callable(utio_jax.generate)
     assert utio_jax.load is load
+    assert {"load", "Model", "score"} <= {*dir(utio_jax)}
+    assert not {"Any", "TYPE_CHECKING"} & {*dir(utio_jax)}
     with pytest.raises(AttributeError, match="has no attribute 'lod'"):
         _ = utio_jax.lod

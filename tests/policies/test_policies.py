@@ -30,7 +30,6 @@ from utio_jax import (
     score,
     uniform,
 )
-from utio_jax.accounting.flops import gate_flops
 from utio_jax.calibration.search import forget_programs
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
@@ -42,6 +41,7 @@ from utio_jax.decoding.loop import begin
 from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.state import stop_rules
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.flops import gate_flops
 from utio_jax.policies.base import Boundary
 from utio_jax.staircase.score import run_score
 

@@ -7,21 +7,18 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.serving import CONTEXT, Running, completion, served_model
 
 from utio_jax.cli.thinking import OfThinking, cue_ids
 from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
-from utio_jax.engine.requests import Event
 from utio_jax.serving import ServedModel
 from utio_jax.serving.answers import usage_of
 from utio_jax.serving.backend import Generate
 from utio_jax.serving.errors import ApiError
 from utio_jax.serving.limits import Limits
 from utio_jax.serving.reading import Reader
-from utio_jax.serving.replicas import _Course
 from utio_jax.serving.schema import CompletionRequest
 
 NOTHING: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}}
@@ -87,27 +84,7 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     assert not off.card(context=9, created=0)["utio"]["thinking"]
 
 
-def test_a_task_takes_what_its_confidence_has_seen_to_another_replica() -> None:
-    noted = np.asarray([0.5, 0.25], np.float32)
-    two = np.asarray([4, 5], np.int32)
-    event = Event(
-        request=0,
-        token_ids=two,
-        decided=two,
-        executed=two,
-        log_probabilities=noted,
-        alternatives=None,
-        text="",
-        finished=None,
-        uncertainty=noted,
-    )
-    for rule in (RULE, None):
-        course = _Course(Generate(prompt=two, options={"thinking": rule}))
-        course.take(event)
-        course.migrations = 1
-        options = course.next().options  # type: ignore[union-attr]
-        assert options["emitted"].tolist() == [4, 5]
-        assert ("emitted_uncertainty" in options) == (rule is not None)
+def test_usage_of_nothing_is_no_token() -> None:
     assert usage_of([], prompt_tokens=1, about={})["completion_tokens"] == 0
 
 

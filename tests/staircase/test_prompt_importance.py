@@ -21,7 +21,6 @@ from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.prompts import (
     SIGNALS,
     AttentionHeat,
-    Interleaved,
     PromptChoice,
     PromptImportance,
     Recency,
@@ -197,22 +196,11 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
     np.testing.assert_allclose(np.asarray(found[0])[real], heat[real], atol=1e-4)
 
 
-def test_two_signals_take_turns(tiny: Model) -> None:
-    first = np.arange(24, dtype=np.float32)[None]
-    second = -first
-    both = Interleaved(
-        first=Given(scores=jnp.asarray(first)), second=Given(scores=jnp.asarray(second))
-    )
-    depths = depths_of(tiny, importance(both, 6 / 24, sinks=0), [24])
-    assert np.flatnonzero(depths[0] == 4).tolist() == [0, 1, 2, 21, 22, 23]
-
-
 @pytest.mark.parametrize("by", SIGNALS)
 def test_every_choice_spends_its_share(tiny: Model, by: str) -> None:
     choice = PromptChoice(stop=2, deep=0.5, by=by, kv="propagate")
     gate = Given(scores=jnp.zeros((2, 64)), name="learned")
     model = with_random_maps(tiny, (2,))
-    model.params["kv_maps"]["2"] |= {"gate": jnp.ones(32), "gate_bias": jnp.float32(0)}
     depths = depths_of(model, choice.policy(model.decoder, gate=gate), [64, 40], width=64)
     wanted = [1, 1] if by == "none" else [32, 20]
     assert [int((row == 4).sum()) for row in depths] == wanted

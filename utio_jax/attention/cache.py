@@ -14,6 +14,7 @@ written before a query that could see it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from utio_jax.core.pytrees import pytree
 
 @pytree
 class KVCache:
-    """Keys and values of all layers, and how far each row has them in each segment.
+    """Keys and values of all layers that have their own, and how far each row has them.
 
     Attributes:
       keys: rotated, as `Decoder.keys_values` returns them.
@@ -44,6 +45,11 @@ class KVCache:
     )
     filled: Int[Array, "segment batch"] = dataclasses.field(metadata={"row_axis": 1})
     view: View | None = dataclasses.field(default=None, metadata={"row_axis": 1})
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array]:
+        """Keys and values."""
+        return self.keys, self.values
 
     @property
     def num_slots(self) -> int:
@@ -81,7 +87,7 @@ def init_cache(
             "Wanted at least one row, slot and segment. "
             f"Got batch={batch}, slots={slots}, segments={segments}."
         )
-    shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
+    shape = (config.kv_layers, batch, slots, config.num_kv_heads, config.head_dim)
     return KVCache(
         keys=jnp.zeros(shape, dtype),
         values=jnp.zeros(shape, dtype),
@@ -157,25 +163,30 @@ def packed_rows(rows: Int[Array, " packed"] | None, count: int) -> Int[Array, " 
 
 def read(
     cache: KVCache,
-    layer: int | Int[Array, ""],
+    layers: tuple[int | Int[Array, ""], ...],
     *,
     width: int,
     rows: Int[Array, " packed"] | None = None,
 ) -> tuple[Float[Array, "row key kv_head head_dim"], Float[Array, "row key kv_head head_dim"]]:
-    """Returns one layer's K/V of the first `width` slots: masked ones cost as much as any.
+    """Returns layers' K/V of the first `width` slots, heads side by side.
 
-    Of some `rows` alone, copied side by side; None: of all.
+    Masked slots cost as much as any. Of some `rows` alone, copied side by side; None: of all.
     """
-    if rows is not None:
-        keys, values = (
-            leaf.at[layer, rows, :width].get(mode="clip") for leaf in (cache.keys, cache.values)
-        )
-        return keys, values
-    size = (1, cache.keys.shape[1], width, *cache.keys.shape[3:])
-    start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
-    return jax.lax.dynamic_slice(cache.keys, start, size)[0], jax.lax.dynamic_slice(
-        cache.values, start, size
-    )[0]
+
+    def one(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
+        if rows is not None:
+            return leaf.at[layer, rows, :width].get(mode="clip")
+        size = (1, leaf.shape[1], width, *leaf.shape[3:])
+        start = tuple(map(jnp.int32, (layer, 0, 0, 0, 0)))
+        return jax.lax.dynamic_slice(leaf, start, size)[0]
+
+    keys, values = (side_by_side([one(leaf, each) for each in layers]) for leaf in cache.arrays)
+    return keys, values
+
+
+def side_by_side(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Returns keys or values of some layers as those of one: heads one after the other."""
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-2)
 
 
 def fill(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache
+from utio_jax.attention.cache import KVCache, side_by_side
 from utio_jax.attention.mixing import Mixer
 
 
@@ -22,7 +22,8 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
     queries: Float[Array, "batch query head head_dim"],
     positions: Int[Array, "batch query"],
     *,
-    layer: int | Int[Array, ""],
+    layers: tuple[int | Int[Array, ""], ...],
+    seen_from: int | Int[Array, ""],
     rows: tuple[Int[Array, " batch"], Int[Array, ""]],
     width: int,
     shown: Int[Array, "row slot"] | None = None,
@@ -36,7 +37,8 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
       attended: what stays of the other rows.
       queries: of all rows of the arrays, scaled.
       positions: of the queries.
-      layer: of the cache.
+      layers: of the cache, whose heads are read side by side.
+      seen_from: depth that a slot's `shown` must exceed.
       rows: an order of rows, and how many of the first ones are meant, see `chosen_first`.
       width: slots to attend over; more than every position. Static.
       shown: layers at which each slot of each row of the cache may be seen; None: all.
@@ -53,13 +55,17 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
             return jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)
 
         size = (1, 1, width, *cache.keys.shape[3:])
-        start = tuple(map(jnp.int32, (layer, cached, 0, 0, 0)))
+
+        def of_layer(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
+            start = tuple(map(jnp.int32, (layer, cached, 0, 0, 0)))
+            return jax.lax.dynamic_slice(leaf, start, size)[0, 0]
+
         keys, values = (
-            jax.lax.dynamic_slice(leaf, start, size)[0, 0] for leaf in (cache.keys, cache.values)
+            side_by_side([of_layer(leaf, layer) for layer in layers]) for leaf in cache.arrays
         )
         visible = mix.visible(of_row(positions), slots)
         if shown is not None:
-            visible &= (of_row(shown, cached)[:width] > layer)[None, :]
+            visible &= (of_row(shown, cached)[:width] > seen_from)[None, :]
         new = mix(of_row(queries), keys, values, visible)
         return jax.lax.dynamic_update_index_in_dim(attended, new.astype(attended.dtype), row, 0)
 

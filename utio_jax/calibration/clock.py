@@ -13,10 +13,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from utio_jax.accounting.rebatching import RebatchingPlan, RowRates, plan_rebatching
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.files import conditions
-from utio_jax.engine.planning import measure_rates
+from utio_jax.engine.planning import RebatchingPlan, RowRates, measure_rates, plan_rebatching
 from utio_jax.policies.base import Signal
 from utio_jax.policies.store import Thresholds
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from utio_jax.calibration.clock import EngineClock
-from utio_jax.calibration.risk import check_units, control, group_near_duplicates, risks_of_groups
+from utio_jax.calibration.guarantee import check_units, fit_with_guarantee
+from utio_jax.calibration.risk import group_near_duplicates, risks_of_groups
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.core.documents import Batch, batches_of, windows_of
 from utio_jax.evaluation.evaluate import evaluate
@@ -166,7 +167,7 @@ class MaxDisagreement:
     """Least cost at which documents' mean disagreement with full depth stays below a bound.
 
     Disagreement is the share of predicted tokens whose most probable token is not full depth's.
-    The promise of `utio_jax.calibration.risk.control`: over the draw of the documents, what is
+    The guarantee of `fit_with_guarantee`: over the draw of the documents, what is
     chosen breaks the bound with a probability of at most `1 - confidence`. Several policies are
     tested on the same documents, and the cheapest is what anybody picks: the one whose test was
     luckiest, perhaps. So the promise is one for all of them: each is tested at `1 - confidence`
@@ -225,7 +226,7 @@ class MaxDisagreement:
         say(f"{signal.name}: disagreement of {len(self.documents)} documents")
         risks, tokens = self._disagreement(search, signal, [candidates[r] for r in ratios])
         groups = group_near_duplicates(self.documents)
-        result = control(
+        result = fit_with_guarantee(
             risks_of_groups(risks, tokens, groups),
             max_risk=self.max_disagreement,
             confidence=self.confidence,

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from utio_jax.accounting.quality import Quality
 from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import TokenCost, ideal_flops, token_cost
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.evaluation.quality import Quality
+from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.score import Comparison, Scores
@@ -70,20 +70,13 @@ def sums_by_position(
       full_passes: see `utio_jax.evaluation.evaluate.evaluate`.
 
     Raises:
-      ValueError: edges that do not ascend from 0, or that leave positions out, or a policy of sets
-        of layers, whose tokens' depths do not say what they ran.
+      ValueError: edges that do not ascend from 0, or that leave positions out.
     """
     width = max(batch.token_ids.shape[1] for batch in batches)
     if edges[0] != 0 or edges[-1] < width or list(edges) != sorted({*edges}):
         raise ValueError(
             f"Wanted edges that ascend from 0 to at least {width}, the width of the rows. Got "
             f"{tuple(edges)}."
-        )
-    sets = [name for name, policy in policies.items() if rejoins(policy)]
-    if sets:
-        raise ValueError(
-            f"Wanted policies under which tokens stop for good. Got sets of layers: {sets}. Take "
-            "utio_jax.evaluation.evaluate for these, which has no positions."
         )
     cost, ranges = token_cost(decoder, params), list(itertools.pairwise(edges))
     shape = (len(ranges), int(document.max()) + 1)

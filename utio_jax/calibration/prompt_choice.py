@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.evaluation.intervals import FEWEST, ratio_interval
 from utio_jax.evaluation.prompts import (
     PromptRows,
     continuation_losses,
@@ -70,16 +71,18 @@ def split_text(documents: Sequence[np.ndarray], *, seed: int = 0) -> PromptText:
 
 def rows_of(
     documents: Sequence[np.ndarray], *, prompt_tokens: int, continuation: int, count: int
-) -> list[np.ndarray]:
-    """Returns rows of a prompt and what follows it, evenly from all documents, none overlapping.
+) -> tuple[list[np.ndarray], Int[np.ndarray, " row"]]:
+    """Returns rows of a prompt and what follows it, and which document each row is of.
+
+    They come evenly from all documents, and none overlap.
 
     Raises:
       ValueError: no document is as long as one row.
     """
     width = prompt_tokens + continuation
     found = [
-        document[start : start + width]
-        for document in documents
+        (document[start : start + width], index)
+        for index, document in enumerate(documents)
         for start in range(0, len(document) - width + 1, width)
     ]
     if not found:
@@ -90,7 +93,8 @@ def rows_of(
             "text, or ask for a shorter --prompt-tokens."
         )
     chosen = np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)
-    return [found[index] for index in chosen]
+    rows = [found[index] for index in chosen]
+    return [row for row, _ in rows], np.asarray([document for _, document in rows])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,18 +103,18 @@ class Reading:
 
     Attributes:
       choice: with its figures.
-      interval: of the loss increase in %, 95 %, over rows.
+      interval: of the loss increase in %, 95 %, over documents; None: there are fewer than five.
       role: "chosen", "best" where none was within the limit, or "control".
     """
 
     choice: PromptChoice
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     role: str
 
     def to_json(self) -> dict[str, Any]:
         """Returns what JSON can hold."""
-        found = choice_to_json(self.choice)
-        return {"role": self.role, **found, "interval": [round(x, 4) for x in self.interval]}
+        interval = None if self.interval is None else [round(x, 4) for x in self.interval]
+        return {"role": self.role, **choice_to_json(self.choice), "interval": interval}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +141,7 @@ class PromptStudy:
         first = self.test[0]
         measured = (
             f"{first.choice.label}: {first.choice.nll_increase_pct:+.2f} % loss "
-            f"[{first.interval[0]:+.2f}, {first.interval[1]:+.2f}] at "
+            f"[{describe_interval(first.interval)}] at "
             f"{first.choice.flops_ratio:.3f} of the prompt's FLOPs, on the test part"
         )
         if self.chosen is None:
@@ -193,9 +197,15 @@ def choose_prompt(  # noqa: PLR0913 (options, each named)
     if not candidates:
         raise ValueError("Wanted at least one way of reading prompts to choose from. Got none.")
 
-    def part(documents: Sequence[np.ndarray]) -> PromptRows:
-        cut = rows_of(documents, prompt_tokens=prompt_tokens, continuation=continuation, count=rows)
-        return prompt_rows(cut, prompt_tokens=prompt_tokens, batch=batch, decoder=decoder)
+    def part(documents: Sequence[np.ndarray]) -> tuple[PromptRows, np.ndarray]:
+        cut, document_of = rows_of(
+            documents, prompt_tokens=prompt_tokens, continuation=continuation, count=rows
+        )
+        if text.parts != "documents":  # Pieces of a few count as one.
+            document_of = np.zeros_like(document_of)
+        return prompt_rows(
+            cut, prompt_tokens=prompt_tokens, batch=batch, decoder=decoder
+        ), document_of
 
     def measure(
         of: PromptRows, choice: PromptChoice, full: np.ndarray, *, batches: int | None
@@ -210,7 +220,7 @@ def choose_prompt(  # noqa: PLR0913 (options, each named)
         say(f"{found.label}: {found.nll_increase_pct:+.2f} %, {ratio:.3f} of the FLOPs")
         return found, losses
 
-    calibrate, test = part(text.calibrate), part(text.test)
+    (calibrate, _), (test, document_of) = part(text.calibrate), part(text.test)
     say(f"calibrate: {calibrate.rows} rows of {prompt_tokens} + {continuation} tokens")
     full = continuation_losses(decoder, params, calibrate, None)
     measured = [measure(calibrate, choice, full, batches=1)[0] for choice in candidates]
@@ -229,7 +239,7 @@ def choose_prompt(  # noqa: PLR0913 (options, each named)
         *(("control", each) for each in controls_of(first)),
     ]:
         found, losses = measure(test, choice, full, batches=None)
-        interval = increase_interval(losses, full)
+        interval = increase_interval(losses, full, document_of)
         readings.append(Reading(choice=found, interval=interval, role=role))
     return PromptStudy(
         candidates=tuple(measured),
@@ -261,20 +271,21 @@ def controls_of(choice: PromptChoice) -> tuple[PromptChoice, ...]:
 def increase_interval(
     losses: Float[np.ndarray, " row"],
     full: Float[np.ndarray, " row"],
-    *,
-    draws: int = 2000,
-    seed: int = 0,
-) -> tuple[float, float]:
+    documents: Int[np.ndarray, " row"],
+) -> tuple[float, float] | None:
     """Returns the 95 % interval of the increase of a summed loss over full depth's, in %.
 
-    Rows are drawn again (percentile bootstrap, Efron 1979), the same for both.
+    Documents are drawn again, the same for both, see `ratio_interval`. None: fewer than five.
     """
-    count = len(full)
-    shares = np.full(count, 1 / count)
-    weights = np.random.default_rng(seed).multinomial(count, shares, size=draws)
-    increase = 100 * (weights @ losses / (weights @ full) - 1)
-    low, high = np.quantile(increase, [0.025, 0.975])
-    return float(low), float(high)
+    found = ratio_interval(100 * (losses - full), full, documents)
+    return None if found is None else (found[0], found[2])
+
+
+def describe_interval(interval: tuple[float, float] | None, *, digits: int = 2) -> str:
+    """Returns what is printed of an interval: its ends, or why there is none."""
+    if interval is None:
+        return f"no interval: fewer than {FEWEST} documents"
+    return ", ".join(f"{end:+.{digits}f}" for end in interval)
 
 
 def choice_to_json(choice: PromptChoice) -> dict[str, Any]:

@@ -109,7 +109,6 @@ def continued_states(
     running: Int[Array, "batch run"],
     *,
     stop: int,
-    shown: Float[Array, "layer batch token 2 kv_head head_dim"] | None = None,
 ) -> Float[Array, "batch run dim"]:
     """Returns last states of tokens that run on from a stop, where all others show mapped K/V.
 
@@ -119,7 +118,6 @@ def continued_states(
       x: states of all tokens at the stop.
       running: positions of those that run on, each named once.
       stop: the depth.
-      shown: keys before rotation, and values, of all tokens; by default what the maps make of `x`.
     """
     assert isinstance(decoder, HasKVMaps)
     batch, width, _ = x.shape
@@ -127,8 +125,7 @@ def continued_states(
     places = decoder.encode_positions(positions)
     at = (jnp.arange(batch, dtype=jnp.int32)[:, None], running)
     mine = jax.tree.map(lambda leaf: leaf[at], places)
-    if shown is None:
-        shown = mapped_of(decoder, params, x, stop=stop)
+    shown = jnp.moveaxis(decoder.map_keys_values(params, x, stop), 2, 0)  # Layers first.
 
     @jax.checkpoint  # On CPU recomputing beats memory traffic.
     def one(x: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -148,13 +145,6 @@ def continued_states(
 
     indices = jnp.arange(stop, decoder.config.num_layers, dtype=jnp.int32)
     return jax.lax.scan(one, x[at], (indices, shown))[0]
-
-
-def mapped_of(
-    decoder: HasKVMaps, params: Params, x: Float[Array, "batch token dim"], *, stop: int
-) -> Float[Array, "layer batch token 2 kv_head head_dim"]:
-    """Returns what maps make of states at a stop, layers first."""
-    return jnp.moveaxis(decoder.map_keys_values(params, x, stop), 2, 0)
 
 
 def divergence_of(

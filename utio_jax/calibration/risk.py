@@ -1,182 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far depth may be cut at a promised risk: Learn-then-Test over whole documents.
+"""Near-duplicate documents: found by shared 8-grams, kept on one side of a split, tested as one.
 
-The risk of a document is the share of its predicted tokens whose most probable token differs from
-full depth's, in [0, 1]. The promise is about its mean over documents like those tested, each drawn
-on its own: so near-duplicates are one unit, and no token counts as independent of its neighbours.
+What `utio_jax.calibration.guarantee` needs where a unit is a document.
 """
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
 
 # Tokens per shingle, and an odd number with well-mixed bits (2^64 over the golden ratio).
 _SHINGLE = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-
-# Bets are sized to reach a p-value of 1/20. Others stay valid, and at 0.1 or 0.01 lose little.
-_AIM = 2 * math.log(20)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """What `control` found.
-
-    Attributes:
-      chosen: index of the cheapest candidate that may be used; None leaves only full depth.
-      p_values: `[candidate]`, of its mean risk being above the bound. Those beyond the first that
-        was not rejected decide nothing.
-      means: `[candidate]`, its mean risk over the units.
-      units: how many were tested.
-      needed: fewest with which anything could have been chosen.
-    """
-
-    chosen: int | None
-    p_values: tuple[float, ...]
-    means: tuple[float, ...]
-    units: int
-    needed: int
-
-
-def control(
-    risks: np.ndarray,
-    *,
-    max_risk: float,
-    confidence: float,
-    looks: int = 1,
-    seed: int = 0,
-    binary: bool = False,
-) -> Result:
-    """Returns the cheapest candidate whose mean risk is at most `max_risk`, at a confidence.
-
-    Learn-then-Test (Angelopoulos et al. 2021, arXiv 2110.01052) by fixed-sequence testing: the
-    candidates are tested in order, each at the level 1 - confidence, up to the first whose mean
-    risk may still be above the bound. Whatever the risks, a candidate above the bound is chosen
-    with a probability of at most 1 - confidence, over the draw of the units.
-
-    Args:
-      risks: `[candidate, unit]` in [0, 1], safest candidate first. The order must not come from
-        these units, nor may the candidates.
-      max_risk: the bound, in (0, 1).
-      confidence: in (0, 1).
-      looks: how many times these units are asked, each for candidates of its own, of which one may
-        be picked by what comes out: each is tested at the level (1 - confidence) / looks, so that
-        all promises hold at once with that confidence.
-      seed: of the order in which units are bet on. Trying several voids the promise.
-      binary: all risks are 0 or 1, and known to be so beforehand: the exact binomial test, which no
-        order enters.
-
-    Raises:
-      ValueError: risks of another form or range, or fewer units than `units_needed`.
-    """
-    if risks.ndim != 2 or not len(risks):
-        raise ValueError(
-            f"Wanted risks [candidate, unit] of at least one candidate. Got shape {risks.shape}. "
-            f"Give one row per candidate, safest first."
-        )
-    units = risks.shape[1]
-    needed = check_units(
-        units, max_risk=max_risk, confidence=confidence, looks=looks, binary=binary
-    )
-    if not ((risks >= 0) & (risks <= 1)).all():
-        raise ValueError(
-            f"Wanted risks from 0 to 1. Got {risks.min()} to {risks.max()}. Give shares of "
-            f"tokens, and leave out documents that predict none."
-        )
-    if binary and not np.isin(risks, (0, 1)).all():
-        raise ValueError(
-            f"Wanted risks of 0 or 1 with binary=True. Got {risks[~np.isin(risks, (0, 1))][0]}. "
-            "Leave it out for shares."
-        )
-    order = np.random.default_rng(seed).permutation(units)
-    test = _binomial if binary else _p_values
-    p_values = test(risks[:, order], max_risk)
-    kept = [*(p_values <= (1 - confidence) / looks), False].index(False)
-    return Result(
-        chosen=kept - 1 if kept else None,
-        p_values=tuple(p_values.tolist()),
-        means=tuple(risks.mean(axis=1).tolist()),
-        units=units,
-        needed=needed,
-    )
-
-
-def check_units(
-    units: int, *, max_risk: float, confidence: float, looks: int = 1, binary: bool = False
-) -> int:
-    """Returns `units_needed`, once it is known that there are as many.
-
-    Raises:
-      ValueError: there are fewer.
-    """
-    needed = units_needed(max_risk, confidence, looks, binary=binary)
-    if units < needed:
-        several = f" for each of {looks} policies" if looks > 1 else ""
-        raise ValueError(
-            f"Wanted at least {needed} documents for max_disagreement={max_risk} at confidence "
-            f"{confidence}{several}, near-duplicates counted once. Got {units}. Give more text "
-            f"with --text, or ask for less{' or for fewer policies' if several else ''}."
-        )
-    return needed
-
-
-def units_needed(
-    max_risk: float, confidence: float, looks: int = 1, *, binary: bool = False
-) -> int:
-    """Returns the fewest units with which a candidate can be chosen, even if its risks are all 0.
-
-    Raises:
-      ValueError: an argument is not between 0 and 1.
-    """
-    for name, value in (("max_disagreement", max_risk), ("confidence", confidence)):
-        if not 0 < value < 1:
-            raise ValueError(
-                f"Wanted {name} between 0 and 1, both excluded. Got {value}. Use for example "
-                f"max_disagreement=0.05 at confidence=0.95."
-            )
-    # No bet gains more than a factor of 1 + max_risk per unit.
-    level = (1 - confidence) / looks
-    if binary:
-        return math.ceil(math.log(level) / math.log1p(-max_risk))
-    least = math.ceil(-math.log(level) / math.log1p(max_risk))
-    counts = range(least, 2 * least + 10)
-    return counts[
-        bisect.bisect_left(
-            counts,
-            True,
-            key=lambda units: bool(_p_values(np.zeros((1, units)), max_risk)[0] <= level),
-        )
-    ]
-
-
-def _p_values(risks: np.ndarray, max_risk: float) -> np.ndarray:
-    """Returns `[candidate]`: p-values of a mean risk above `max_risk`, for `[candidate, unit]`.
-
-    One over the most wealth that bets on low risks ever reach (Waudby-Smith & Ramdas 2024,
-    "Estimating means of bounded random variables by betting"; bets of Bates et al. 2021, arXiv
-    2101.02703). If the mean is above the bound no bet gains on average, and wealth reaches 1 / p
-    with a probability of at most p (Ville). A bet knows only earlier units, and is larger the less
-    they varied: documents' risks vary little, where Hoeffding-Bentkus expects the most.
-    """
-    units = risks.shape[1]
-    seen = np.arange(2, units + 2)  # With the prior's mean of 1/2 and variance of 1/4 as one unit.
-    means = (0.5 + np.cumsum(risks, axis=1)) / seen
-    variances = (0.25 + np.cumsum((risks - means) ** 2, axis=1)) / seen
-    before = np.concatenate([np.full((len(risks), 1), 0.25), variances[:, :-1]], axis=1)
-    bets = np.minimum(1.0, np.sqrt(_AIM / (units * before)))
-    wealth = np.cumsum(np.log1p(bets * (max_risk - risks)), axis=1)
-    return np.exp(-np.maximum(wealth.max(axis=1), 0.0))
-
-
-def _binomial(risks: np.ndarray, max_risk: float) -> np.ndarray:
-    """Returns `[candidate]`: the chance of as few errors, if each unit had `max_risk` of one."""
-    return np.asarray(stats.binom.cdf(risks.sum(axis=1), risks.shape[1], max_risk))
 
 
 def group_near_duplicates(

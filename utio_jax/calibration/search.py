@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from utio_jax.accounting.flops import gate_flops
-from utio_jax.accounting.ledger import convex_hull
 from utio_jax.calibration.studies import ExitStudy, collect, collect_scores, predicted_tokens
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import depth_flops, pass_flops, token_cost
 from utio_jax.devices.processes import Arrays, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, place
+from utio_jax.evaluation.flops import gate_flops
+from utio_jax.evaluation.ledger import convex_hull
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, given_depths
 from utio_jax.policies.store import Thresholds

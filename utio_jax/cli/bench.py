@@ -13,18 +13,18 @@ from utio_jax.cli.bench_subjects import subject_named
 from utio_jax.cli.options import check_out, progress_lines
 
 if TYPE_CHECKING:
-    from utio_jax.benchmark.suite import Suite
+    from utio_jax.bench.suite import Suite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measures speed, cost and memory on this machine, next to full depth and to controls.
+    """Measures speed and cost on this machine, next to full depth and to controls.
 
-    Writes results.json, a row at a time, and profit.json where profitability was measured.
+    Writes results.json, a row at a time.
 
     Attributes:
       suite: quick takes under two minutes on two idle cores; cpu measures all parts; accelerator
-        what only a GPU or TPU can tell, in under ten minutes.
+        scoring and decoding at sizes for a GPU or TPU, in under ten minutes.
       parts: of the suite; all by default.
       models: shipped, a model folder, or llama-7b, llama-13b, mistral-7b, llama-70b: real widths
         with random weights, and as many layers as fit, for speed only.
@@ -57,11 +57,10 @@ class Bench:
         import jax
         from rich.console import Console
 
-        from utio_jax.benchmark.environment import describe
-        from utio_jax.benchmark.results import Recorder
-        from utio_jax.benchmark.rows import Bench as Setup
-        from utio_jax.benchmark.suite import groups_of, run_groups, summarise, write_profit
-        from utio_jax.report.terminal import bench_table
+        from utio_jax.bench.environment import describe
+        from utio_jax.bench.results import Recorder
+        from utio_jax.bench.suite import groups_of, run_groups, summarise
+        from utio_jax.bench.terminal import bench_table
 
         started = time.perf_counter()
         platform = jax.default_backend()
@@ -87,24 +86,19 @@ class Bench:
             environment=describe(dtype=dtype, small=self.dry_run),
             resume=self.resume,
         )
-        setup = Setup(rounds=suite.rounds, environment=recorder.environment)
         note = "dry run at tiny sizes: no figure of speed" if self.dry_run else ""
-        complete, profit = True, {}
+        complete = True
         try:
             for name in suite.models:
                 subject = subject_named(name, dtype=dtype, cache_tokens=suite.cache_tokens)
                 complete &= run_groups(
-                    groups_of(suite, subject, setup),
+                    groups_of(suite, subject),
                     recorder,
                     started=started,
                     say=say,
                     note=note,
                     minutes=suite.minutes,
                 )
-                stored = self.out / f"profit-{subject.name}.json"
-                found = write_profit(subject, recorder, stored, started=started)
-                if found is not None:
-                    profit[subject.name] = {"file": str(stored), **found.summary()}
         except KeyboardInterrupt:
             say(f"interrupted: --resume goes on from {file}")
             complete = False
@@ -118,7 +112,6 @@ class Bench:
             "seconds": results["seconds"],
             "out": str(file),
             "environment": results["environment"],
-            "profit": profit,
             **summarise(results),
         }
 
@@ -128,8 +121,8 @@ class Bench:
         Raises:
           ValueError: a part that the suite does not have, or a size below 1.
         """
-        from utio_jax.benchmark.subjects import label_of
-        from utio_jax.benchmark.suite import SUITES, tiny
+        from utio_jax.bench.subjects import label_of
+        from utio_jax.bench.suite import SUITES, tiny
 
         suite = SUITES[self.suite]
         if self.dry_run:

@@ -8,35 +8,32 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from utio_jax.benchmark.subjects import Subject
+    from utio_jax.bench.subjects import Subject
 
 # Of free memory, for parameters and the largest cache; the rest is the programs'.
 _MEMORY_SHARE = 0.6
 
 
-def subject_named(name: str, *, dtype: str, cache_tokens: int = 0, layers: int = 0) -> Subject:
+def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
     """Returns a model with its text and calibration, or a shape with random weights.
 
     Args:
       name: "shipped", a name of `utio_jax.models.presets.SHAPES`, or a folder.
       dtype: of the parameters.
       cache_tokens: tokens of all rows of the largest cache.
-      layers: of a shape; 0 takes as many as fit the device's free memory.
 
     Raises:
       ValueError: there is no such model, or not even two layers fit.
     """
     import jax.numpy as jnp
 
-    from utio_jax.benchmark.subjects import Subject
+    from utio_jax.bench.subjects import Subject
     from utio_jax.models import SHIPPED, load
     from utio_jax.models.presets import SHAPES
     from utio_jax.models.training.corpus import standard_library
 
-    source = ("-m", "utio_jax.cli.first_call", "--model", name, "--dtype", dtype)
     if name in SHAPES:
-        size = {"cache_tokens": cache_tokens, "layers": layers}
-        return _shape(name, dtype, **size, source=source)
+        return _shape(name, dtype, cache_tokens=cache_tokens)
     model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
     documents, notes = None, []
     try:
@@ -55,28 +52,22 @@ def subject_named(name: str, *, dtype: str, cache_tokens: int = 0, layers: int =
         documents=documents,
         calibration=calibration,
         note="; ".join(notes),
-        source=source,
     )
 
 
-def _shape(
-    name: str, dtype: str, *, cache_tokens: int, layers: int, source: tuple[str, ...]
-) -> Subject:
-    from utio_jax.benchmark.subjects import Subject
+def _shape(name: str, dtype: str, *, cache_tokens: int) -> Subject:
+    from utio_jax.bench.subjects import Subject
     from utio_jax.models import Transformer
     from utio_jax.models.presets import SHAPES, with_layers
 
     config = SHAPES[name]
-    fitting = layers or fit_layers(
-        config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens
-    )
+    fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
     decoder = Transformer(with_layers(config, fitting))
     return Subject(
         name=name,
         decoder=decoder,
         params=random_params(decoder, dtype=dtype),
         note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
-        source=(*source, "--layers", str(fitting)),
     )
 
 

@@ -74,9 +74,9 @@ class Chat(OfDecoding):
         options: dict[str, Any],
     ) -> dict[str, Any]:
         """Shows an answer as it comes; returns it with its depths, and whether it was stopped."""
+        from utio_jax.bench.terminal import depth_legend, depth_text
         from utio_jax.decoding.base import Plain
         from utio_jax.models.chat import encode_chat, stream_answer
-        from utio_jax.report.terminal import depth_legend, depth_text
 
         config = model.decoder.config
         left = config.context_length - encode_chat(model, messages).size

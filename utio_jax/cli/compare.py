@@ -49,14 +49,14 @@ class Compare(OfWindows):
         """Runs the command and returns its JSON."""
         from rich.console import Console
 
-        from utio_jax.accounting.controls import plain_hull
-        from utio_jax.accounting.ledger import uniform_hull
+        from utio_jax.bench.plots import plot_margins, plot_pareto
+        from utio_jax.bench.terminal import comparison_table
         from utio_jax.calibration.advice import conclude
         from utio_jax.calibration.compare import compare
         from utio_jax.core.documents import sample_batches
         from utio_jax.devices.processes import check_same
-        from utio_jax.report.plots import plot_margins, plot_pareto
-        from utio_jax.report.terminal import comparison_table
+        from utio_jax.evaluation.controls import plain_hull
+        from utio_jax.evaluation.ledger import uniform_hull
 
         started = time.perf_counter()
         check_out(self.out)

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from utio_jax.accounting.controls import plain_hull
-from utio_jax.accounting.ledger import uniform_hull
-from utio_jax.accounting.prompt import prompt_cost
-from utio_jax.benchmark.decoding import measure_modes, middles
-from utio_jax.benchmark.scoring import Entry, control_entries, count_steps, measure
-from utio_jax.benchmark.timing import time_programs
+from utio_jax.bench.decoding import measure_modes, middles
+from utio_jax.bench.plots import plot_depths, plot_pareto
+from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure
+from utio_jax.bench.terminal import generation_table, ledger_table
+from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.prompt_choice import rows_of
 from utio_jax.core.documents import Batch
@@ -30,10 +29,11 @@ from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.prompts import prompt_choice
+from utio_jax.evaluation.controls import plain_hull
+from utio_jax.evaluation.ledger import uniform_hull
+from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.policies.base import Policy
-from utio_jax.report.plots import plot_depths, plot_pareto
-from utio_jax.report.terminal import generation_table, ledger_table
 from utio_jax.staircase import base
 from utio_jax.staircase.score import score
 
@@ -263,7 +263,7 @@ def read_prompts(
     prompt, follow = width * 7 // 8, width // 8
     try:
         choice = prompt_choice(decoder, params, budget, choices=model.prompt_choices)
-        cut = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_PROMPTS)
+        cut, _ = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_PROMPTS)
     except ValueError:
         return None
     shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)

@@ -14,7 +14,7 @@ from utio_jax.cli.options import calibration_of, is_first, progress_bar, read_do
 from utio_jax.cli.scoring import Scoring
 
 if TYPE_CHECKING:
-    from utio_jax.accounting.ledger import Ledger
+    from utio_jax.evaluation.ledger import Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,13 @@ class Evaluate(Scoring):
     and losses are those of the tokens behind it.
 
     Attributes:
-      text: text files; with --out also .jsonl and .parquet.
-      prompt_tokens: of each row of --token-ids.
+      text: text files.
+      prompt_tokens: of each row of --token-ids. For the interval each row counts as a document:
+        give one row of each, or it comes out too narrow.
       prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
       prompt_deep: share of each prompt that goes deep.
-      prompt_by: what chooses it: sinks_recent, heat, externality, gate, random or none (the
-        last token alone).
+      prompt_by: what chooses it: sinks_recent, heat, gate, random or none (the last token
+        alone).
       prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
         default.
     """
@@ -45,8 +46,6 @@ class Evaluate(Scoring):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         if self.prompt_tokens is not None:
-            if self.out is not None:
-                raise ValueError("Wanted --out without --prompt-tokens. Leave out one of the two.")
             return self._run_prompts(self.prompt_tokens)
         given = {
             "--prompt-stop": self.prompt_stop,
@@ -57,20 +56,6 @@ class Evaluate(Scoring):
             raise ValueError(
                 f"Wanted --prompt-tokens with {', '.join(alone)}: how many tokens of each row are "
                 "the prompt? For example: --prompt-tokens 448."
-            )
-        if self.out is not None:
-            corpus = self.score_corpus(self.text)
-            sums, more = corpus.sums, {"without_prediction": corpus.sums.without_prediction}
-            return corpus.close(
-                self._summary(
-                    corpus.row,
-                    nll=sums.quality.nll,
-                    predicted=sums.quality.predicted,
-                    documents=sums.documents,
-                    num_bytes=sums.bytes,
-                    fallbacks=sums.fallbacks,
-                )
-                | more
             )
         found, read = self.score(self.text)
         return self._summary(
@@ -124,7 +109,9 @@ class Evaluate(Scoring):
 
     def _run_prompts(self, prompt_tokens: int) -> dict[str, Any]:
         """Returns losses of what follows prompts, and what reading these costs."""
-        from utio_jax.calibration.prompt_choice import increase_interval
+        import numpy as np
+
+        from utio_jax.calibration.prompt_choice import describe_interval, increase_interval
         from utio_jax.evaluation.prompts import (
             continuation_losses,
             prompt_flops_ratio,
@@ -156,13 +143,14 @@ class Evaluate(Scoring):
         if choice is not None:
             ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate)
         increase = 100 * (float(found.sum()) / float(full.sum()) - 1)
-        low, high = increase_interval(found, full)
+        interval = increase_interval(found, full, np.arange(rows.rows))
         if is_first():
             how = "in full" if choice is None else f"by {choice.label}"
             print(
                 f"{rows.rows} prompts of {prompt_tokens} tokens read {how}, at {ratio:.3f} of "
-                f"their FLOPs: {increase:+.3f} % [{low:+.3f}, {high:+.3f}] loss of the "
-                f"{rows.tokens:,} tokens that follow",
+                f"their FLOPs: {increase:+.3f} % "
+                f"[{describe_interval(interval, digits=3)}] loss of the "
+                f"{rows.tokens:,} tokens that follow; each row counts as a document",
                 file=sys.stderr,
             )
         return {
@@ -174,7 +162,7 @@ class Evaluate(Scoring):
             "nll": round(float(found.sum()) / rows.tokens, 6),
             "nll_full": round(float(full.sum()) / rows.tokens, 6),
             "nll_increase_pct": round(increase, 4),
-            "interval": [round(low, 4), round(high, 4)],
+            "interval": None if interval is None else [round(end, 4) for end in interval],
             "prompt_flops_ratio": round(ratio, 6),
         }
 

@@ -28,13 +28,12 @@ class FitPrompt(OfModel):
       fit_text: more text files, for maps alone: nothing is chosen or reported on them.
       stop: depths at which prompt tokens may stop.
       deep: shares of a prompt's tokens that go deep, to choose from.
-      by: what may choose them: sinks_recent, heat, externality, gate, random.
+      by: what may choose them: sinks_recent, heat, gate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on.
       continuation: tokens that follow, whose loss counts.
       rows: of each of these two parts of the text, at most.
       fit_tokens: of text that the closed form is fitted to, at most.
-      windows: of text that the gate of --by externality is fitted to, at most.
       batch: rows per pass.
       seed: of the parts.
       train: train the maps after the closed form; the run's state is kept beside --out.
@@ -56,7 +55,6 @@ class FitPrompt(OfModel):
     continuation: int = 64
     rows: int = 24
     fit_tokens: int = 20_000
-    windows: int = 96
     batch: int = 8
     seed: int = 0
     train: bool = False
@@ -68,7 +66,6 @@ class FitPrompt(OfModel):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.calibration.prompt_choice import choice_to_json, choose_prompt, split_text
-        from utio_jax.calibration.prompt_externality import ExternalityConfig, fit_externality
         from utio_jax.calibration.prompt_maps import fit_kv_maps, fit_rows
         from utio_jax.core.kv_maps import kv_maps_file, save_kv_maps, with_kv_maps
         from utio_jax.staircase.prompts import PromptChoice
@@ -102,8 +99,7 @@ class FitPrompt(OfModel):
         ]
         gate = model.calibration.signals.get("learned") if "gate" in self.by else None
         for each in candidates:
-            if each.by != "externality":  # Its gate comes with the maps.
-                each.policy(model.decoder, gate=gate)
+            each.policy(model.decoder, gate=gate)
         documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
         text = split_text(documents, seed=self.seed)
         fit, described_more = [*text.fit], None
@@ -118,16 +114,6 @@ class FitPrompt(OfModel):
         shape, trained = self._shape(width), None
         if self.train:
             maps, trained = self._train(model, maps, fit, shape, out, say)
-        if "externality" in self.by:
-            maps = fit_externality(
-                model.decoder,
-                model.params,
-                maps,
-                fit,
-                shape,
-                ExternalityConfig(windows=self.windows, seed=self.seed),
-                progress=say,
-            )
         decoder, params = with_kv_maps(model.decoder, model.params, maps)
         study = choose_prompt(
             decoder,
@@ -165,7 +151,7 @@ class FitPrompt(OfModel):
         }
 
     def _shape(self, width: int) -> Any:
-        """Returns the windows that maps are trained on, and gates fitted to."""
+        """Returns the windows that maps are trained on."""
         from utio_jax.calibration.prompt_windows import WindowShape
 
         return WindowShape(width=width, continuation=3 * width // 8, deep=min(self.deep))

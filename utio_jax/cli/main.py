@@ -23,7 +23,6 @@ from utio_jax.cli.calibrate import Calibrate
 from utio_jax.cli.chat import Chat
 from utio_jax.cli.compare import Compare
 from utio_jax.cli.demo import Demo
-from utio_jax.cli.edge import Cloud, Edge
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.finetune import Finetune
 from utio_jax.cli.fit_prompt import FitPrompt
@@ -50,8 +49,6 @@ COMMANDS = {
     "finetune": Finetune,
     "fit-prompt": FitPrompt,
     "launch": Launch,
-    "cloud": Cloud,
-    "edge": Edge,
 }
 """What each name runs; the fields are its options."""
 
@@ -95,9 +92,11 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         _forget_stdout()
         where = "" if error.filename is None else f" {error.filename}"
+        # Errors without a number are not the system's but of libraries that read a file.
+        remedy = "Is it damaged? Remove it" if error.errno is None else "Free space"
         print(
             f"utio-jax: Wanted files that can be read and written. Got{where}: "
-            f"{error.strerror or error}. Free space, or name another place.",
+            f"{error.strerror or error}. {remedy}, or name another place.",
             file=sys.stderr,
         )
         return _ended(1, distributed)

@@ -20,7 +20,7 @@ class OfDecoding(OfModel):
       drafter: what drafts for --lossless: exit, or ngram (what followed the last tokens when the
         text had them before; needs no exit). By default an exit where the model was trained at its
         exits, else ngram.
-      kv: what later tokens see of a shallow one: propagate, drop, full, or mapped with
+      kv: what later tokens see of a shallow one: propagate, drop, or mapped with
         --prompt-maps. By default propagate.
       policy: who stops early: uniform, random, or one that the calibration holds. By default
         learned.
@@ -154,7 +154,7 @@ class OfDecoding(OfModel):
                 )
             return Plain(), None, None
         kv: Any = "propagate" if self.kv is None else self.kv
-        check_kv(kv)
+        check_kv(kv, ("propagate", "drop", "mapped"))
         policy, budget, _ = self.named_policy(model)
         repeat_verdict(model, self.policy_name, self.calibration)
         throttle = attention = None

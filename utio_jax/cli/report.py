@@ -15,11 +15,11 @@ from utio_jax.cli.options import check_out
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """Writes what `utio-jax bench` measured as Markdown, CSV and one HTML page.
+    """Writes what `utio-jax bench` measured as one HTML page, with tables and pictures.
 
     Attributes:
       files: one file of results, or two: the second is held against the first, row by row.
-      out: folder for the report and its pictures.
+      out: folder for report.html.
     """
 
     files: tyro.conf.Positional[tuple[Path, ...]]
@@ -27,8 +27,7 @@ class Report:
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.report.results import load_results
-        from utio_jax.report.writing import write_report
+        from utio_jax.bench.report import write_report
 
         if len(self.files) not in (1, 2):
             raise ValueError(
@@ -36,13 +35,12 @@ class Report:
                 "Compare more in pairs."
             )
         check_out(self.out)
-        written, compared = write_report([load_results(file) for file in self.files], self.out)
-        worse = compared.those("regression") if compared is not None else ()
+        written, worse = write_report(self.files, self.out)
         for change in worse:
-            print(f"regression: {change.key}, {change.measure}", file=sys.stderr)
-        print(f"written: {written[0].parent / 'report.html'}", file=sys.stderr)
+            print(f"regression: {change['key']}, {change['measure']}", file=sys.stderr)
+        print(f"written: {written}", file=sys.stderr)
         return {
             "command": "report",
-            "files": [str(file) for file in written],
-            "regressions": [change.to_dict() for change in worse],
+            "files": [str(written)],
+            "regressions": worse,
         }

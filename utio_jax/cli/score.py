@@ -20,7 +20,7 @@ class Score(Scoring):
     """Prints log-likelihood and depth of documents, every token predicted once.
 
     Attributes:
-      files: text files; with --out also .jsonl and .parquet.
+      files: text files.
       policy: full, uniform, random, or one that the calibration holds.
       per_token: a JSON file to write every token's log-likelihood and depth to.
     """
@@ -33,10 +33,8 @@ class Score(Scoring):
         """Runs the command and returns its JSON."""
         from rich.console import Console
 
-        from utio_jax.report.terminal import documents_table
+        from utio_jax.bench.terminal import documents_table
 
-        if self.out is not None:
-            return self._run_corpus()
         if self.per_token is not None:
             check_writable(self.per_token, "--per-token")
         found, read = self.score(self.files)
@@ -67,20 +65,3 @@ class Score(Scoring):
                 for name, ids, result in scored
             ],
         }
-
-    def _run_corpus(self) -> dict[str, Any]:
-        """Scores a corpus into a folder; returns what all documents come to."""
-        if self.per_token is not None:
-            raise ValueError(
-                "Wanted --out without --per-token: rows hold every token's depth. Leave out one."
-            )
-        found = self.score_corpus(self.files)
-        return found.close(
-            {
-                "command": "score",
-                **found.row.to_dict(),
-                "fallbacks": found.sums.fallbacks,
-                "documents": found.sums.documents,
-                "without_prediction": found.sums.without_prediction,
-            }
-        )

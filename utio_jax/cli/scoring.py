@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from utio_jax.cli.corpus import OfCorpus, file_digest, maker
 from utio_jax.cli.options import (
     OfWindows,
     check_out,
@@ -20,14 +18,10 @@ from utio_jax.cli.options import (
     read_token_ids,
     repeat_verdict,
 )
-from utio_jax.core.files import save_json
 
 if TYPE_CHECKING:
-    from utio_jax.accounting.ledger import Ledger
-    from utio_jax.cluster.job import Finished
-    from utio_jax.cluster.scoring import DocumentScorer
-    from utio_jax.cluster.scoring import Scored as Sums
     from utio_jax.evaluation.evaluate import TextScore
+    from utio_jax.evaluation.ledger import Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,28 +41,12 @@ class Scored:
     row: Ledger
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CorpusScored:
-    """What a corpus has come to.
-
-    Attributes:
-      finished: where its rows are.
-      sums: of all of them.
-      row: the ledger.
-    """
-
-    finished: Finished
-    sums: Sums
-    row: Ledger
-
-    def close(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Keeps a command's JSON beside the rows; returns it, and what is of this run alone."""
-        save_json(self.finished.folder.summary, summary)
-        return summary | {"out": str(self.finished.folder.path), "kept": self.finished.kept}
+_LEAST = 256
+"""Tokens from which on routing paid where most of them stop early (results/benchmark_suites.md)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scoring(OfCorpus, OfWindows):
+class Scoring(OfWindows):
     """Options of scoring.
 
     Attributes:
@@ -79,9 +57,7 @@ class Scoring(OfCorpus, OfWindows):
       depth: layers, for uniform.
       batch: rows per pass, at most.
       kv: what others see of a token beyond its depth: propagate or drop. By default propagate.
-      min_tokens: passes of fewer tokens run at full depth. By default none do for that.
-      profit: a profit.json that `utio-jax bench` measured here; passes that it predicts not to pay
-        run at full depth.
+      min_tokens: passes of fewer tokens run at full depth, where a policy routes. By default 256.
       shards: folder in which each pass' results are kept; an interrupted run goes on from there,
         with any number of processes.
     """
@@ -94,18 +70,15 @@ class Scoring(OfCorpus, OfWindows):
     batch: int = 16
     kv: str | None = None
     min_tokens: int | None = None
-    profit: Path | None = None
     shards: Path | None = None
 
     def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
         """Returns the scores of files, or of `token_ids`, and what was read."""
-        from utio_jax.accounting.profit import Profit
         from utio_jax.devices.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
         from utio_jax.models.texts import read_files
 
         kv = self._checked()
-        self.check_corpus()
         if self.shards is not None:
             check_out(self.shards, option="--shards")
         if (self.token_ids is None) == (not files):
@@ -134,51 +107,23 @@ class Scoring(OfCorpus, OfWindows):
                 mesh=mesh,
                 shards=shards,
                 fractions=fractions,
-                min_tokens=self.min_tokens or 0,
-                profit=None if self.profit is None else Profit.load(self.profit),
+                min_tokens=self.least_tokens,
                 progress=step,
             )
         layers = model.decoder.config.num_layers
         row = found.quality.ledger(self.policy, budget=budget, num_layers=layers)
         return found, Scored(names=names, documents=documents, bytes=size, row=row)
 
-    def score_corpus(self, files: tuple[Path, ...]) -> CorpusScored:
-        """Scores a corpus into the folder `out`; returns the sums of all rows there."""
-        from utio_jax.cluster.scoring import sum_scores
-        from utio_jax.devices.processes import digest
-
-        kv = self._checked()
-        self.check_corpus(
-            token_ids=self.token_ids,
-            shards=self.shards,
-            distributed=self.distributed,
-            data_parallel=self.data_parallel,
-        )
-        model = self.load()
-        policy, budget, _ = self.named_policy(model)
-        repeat_verdict(model, self.policy, self.calibration)
-        identity = {
-            "rows": "scores",
-            "model": model.sha256[:16],
-            "policy": [self.policy, budget, self.depth, digest(policy)[:16]],
-            "kv": kv,
-            "context": model.decoder.config.context_length,
-            "batch": self.batch,
-            "min_tokens": self.min_tokens or 0,
-            "profit": file_digest(self.profit),
-        }
-        here = partial(_scorer_of, self, model)
-        done = self.run_corpus(files, identity, here if self.ray is None else maker(_scorer, self))
-        found = sum_scores(done.folder)
-        layers = model.decoder.config.num_layers
-        row = found.quality.ledger(self.policy, budget=budget, num_layers=layers)
-        return CorpusScored(finished=done, sums=found, row=row)
-
     def named_policy(self, model: Any) -> Any:
         """Returns the policy, its budget, and the shares of its depths."""
         return policy_named(
             model, self.policy, budget=self.budget, depth=self.depth, calibration=self.calibration
         )
+
+    @property
+    def least_tokens(self) -> int:
+        """The smallest pass that is routed."""
+        return _LEAST if self.min_tokens is None else self.min_tokens
 
     def _checked(self) -> Any:
         """Returns what others see of frozen tokens. Raises ValueError for options without use."""
@@ -192,31 +137,5 @@ class Scoring(OfCorpus, OfWindows):
             calibration=self.calibration,
             kv=self.kv,
             min_tokens=self.min_tokens,
-            profit=self.profit,
         )
         return kv
-
-
-def _scorer(command: Scoring) -> DocumentScorer:
-    """Returns what scores documents, in an actor of its own: the model is loaded there."""
-    return _scorer_of(command, command.load())
-
-
-def _scorer_of(command: Scoring, model: Any) -> DocumentScorer:
-    from utio_jax.accounting.profit import Profit
-    from utio_jax.cluster.scoring import DocumentScorer
-
-    policy, _, fractions = command.named_policy(model)
-    kv: Any = "propagate" if command.kv is None else command.kv
-    return DocumentScorer(
-        decoder=model.decoder,
-        params=model.params,
-        model_sha256=model.sha256,
-        encode=model.encode,
-        policy=policy,
-        rows=command.batch,
-        kv=kv,
-        fractions=fractions,
-        min_tokens=command.min_tokens or 0,
-        profit=None if command.profit is None else Profit.load(command.profit),
-    )

@@ -11,7 +11,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from utio_jax.cli.corpus import maker
 from utio_jax.cli.options import OfModel, OfProcesses, calibration_of, repeat_verdict
 from utio_jax.cli.thinking import OfThinking
 
@@ -51,11 +50,6 @@ class Serve(OfModel, OfProcesses, OfThinking):
       queue_tokens: prompt tokens that may wait.
       drain_seconds: that open requests have after SIGTERM.
       request_seconds: that a request may take.
-      ray: a Ray cluster, HOST:PORT, auto, or local for this machine, in which replicas have the
-        engines. By default this process has one.
-      replicas: of --ray, each with a device and --slots. By default 1.
-      most_replicas: that Ray Serve may start as requests come. By default no more.
-      replica_cpus: processors of each, where there are no GPUs or TPUs. By default all, shared out.
     """
 
     mode: str | None = None
@@ -76,10 +70,6 @@ class Serve(OfModel, OfProcesses, OfThinking):
     queue_tokens: int = 65536
     drain_seconds: float = 30.0
     request_seconds: float = 300.0
-    ray: str | None = None
-    replicas: int | None = None
-    most_replicas: int | None = None
-    replica_cpus: int | None = None
 
     def load(self) -> Any:
         """Returns the `utio_jax.models.Model`, with KV maps where they are named."""
@@ -104,7 +94,6 @@ class Serve(OfModel, OfProcesses, OfThinking):
 
     def run(self) -> dict[str, Any] | int:
         """Runs the command and returns its JSON, or the exit status where it went wrong."""
-        self._check_replicas()
         if not self.distributed:
             return self._serve(self.join())
         try:
@@ -138,14 +127,7 @@ class Serve(OfModel, OfProcesses, OfThinking):
             request_seconds=self.request_seconds,
         )
         sizes: dict[str, Any] = {"slots": self.slots, "capacity": self.capacity}
-        served = self.served()
-        pool = None if self.ray is None else self._pool(served)
-        try:
-            server = Server(served, address=address, limits=limits, lines=lines, pool=pool, **sizes)
-        except BaseException:
-            if pool is not None:
-                pool.leave()
-            raise
+        server = Server(self.served(), address=address, limits=limits, lines=lines, **sizes)
         done = server.run()
         server.leave(done["status"])
         return done["status"] or {"command": "serve", **done}
@@ -174,42 +156,6 @@ class Serve(OfModel, OfProcesses, OfThinking):
             special_tokens=_special_tokens(model),
             **routing,
         )
-
-    def _check_replicas(self) -> None:
-        names = ("replicas", "most_replicas", "replica_cpus")
-        given = [name for name in names if getattr(self, name) is not None]
-        if self.ray is None and given:
-            raise ValueError(
-                f"Wanted --ray ADDRESS or --ray local with --{given[0].replace('_', '-')}. Got "
-                "none. Add it, or leave this out."
-            )
-        if self.ray is not None and self.distributed:
-            raise ValueError(
-                "Wanted --ray, replicas of a model, or --distributed, one model over several "
-                "processes. Got both."
-            )
-        if self.ray is not None:
-            import jax
-
-            # Devices of this machine are the replicas'. Ray sends them the command, not this.
-            jax.config.update("jax_platforms", "cpu")
-
-    def _pool(self, served: Any) -> Any:
-        """Returns the `utio_jax.cluster.Pool` that was asked for."""
-        from utio_jax.cluster import Pool, Replicas
-
-        assert self.ray is not None
-        options = Replicas(
-            name=f"utio-jax-{served.name}",
-            address=self.ray,
-            count=1 if self.replicas is None else self.replicas,
-            most=self.most_replicas,
-            slots=self.slots,
-            cpus=self.replica_cpus,
-            drain_seconds=self.drain_seconds,
-        )
-        make = maker(_station, self)
-        return Pool(options, make, model_sha256=served.text.sha256)
 
     @property
     def named_mode(self) -> str:
@@ -257,19 +203,6 @@ class Serve(OfModel, OfProcesses, OfThinking):
         depths = tuple(sorted({*covering_depths(budgets.values()), layers}))
         mode = Adaptive(policy=with_depths(budgets[budget], depths))
         return mode, {"policy": name, "budget": budget, "budgets": budgets}
-
-
-def _station(command: Serve) -> Any:
-    """Returns what a replica runs; called there."""
-    from utio_jax.serving import Station
-
-    served = command.served()
-    return Station(
-        served,
-        model_sha256=served.text.sha256,
-        slots=command.slots,
-        capacity=command.capacity,
-    )
 
 
 def _chat_of(model: Any) -> Any:

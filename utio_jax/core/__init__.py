@@ -3,7 +3,6 @@
 
 from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, HasKVMaps, Mixes
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
-from utio_jax.core.encoder import Classifier, Encoder
 from utio_jax.core.files import hash_file, hash_params
 from utio_jax.core.flops import TokenCost, pass_flops, token_cost
 from utio_jax.core.kv_maps import KVMap, with_kv_maps
@@ -13,10 +12,8 @@ from utio_jax.core.work import Work
 
 __all__ = [
     "Batch",
-    "Classifier",
     "Decoder",
     "DecoderConfig",
-    "Encoder",
     "HasExitLens",
     "HasKVMaps",
     "KVMap",

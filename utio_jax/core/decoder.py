@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import numbers
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -55,9 +57,10 @@ class DecoderConfig:
       input_shape: of what `embed` reads of one token: `()` for an id; a patch's pixels, or an id
         and its kind, are an array, `[batch, token, *input_shape]`.
       kv_source: for each layer, the layers whose keys and values it reads, their heads side by
-        side. Layers with K/V of their own come first. Empty: each layer reads its own.
+        side. First come layers that read their own, then those that read others', which are made
+        once (YOCO, arXiv 2405.05254). Empty: each layer reads its own.
       kv_depth: for each layer with K/V of its own, the depth of the states that these are made
-        from, at most the layer's own. Empty: the states before the layer.
+        from. Follows from `kv_source`.
     """
 
     vocab_size: int
@@ -78,64 +81,59 @@ class DecoderConfig:
     kv_depth: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            wanted = None if name == "exits" else _misfit(field, value)
+            if wanted is not None:
+                raise ValueError(
+                    f"{type(self).__name__} needs {name} {wanted}. Got {name}={value!r}."
+                )
         if not self.exits:
             object.__setattr__(self, "exits", (self.num_layers,))
-        sizes = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim")
-        for name in (*sizes, "context_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{type(self).__name__} needs {name} of at least 1. "
-                    f"Got {name}={getattr(self, name)}."
-                )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{type(self).__name__} needs num_kv_heads that divides "
                 f"num_heads={self.num_heads}. Got num_kv_heads={self.num_kv_heads}."
             )
         object.__setattr__(self, "exits", check_depths(self.exits, num_layers=self.num_layers))
-        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+        if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(
-                f"{type(self).__name__} needs windows of at least 0 for its {self.num_layers} "
-                f"layers, or none. Got windows={self.windows}."
-            )
-        if self.attention_softcap is not None and self.attention_softcap <= 0:
-            raise ValueError(
-                f"{type(self).__name__} needs an attention_softcap above 0, or None. "
-                f"Got attention_softcap={self.attention_softcap}."
+                f"{type(self).__name__} needs windows for each of its {self.num_layers} layers, or "
+                f"none. Got windows={self.windows}."
             )
         self._check_kv_source()
 
     def _check_kv_source(self) -> None:
         if not self.kv_source and not self.kv_depth:
             return
-        name = type(self).__name__
-        source = tuple(tuple(int(row) for row in rows) for rows in self.kv_source)
-        if len(source) != self.num_layers or not all(source):
+        name, layers = type(self).__name__, self.num_layers
+        source = tuple(tuple(rows) for rows in self.kv_source)
+        own = next((i for i, rows in enumerate(source) if rows != (i,)), len(source))
+        above = source[own:]
+        if len(source) != layers or not above or len({len(rows) for rows in above}) != 1:
             raise ValueError(
-                f"{name} needs a kv_source that names layers for each of its {self.num_layers} "
-                f"layers. Got kv_source={self.kv_source}."
+                f"{name} needs a kv_source for each of its {layers} layers: first those that read "
+                "their own keys and values, then those that read as many layers' each. Got "
+                f"kv_source={self.kv_source}."
             )
-        own = 1 + max(max(rows) for rows in source)
-        depth = tuple(self.kv_depth) or tuple(range(own))
-        if len(depth) != own or any(not 0 <= at <= row for row, at in enumerate(depth)):
+        made = max(max(rows) for rows in above) + 1
+        depth = (*range(min(made, own)), *([own] * (made - own)))
+        if min(min(rows) for rows in above) < 0 or tuple(self.kv_depth or depth) != depth:
             raise ValueError(
-                f"{name} needs a kv_depth for each of its {own} layers with K/V of their own, from "
-                f"0 to the layer's index. Got kv_depth={self.kv_depth}."
+                f"{name} needs a kv_source of layers below {layers}, and keys and values made of "
+                f"the states before their layers, those from layer {own} on of the states before "
+                f"that one: kv_depth={depth}. Got kv_source={self.kv_source} and "
+                f"kv_depth={self.kv_depth}."
             )
-        for layer, rows in enumerate(source):
-            if min(rows) < 0 or max(depth[row] for row in rows) > layer:
-                raise ValueError(
-                    f"{name} needs a kv_source of K/V that are made before they are read. "
-                    f"Got {rows} for layer {layer}."
-                )
-            if self.num_heads % (len(rows) * self.num_kv_heads):
-                raise ValueError(
-                    f"{name} needs as many K/V heads in each layer as divide "
-                    f"num_heads={self.num_heads}. Got {len(rows)} x {self.num_kv_heads} in layer "
-                    f"{layer}."
-                )
+        if self.num_heads % (len(above[0]) * self.num_kv_heads):
+            raise ValueError(
+                f"{name} needs as many K/V heads in each layer as divide "
+                f"num_heads={self.num_heads}. Got {len(above[0])} x {self.num_kv_heads} in those "
+                "that read others' keys and values."
+            )
+        # Layers below that no other reads have keys and values for themselves all the same.
         object.__setattr__(self, "kv_source", source)
-        object.__setattr__(self, "kv_depth", depth)
+        object.__setattr__(self, "kv_depth", (*range(own), *([own] * max(0, made - own))))
 
     @property
     def kv_layers(self) -> int:
@@ -143,23 +141,25 @@ class DecoderConfig:
         return len(self.kv_depth) or self.num_layers
 
     @property
+    def kv_own(self) -> int:
+        """How many layers read their own keys and values alone: the first ones."""
+        if not self.kv_source:
+            return self.num_layers
+        return next(i for i, rows in enumerate(self.kv_source) if rows != (i,))
+
+    @property
     def kv_complete(self) -> int:
-        """Layers after which a token has left all keys and values that others will ever read."""
+        """Layers after which a token's state makes all keys and values that others still read."""
         return max(self.kv_depth) if self.kv_depth else self.num_layers - 1
 
-    def kv_made(self, layer: int) -> tuple[int, ...]:
-        """Returns the layers whose keys and values are made of the states before `layer`."""
-        if not self.kv_depth:
-            return (layer,)
-        return tuple(row for row, depth in enumerate(self.kv_depth) if depth == layer)
+    def kv_made(self, start: int, stop: int) -> tuple[int, ...]:
+        """Returns the layers whose keys and values are made of states at depths [start, stop)."""
+        depths = self.kv_depth or range(self.num_layers)
+        return tuple(row for row, depth in enumerate(depths) if start <= depth < stop)
 
     def kv_read(self, layer: int) -> tuple[int, ...]:
         """Returns the layers whose keys and values `layer` reads, their heads side by side."""
         return self.kv_source[layer] if self.kv_source else (layer,)
-
-    def kv_needs(self, layer: int) -> int:
-        """Returns the depth of the deepest states that the K/V which `layer` reads are made of."""
-        return max(self.kv_depth[row] for row in self.kv_source[layer]) if self.kv_source else layer
 
     def window_at(self, layer: int | jax.Array) -> Int[Array, ""] | None:
         """Returns how many keys a token may attend to in a layer; None where none is limited."""
@@ -167,6 +167,35 @@ class DecoderConfig:
             return None
         everything = jnp.iinfo(jnp.int32).max
         return jnp.asarray([window or everything for window in self.windows], jnp.int32)[layer]
+
+
+def is_integer(value: Any, least: int = 0) -> bool:
+    """Returns whether a value is an integer, no boolean, from `least` to what an int32 holds."""
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return whole and least <= value < 2**31
+
+
+def is_positive(value: Any) -> bool:
+    """Returns whether a value is a finite number above 0, no boolean."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return number and 0 < value < math.inf
+
+
+def _misfit(field: dataclasses.Field[Any], value: Any) -> str | None:
+    """Returns what a config's field should be, by its annotation; None where the value is that."""
+    kind, least = str(field.type), 0 if field.default in (0, None) else 1
+    if value is None and kind.endswith(" | None"):
+        return None
+    fits, wanted = {
+        "int": (lambda: is_integer(value, least), f"of at least {least}"),
+        "float": (lambda: is_positive(value), "above 0"),
+        "bool": (lambda: isinstance(value, bool), "that is True or False"),
+        "tuple[int, ...]": (
+            lambda: isinstance(value, tuple) and all(map(is_integer, value)),
+            "of at least 0, a tuple of integers",
+        ),
+    }.get(kind.removesuffix(" | None"), (lambda: True, ""))
+    return None if fits() else f"{wanted}{', an integer below 2**31' * (kind[:3] == 'int')}"
 
 
 def some_exits(num_layers: int) -> tuple[int, ...]:
@@ -284,7 +313,7 @@ class Mixes(Decoder, Protocol):
 
     Linear attention and state-space layers, written as masked products: `queries` is what a token
     asks, `keys_values` what it shows to others, and `mix` puts the two together. What a key holds
-    is the decoder's own affair: its decay, for one (`utio_jax.models.mamba`).
+    is the decoder's own affair: its decay, for one (`utio_jax.contrib.recurrent`).
 
     What a token does to the recurrent state of a layer, if it has stopped before: under
     `kv="propagate"` it is taken in as any other, by what `keys_values` makes of its frozen state;

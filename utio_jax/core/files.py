@@ -4,19 +4,23 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
 import platform
 import secrets
+import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, load_file, save_file
@@ -38,8 +42,8 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
     partial, modes = [], []
     try:
         for file in files:
-            if file.exists() and not file.is_file():
-                raise ValueError(f"Wanted a file to write. {file} is a folder or a device.")
+            _refuse_folder(file)
+            _forget_partial(file)
             file.parent.mkdir(parents=True, exist_ok=True)
             path = file.with_name(f"{file.name}.{secrets.token_hex(8)}.partial")
             # Made here, as some writers make files that only their owner can read.
@@ -60,6 +64,21 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
     finally:
         for path in partial:
             path.unlink(missing_ok=True)
+
+
+def _refuse_folder(file: Path) -> None:
+    """Raises ValueError where a name is a folder's or a device's; looks once, as others write."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ValueError(f"Wanted a file to write. {file} is a folder or a device.")
+
+
+def _forget_partial(file: Path) -> None:
+    """Removes what writers of a file that were killed have left: untouched for a day."""
+    for left in file.parent.glob(f"{glob.escape(file.name)}.{'[0-9a-f]' * 16}.partial"):
+        with suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - 86_400:
+                left.unlink()
 
 
 def _sync(path: Path) -> None:
@@ -159,7 +178,15 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict of dotted paths: the inverse of `flatten` for dicts of dicts."""
+    """Returns the nested dict of dotted paths: the inverse of `flatten` for dicts of dicts.
+
+    Raises:
+      ValueError: a path is both an array's and a folder of others.
+    """
+    folders = {path[:dot] for path in flat for dot, char in enumerate(path) if char == "."}
+    clash = sorted(folders & flat.keys())
+    if clash:
+        raise ValueError(f"Wanted arrays by paths of their own. Got {clash[0]} and others in it.")
     tree: dict[str, Any] = {}
     for path, leaf in flat.items():
         *folders, name = path.split(".")
@@ -298,7 +325,13 @@ _TIE = "weights_sha256"
 
 
 def load_owned(
-    file: Path, *, what: str, command: str, model_sha256: str, owner: Callable[[Any], Any]
+    file: Path,
+    *,
+    what: str,
+    command: str,
+    model_sha256: str,
+    owner: Callable[[Any], Any],
+    integers: bool = False,
 ) -> tuple[Any, dict[str, np.ndarray]]:
     """Returns what `save_owned` wrote, once it is known to belong to a model: JSON and tensors.
 
@@ -308,10 +341,11 @@ def load_owned(
       command: that writes one.
       model_sha256: of the model.
       owner: finds the model's hash in what was read.
+      integers: whether tensors may hold integers and booleans, too.
 
     Raises:
       ValueError: a file is missing or cannot be read, belongs to another model, or the tensors are
-        not those that the JSON was written with, or not finite.
+        not those that the JSON was written with, of another type, or not finite.
     """
     stored = load_json(file, what, remedy=f"`{command}` makes one.")
     try:
@@ -343,7 +377,17 @@ def load_owned(
             "or an earlier version wrote the two. Copy both files, or make them anew: "
             f"{command}."
         )
-    tensors = load(data)
+    try:
+        tensors = load(data)
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise broken_file(beside, error) from error
+    kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
+    for name, leaf in tensors.items():
+        if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
+            raise ValueError(
+                f"Wanted floating-point weights in {beside}. Got {name} of {leaf.dtype}. Make them "
+                f"anew: {command}."
+            )
     _check_finite(tensors, beside)
     return stored, tensors
 

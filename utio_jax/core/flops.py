@@ -78,6 +78,7 @@ class TokenCost:
       exit_map: what maps a state for the head, at depths below `full_depth`.
       full_depth: the model's layers; of use only where there is an `exit_map`.
       kv_map: keys and values of one skipped layer, by a map.
+      kv_depth: see `DecoderConfig.kv_depth`; empty where every layer has keys and values.
     """
 
     query: float
@@ -87,13 +88,18 @@ class TokenCost:
     exit_map: float = 0.0
     full_depth: int = 0
     kv_map: float = 0.0
+    kv_depth: tuple[int, ...] = ()
+
+    def made(self, depth: int | np.ndarray) -> np.ndarray | int:
+        """Returns of how many layers K/V are made of a token that runs, or is kept, to a depth."""
+        return np.searchsorted(np.asarray(self.kv_depth), depth) if self.kv_depth else depth
 
     def read(self, depth: int | np.ndarray) -> np.ndarray | float:
         """Returns the FLOPs of one prediction from states at a depth: exit map and head."""
         return self.head + self.exit_map * (np.asarray(depth) < self.full_depth)
 
     def layer(self, width: int) -> float:
-        """Returns one layer's FLOPs for one token that attends over `width` key slots."""
+        """Returns the FLOPs of one layer with own K/V, for a token that sees `width` keys."""
         return self.query + self.keys_values + self.attention_per_key * width
 
 
@@ -130,6 +136,7 @@ def _token_cost(decoder: Decoder, treedef: Any, leaves: tuple[Any, ...]) -> Toke
         ),
         full_depth=config.num_layers,
         kv_map=4.0 * config.embed_dim * config.num_kv_heads * config.head_dim,
+        kv_depth=config.kv_depth,
     )
 
 
@@ -190,7 +197,7 @@ def ideal_flops(
     keys = widths[np.searchsorted(widths, np.arange(depths.shape[1]), side="right")]
     real = depths > 0
     per_layer = cost.query + cost.attention_per_key * keys
-    frozen = deepest * float(real.sum()) if keep_frozen else float(depths.sum())
+    frozen = cost.made(deepest) * real.sum() if keep_frozen else np.sum(cost.made(depths))
     # A history is gathered, not padded up to a width.
     spared = np.maximum(keys - np.minimum(np.arange(depths.shape[1]) + 1, history), 0.0)
     return float(
@@ -227,7 +234,7 @@ def expected_flops(
         head, wherever a token stops, is counted anyway.
     """
     tokens = batch * width
-    total, alive, done = tokens * depths[-1] * cost.keys_values, 1.0, 0
+    total, alive, done = tokens * float(cost.made(depths[-1])) * cost.keys_values, 1.0, 0
     for index, (depth, share) in enumerate(zip(depths, fractions, strict=True)):
         live = tokens * alive
         slots = live + min_bucket / 2 if live else 0.0
@@ -257,4 +264,4 @@ def depth_flops(
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(width), side="right")].mean()
     layers = np.asarray(depths) * (cost.query + cost.attention_per_key * keys)
-    return layers + depths[-1] * cost.keys_values + cost.read(np.asarray(depths))
+    return layers + cost.made(depths[-1]) * cost.keys_values + cost.read(np.asarray(depths))

@@ -38,23 +38,14 @@ class KVMap:
     Attributes:
       kernel: from a normalised state to keys (index 0) and values (1).
       bias: likewise.
-      gate: from a normalised state to the token's externality: what it would be worth to others, if
-        it went on (`utio_jax.calibration.prompt_externality`). None: nothing was fitted.
-      gate_bias: likewise.
     """
 
     kernel: Float[Array, "dim layer 2 kv_head head_dim"]
     bias: Float[Array, "layer 2 kv_head head_dim"]
-    gate: Float[Array, " dim"] | None = None
-    gate_bias: Float[Array, ""] | None = None
 
     def tensors(self) -> dict[str, jax.Array]:
-        """Returns what there is of it, by name."""
-        return {
-            field.name: leaf
-            for field in dataclasses.fields(self)
-            if (leaf := getattr(self, field.name)) is not None
-        }
+        """Returns its arrays by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,23 +75,6 @@ class KVMapped(Wrapped):
         shown = normalise(x).astype(x.dtype) @ kernel.reshape(kernel.shape[0], -1)
         shown = shown.reshape(*x.shape[:-1], *bias.shape)
         return shown + jnp.broadcast_to(bias, shown.shape)
-
-    def externality(
-        self, params: Params, x: Float[Array, "*lead dim"], depth: int
-    ) -> Float[Array, "*lead"]:
-        """Returns what tokens that stop at `depth` are foretold to be worth, if they went on.
-
-        Raises:
-          ValueError: there are no maps for that depth, or nothing was fitted with them.
-        """
-        check_stops((depth,), self.stops)
-        maps = params["kv_maps"][str(depth)]
-        if "gate" not in maps:
-            raise ValueError(
-                "Wanted KV maps with a gate, to choose prompt tokens by externality. Got maps from "
-                f"depth {depth} without one. Fit it: utio-jax fit-prompt --by externality."
-            )
-        return normalise(x) @ maps["gate"] + maps["gate_bias"]
 
     def rotate_keys(self, layer: Any, keys: jax.Array, places: Any) -> jax.Array:
         """Returns one layer's keys with their positions in them, as `keys_values` returns them."""
@@ -222,30 +196,18 @@ def load_kv_maps(
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Wanted KV maps at {file}. They cannot be read: {error!r}.") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found = {stop: _parts(shapes, stop) for stop in stops}
-    if shapes.keys() != {f"{stop}.{part}" for stop in stops for part in found[stop]} or not all(
-        map(_fit_together, found.values())
+    fields = [field.name for field in dataclasses.fields(KVMap)]
+    if shapes.keys() != {f"{stop}.{field}" for stop in stops for field in fields} or not all(
+        len(shapes[f"{stop}.kernel"]) == 5
+        and shapes[f"{stop}.kernel"][1:] == shapes[f"{stop}.bias"]
+        for stop in stops
     ):
         raise ValueError(
             f"Wanted for each of the stops {stops} a kernel [dim, layer, 2, kv_head, head_dim] and "
-            f"its bias beside {file}, and a gate [dim] with its bias or none. Got {shapes}. Fit "
-            "again: utio-jax fit-prompt."
+            f"its bias beside {file}. Got {shapes}. Fit again: utio-jax fit-prompt."
         )
     maps = {
-        stop: KVMap(**{part: jnp.asarray(tensors[f"{stop}.{part}"]) for part in found[stop]})
+        stop: KVMap(**{field: jnp.asarray(tensors[f"{stop}.{field}"]) for field in fields})
         for stop in stops
     }
     return maps, stored
-
-
-def _parts(shapes: Mapping[str, tuple[int, ...]], stop: int) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of what there is of one stop's map."""
-    names = [field.name for field in dataclasses.fields(KVMap)]
-    return {part: shapes[f"{stop}.{part}"] for part in names if f"{stop}.{part}" in shapes}
-
-
-def _fit_together(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    kernel, bias = shapes.get("kernel", ()), shapes.get("bias")
-    gate = shapes.get("gate"), shapes.get("gate_bias")
-    known = gate in ((None, None), (kernel[:1], ()))
-    return len(kernel) == 5 and kernel[1:] == bias and known

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ Carry = TypeVar("Carry")
 _SMALL = 2**16
 """Bytes of a layer below which a copy of it costs less than a program that is longer."""
 
-_split: dict[tuple[int, ...], tuple[LayerParams, ...]] = {}
+_split: dict[tuple[Any, ...], tuple[LayerParams, ...]] = {}
 
 
 def layer_at(decoder: Decoder, params: Params, index: int | jax.Array) -> LayerParams:
@@ -54,19 +54,23 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     stack = decoder.layers(params)
     leaves = [leaf for leaf in jax.tree.leaves(stack) if isinstance(leaf, jax.Array)]
     count = decoder.config.num_layers
+    own = {id(leaf) for leaf in jax.tree.leaves(params)}
+    kept = [leaf for leaf in leaves if id(leaf) in own]
     if (
         jax.default_backend() != "cpu"
+        or not kept
         or len(leaves) != len(jax.tree.leaves(stack))
         or any(len(leaf.devices()) > 1 for leaf in leaves)
         or sum(leaf.nbytes for leaf in leaves) < count * _SMALL
     ):
         return None
-    key = tuple(map(id, leaves))
+    # What is no parameter is made anew at every call, of the parameters and by the decoder.
+    key = (*map(id, kept), *([] if len(kept) == len(leaves) else [decoder]))
     if key not in _split:
         _split[key] = tuple(
             jax.tree.map(lambda leaf, i=index: leaf[i], stack) for index in range(count)
         )
-        for leaf in leaves:  # Of any leaf that is gone, another array may get the identity.
+        for leaf in kept:  # Of any leaf that is gone, another array may get the identity.
             weakref.finalize(leaf, _split.pop, key, None)
     return _split[key]
 

@@ -27,8 +27,26 @@ def pytree(cls: type[T]) -> type[T]:
     return register(dataclasses.dataclass(frozen=True, kw_only=True)(cls))
 
 
+def _short(value: Any) -> str:
+    """Returns a value as text, an array by type and shape: gates have thousands of numbers."""
+    if type(value) in (list, tuple):
+        inner = ", ".join(map(_short, value)) + "," * (type(value) is tuple and len(value) == 1)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_short(leaf)}" for key, leaf in value.items()) + "}"
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return repr(value)
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+
+
+def _repr(tree: Any) -> str:
+    fields = [field.name for field in dataclasses.fields(tree) if field.repr]
+    inner = ", ".join(f"{name}={_short(getattr(tree, name))}" for name in fields)
+    return f"{type(tree).__qualname__}({inner})"
+
+
 def register(cls: type[T]) -> type[T]:
-    """Makes a dataclass a pytree whose structure names its class.
+    """Makes a dataclass a pytree whose structure names its class. Arrays show as type and shape.
 
     `jax.tree_util.register_dataclass` (up to jax 0.12) gives two classes with as many leaves
     structures that compare as equal and differ by their hash alone. jit looks programs up by both,
@@ -53,5 +71,6 @@ def register(cls: type[T]) -> type[T]:
         named = dict(zip(fixed, known, strict=True)) | dict(zip(leaves, children, strict=True))
         return cls(**named)
 
+    cls.__repr__ = _repr  # type: ignore[method-assign]
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls

@@ -4,12 +4,10 @@
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, ModeBase, Plain, Setting
 from utio_jax.decoding.drafting import EntropyAbove, GapBelow
-from utio_jax.decoding.frozen import CatchUp, Drop, Mapped, Propagate
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompt_router import route_by_prompts
 from utio_jax.decoding.sampling import (
     Chain,
     Greedy,
@@ -19,19 +17,15 @@ from utio_jax.decoding.sampling import (
     TopK,
     TopP,
 )
-from utio_jax.decoding.select import Context, Select, Selected, read_context, select
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.thinking import Confidence, Thinking, Thought
 from utio_jax.decoding.throttle import Throttle
 
 __all__ = [
     "Adaptive",
-    "CatchUp",
     "Chain",
     "Chunk",
     "Confidence",
-    "Context",
-    "Drop",
     "EntropyAbove",
     "GapBelow",
     "Generated",
@@ -39,16 +33,12 @@ __all__ = [
     "Greedy",
     "Lengths",
     "Lossless",
-    "Mapped",
     "MinP",
     "Mode",
     "ModeBase",
     "PerRowSampling",
     "Plain",
     "Prefill",
-    "Propagate",
-    "Select",
-    "Selected",
     "Setting",
     "Temperature",
     "TextChunk",
@@ -60,9 +50,6 @@ __all__ = [
     "generate",
     "generate_text",
     "lossless_for",
-    "read_context",
-    "route_by_prompts",
-    "select",
     "stream",
     "stream_text",
 ]

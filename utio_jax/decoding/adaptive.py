@@ -4,28 +4,26 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache
+from utio_jax.attention.cache import fill
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import ModeBase, Setting, emit_drawn
-from utio_jax.decoding.frozen import PassBy, Propagate, Spent, frozen_kv, run_cached
-from utio_jax.decoding.packed import run_packed
+from utio_jax.decoding.rows import CachedRows, PackedRows, RowCache, ThrottledRows
 from utio_jax.decoding.state import DecodeState
-from utio_jax.decoding.step import DecodeStep, RowHead, RowReading
-from utio_jax.decoding.throttle import Throttle, Watch
-from utio_jax.decoding.throttle_attention import run_throttled
-from utio_jax.policies.base import Policy, rejoins
-from utio_jax.staircase.layer_sets import check_layer_sets
-from utio_jax.staircase.loop import check_policy
-from utio_jax.staircase.reference import FrozenKV, check_kv
+from utio_jax.decoding.throttle import Throttle, ThrottlePacking, add_views
+from utio_jax.policies.base import Policy
+from utio_jax.staircase.base import Tokens
+from utio_jax.staircase.exit_head import Model, Readout
+from utio_jax.staircase.frozen import Propagate, frozen_kv
+from utio_jax.staircase.loop import check_policy, run_pass
+from utio_jax.staircase.reference import FrozenKV
+from utio_jax.staircase.sparse import Packing
 
 
 @pytree
@@ -38,52 +36,32 @@ class Adaptive(ModeBase):
     rows, 0.4 % of the steps skip.
 
     Attributes:
-      policy: decides at each of its depths; must be causal. One with sets of layers
-        (`utio_jax.policies.layer_sets`) takes `kv="propagate"`, rows together and no throttle.
+      policy: decides at each of its depths; must be causal.
       kv: what later tokens see of a stopped one at deeper layers: `"propagate"` projects K/V from
-        its last state, `"drop"` shows nothing, `"mapped"` takes them from KV maps of its last
-        state (`utio_jax.core.kv_maps`), `"full"` computes its true K/V as soon as a token
-        goes deeper, together with those of all tokens that stopped since. The last saves weight
-        reads and launches, not FLOPs. Static.
-      catch_up: tokens per row of one block of that; more of them take more blocks. Static.
+        its last state, `"mapped"` takes them from KV maps of its last state
+        (`utio_jax.core.kv_maps`), `"drop"` shows nothing. Static.
       throttle: which tokens read a compact view of the history instead of all of it. None: none do.
-        With `kv="full"` it has a say up to the first depth only: beyond, tokens catch up in blocks,
-        whose queries share one reading.
       pack: numbers of rows, ascending. A segment then runs the rows that need it alone, packed into
         the smallest of these that holds them, and all rows where none does: the same tokens for
-        less work in large batches, see `utio_jax.decoding.packed`. Each is a body to compile, for
+        less work in large batches, see `utio_jax.decoding.rows`. Each is a body to compile, for
         each segment. Empty: rows run together. Static.
     """
 
     policy: Policy
     kv: FrozenKV = static(default="propagate")
-    catch_up: int = static(default=8)
     throttle: Throttle | None = None
     pack: tuple[int, ...] = static(default=())
 
     def __post_init__(self) -> None:
-        frozen_kv(self.kv, (), catch_up=self.catch_up)
-        if self.catch_up < 1:
-            raise ValueError(
-                f"Wanted a catch_up of at least 1 token. Got catch_up={self.catch_up}."
-            )
+        frozen_kv(self.kv)
         if [*self.pack] != sorted({*self.pack}) or any(width < 1 for width in self.pack):
             raise ValueError(
                 f"Wanted numbers of rows to pack of at least 1, ascending. Got pack={self.pack}."
             )
-        if self.pack and (self.kv == "full" or self.throttle is not None):
+        if self.pack and self.throttle is not None:
             raise ValueError(
-                'Wanted no pack with kv="full", whose rows catch up together, nor with a throttle, '
-                f"whose views are read side by side. Got pack={self.pack}, kv={self.kv!r} and "
-                f"{'no' if self.throttle is None else 'a'} throttle. Leave one out."
-            )
-
-        others = self.kv != "propagate" or self.pack or self.throttle is not None
-        if rejoins(self.policy) and others:
-            raise ValueError(
-                f'Wanted kv="propagate", no pack and no throttle for sets of layers. Got '
-                f"kv={self.kv!r}, pack={self.pack} and {'no' if self.throttle is None else 'a'} "
-                "throttle. Leave them out, or take a policy of depths."
+                "Wanted no pack with a throttle, whose views are read side by side. Got "
+                f"pack={self.pack} and a throttle. Leave one out."
             )
 
     @property
@@ -99,8 +77,13 @@ class Adaptive(ModeBase):
         return self.policy
 
     @property
+    def frozen(self) -> Propagate:
+        """The K/V strategy for stopped tokens."""
+        return frozen_kv(self.kv)
+
+    @property
     def projected_depth(self) -> int:
-        return self.policy.depths[-1] if self.kv == "propagate" else 0
+        return self.policy.depths[-1] if self.frozen.projects else 0
 
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
         # Every row asks at every boundary, in every round.
@@ -110,15 +93,8 @@ class Adaptive(ModeBase):
             gates += self.throttle.flops(self.policy, decoder, params)
         return gates
 
-    @property
-    def frozen(self) -> Propagate:
-        """What later tokens see of stopped ones, as what keeps it so."""
-        if rejoins(self.policy):
-            return PassBy(self.policy.depths)
-        return frozen_kv(self.kv, self.policy.depths, catch_up=self.catch_up)
-
     def check(self, decoder: Decoder) -> None:
-        check_kv(self.kv, decoder=decoder)
+        frozen_kv(self.kv, decoder)
         check_policy(self.policy, decoder, kv=self.kv)
         if not self.policy.causal:
             raise ValueError(
@@ -127,152 +103,98 @@ class Adaptive(ModeBase):
             )
         if self.throttle is not None:
             self.throttle.check(self.policy, decoder)
-        if rejoins(self.policy):
-            layers = decoder.config.num_layers
-            check_layer_sets(self.policy, layers, kv=self.kv, attention=None, cache=None)
-
-    def segments(self, decoder: Decoder) -> int:
-        return self.frozen.segments
 
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        memory = _Memory(kv=self.frozen.start(setting, state), scores=None)
+        shown = scores = None
+        if self.frozen.hides:
+            shown = jnp.full(state.token_ids.shape, setting.decoder.config.num_layers, jnp.int32)
+            if state.prompt is not None:
+                shown = shown.at[:, : state.prompt.depths.shape[1]].set(state.prompt.depths)
         if self.throttle is not None:
-            layers = self.policy.depths[0 if self.kv == "full" else -1]
-            state = self.throttle.open(setting, state, layers=layers)
+            state = self.throttle.open(state, layers=self.policy.depths[-1])
             scores = jnp.full(state.lengths.shape, jnp.nan, jnp.float32)
-            memory = dataclasses.replace(memory, scores=scores)
-        return dataclasses.replace(state, memory=memory)
+        return dataclasses.replace(state, memory=_Memory(shown=shown, scores=scores))
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Runs the last token of every row as deep as it has to, and draws the next one."""
-        frozen, depths, sets = self.frozen, self.policy.depths, rejoins(self.policy)
-        now = DecodeStep.begin(setting, state)
-        kv = frozen.begin(now, state.memory.kv)
-        memory = self.policy.start(state.last_ids[:, None], now.block.positions)
-        watch = self._watch(state)
-        reading = RowReading.start(now)
+        decoder, params, frozen = setting.decoder, setting.params, self.frozen
+        depths, active, ids = self.policy.depths, state.active[:, None], state.last_ids[:, None]
+        tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
+        # While it runs, a token sees itself everywhere.
+        shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
+        model = Model(decoder, params, self._rows(setting, shown))
+        packing = Packing(model)
+        if self.throttle is not None:
+            packing = ThrottlePacking(model, self.throttle, tokens, ids, state.memory.scores)
 
-        for index, stop in enumerate(depths):
-            # 1. Run the segment on the rows that are live; where none is, it takes no turn of a
-            #    loop. A throttled row reads a view of its history.
-            with jax.named_scope(f"segment_{stop}"):
-                run, watch = self._reader(setting, now, watch, index)
-                now, kv = frozen.run(setting, state, now, kv, index, run)
+        done = run_pass(
+            model,
+            tokens,
+            self.policy,
+            token_ids=ids,
+            frozen=frozen,
+            packing=packing,
+            readout=Readout(function=lambda logits: logits),
+            cache=RowCache.of(state.cache),
+        )
 
-            # 2. Ask which rows go deeper. At the last depth none do. Of sets of layers, every row
-            #    is asked which segment it runs next, and is read after the last.
-            if sets:
-                now, memory, reading = self._choose(setting, now, index, memory, reading)
-                continue
-            head, stops = RowHead(setting, now, depth=stop), now.live
-            if stop < depths[-1]:
-                boundary = head.boundary()
-                goes, memory = self.policy.go_deeper(index, boundary, memory)
-                stops = now.live & ~goes
-                if self.throttle is not None and watch is not None:
-                    watch = self.throttle.look(index, boundary, watch)
-
-            # 3. Freeze the others. They emit from the logits that the policy saw, if it looked.
-            reading = reading.add(head, stops)
-            now = now.freeze(stops, depth=stop)
-
-        cache, kv, spent = frozen.end(setting, state, now, kv)
-        reading = reading.finish(setting, now, () if sets else depths)
-        return self._emit(setting, state, now, reading, watch, cache, kv, spent)
-
-    def _choose(
-        self, setting: Setting, now: DecodeStep, index: int, memory: Any, reading: RowReading
-    ) -> tuple[DecodeStep, Any, RowReading]:
-        """Returns the step with the rows live that run the next segment, and what that took."""
-        start, stop = list(itertools.pairwise((0, *self.policy.depths)))[index]
-        goes = now.block.valid
-        if stop < self.policy.depths[-1]:
-            everyone = dataclasses.replace(now, live=now.block.valid)
-            head = RowHead(setting, everyone, depth=stop)
-            goes, memory = self.policy.go_deeper(index, head.boundary(), memory)
-            reading = reading.look(head)
-        return now.choose(goes, layers=stop - start), memory, reading
-
-    def _watch(self, state: DecodeState) -> Watch | None:
-        """Returns which rows are throttled at first; None without a throttle."""
-        return None if self.throttle is None else self.throttle.begin(state, state.memory.scores)
-
-    def _reader(
-        self, setting: Setting, now: DecodeStep, watch: Watch | None, index: int
-    ) -> tuple[Any, Watch | None]:
-        """Returns how the current tokens read the cache in a segment, and the watch after it."""
-        if self.pack:
-            return partial(run_packed, widths=self.pack, project=self.kv == "propagate"), watch
-        if self.throttle is None or watch is None or (index and self.kv == "full"):
-            return run_cached, watch
-        start, stop = list(itertools.pairwise((0, *self.policy.depths)))[index]
-        low, size = watch.low, self.throttle.history.size
-        watch, slots = watch.after(now.live, layers=stop - start, width=setting.width, size=size)
-        return partial(_run_throttled, low=low, slots=slots), watch
-
-    def _emit(
-        self,
-        setting: Setting,
-        state: DecodeState,
-        now: DecodeStep,
-        reading: RowReading,
-        watch: Watch | None,
-        cache: KVCache,
-        kv: Any,
-        spent: Spent,
-    ) -> DecodeState:
-        """Returns the state with what the step cost, and one token more in every active row."""
-        assert reading.logits is not None
+        # Layers that ran have K/V of stopped rows as well, where these are projected.
+        ended, spent = dataclasses.replace(done.tokens, shown=active), done.cache
+        depth = done.depths
+        start = jnp.max(depth) if frozen.projects else jnp.min(jnp.where(active, depth, depths[-1]))
+        cache, projected = frozen.end(
+            decoder,
+            params,
+            ended,
+            spent.kv,
+            start=start,
+            bounds=(depths[0], depths[-1]),
+            layers=setting.layers,
+        )
+        cache = fill(cache, jnp.where(state.active, state.lengths, cache.lengths))
+        work = jax.tree.map(lambda each: jnp.sum(each, axis=0) // active.size, done.work)
+        # Views are read side by side: what attention computes is the batch's mean.
+        attended = spent.key_slots if self.throttle is None else jnp.mean(spent.key_slots)
         tally = state.tally.add(
             state.active,
             steps=1,
-            heads=reading.heads,
-            exit_maps=reading.maps,
-            token_layers=now.token_layers,
-            frozen_layers=spent.projected,
-            mapped_layers=spent.mapped,
-            key_slots=now.key_slots,
-            attended=now.attended,
+            heads=work.heads,
+            exit_maps=work.exit_maps,
+            token_layers=spent.layers,
+            frozen_layers=spent.projected + projected,
+            mapped_layers=work.kv_maps,
+            key_slots=spent.key_slots,
+            attended=attended,
         )
-        memory = _Memory(kv=kv, scores=None if watch is None else watch.scores)
-        state = dataclasses.replace(state, cache=cache, memory=memory, tally=tally)
-        state = state if watch is None else watch.close(state)
-        # Packed rows run by themselves; otherwise a row goes along with the deepest.
-        ran = now.token_layers if self.pack or rejoins(self.policy) else now.deepest
-        executed = jnp.broadcast_to(ran, state.lengths.shape)
+        scores = None
+        state = dataclasses.replace(state, cache=cache, tally=tally)
+        if isinstance(packing, ThrottlePacking):
+            scores, state = packing.scores, add_views(state, spent.view_layers, spent.view_slots)
+        memory = _Memory(shown=_show(shown, ended, depth), scores=scores)
+        state = dataclasses.replace(state, memory=memory)
         return emit_drawn(
-            setting, state, reading.logits, decided=now.depth[:, 0], executed=executed
+            setting, state, done.read[:, 0], decided=depth[:, 0], executed=spent.layers
         )
 
+    def _rows(self, setting: Setting, shown: Int[Array, "batch slot"] | None) -> CachedRows:
+        """Returns what runs a step."""
+        options: dict[str, Any] = {"width": setting.width, "layers": setting.layers, "shown": shown}
+        if self.throttle is not None:
+            return ThrottledRows(**options)
+        if self.pack:
+            return PackedRows(**options, widths=self.pack, project=self.frozen.projects)
+        return CachedRows(**options)
 
-def _run_throttled(
-    setting: Setting,
-    now: DecodeStep,
-    *,
-    start: int,
-    stop: jax.Array,
-    bounds: tuple[int, int],
-    shown: Any,
-    low: jax.Array,
-    slots: jax.Array,
-) -> DecodeStep:
-    """Is a `utio_jax.decoding.frozen.RunSegment` in which rows of low importance read a view."""
-    x, cache = run_throttled(
-        setting.decoder,
-        setting.params,
-        now.cache,
-        now.x,
-        now.block,
-        start=start,
-        stop=stop,
-        width=setting.width,
-        runs=now.live,
-        dense=~low,
-        shown=shown,
-        layers=setting.layers,
-        bounds=bounds,
-    )
-    return now.after(x, cache, depth=stop, layers=stop - start, tokens=1, slots=slots)
+
+def _show(
+    shown: Int[Array, "batch slot"] | None, tokens: Tokens, depth: Int[Array, "batch 1"]
+) -> Int[Array, "batch slot"] | None:
+    """Returns at which layers slots may be seen, with those of the current tokens."""
+    if shown is None:
+        return None
+    rows = jnp.arange(depth.shape[0], dtype=jnp.int32)[:, None]
+    slots = jnp.where(tokens.shown, tokens.positions, shown.shape[1])
+    return shown.at[rows, slots].set(depth, mode="drop")
 
 
 @pytree
@@ -280,10 +202,9 @@ class _Memory:
     """What the mode carries from round to round.
 
     Attributes:
-      kv: what `Adaptive.frozen` needs: layers at which slots may be seen, or states to catch up
-        from; says itself where rows lie.
+      shown: layers at which each slot may be seen, under `kv="drop"`; None: all.
       scores: of each row's last token at the first boundary; None without a throttle.
     """
 
-    kv: Any
+    shown: Int[Array, "batch slot"] | None = dataclasses.field(metadata={"row_axis": 0})
     scores: Float[Array, " batch"] | None = dataclasses.field(metadata={"row_axis": 0})

@@ -6,8 +6,9 @@
         row, last = read_chunk(decoder, params, row, last, start, chunk=64, width=...)
     row = close_prompt(*fixed, row, last)     # what `begin` returns
 
-A chunk runs all layers on its tokens, and attends to the keys and values of those before it. So
-what comes out is what `begin` makes of whole prompts at full depth.
+A chunk runs its tokens' layers, and attends to the keys and values of those before it. So what
+comes out is what `begin` makes of whole prompts at full depth. Where upper layers read keys and
+values made below, tokens run the layers that make them, and the last one alone those above.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from utio_jax.decoding.loop import first_tokens, unread
 from utio_jax.decoding.sampling import Sampling
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState, Emitted, PerRowStopRules, StopRules
+from utio_jax.staircase.keys_values import project_layers
 
 
 @partial(jax.jit, static_argnames=("decoder", "slots", "alternatives"))
@@ -72,7 +74,7 @@ def read_chunk(
     chunk: int,
     width: int,
 ) -> tuple[DecodeState, Float[Array, "batch dim"]]:
-    """Returns the state once the next tokens of its prompts have run all layers.
+    """Returns the state once the next tokens of its prompts have left their keys and values.
 
     Args:
       decoder: the model.
@@ -88,21 +90,33 @@ def read_chunk(
     valid = jnp.broadcast_to(ahead, (lengths.shape[0], chunk)) < lengths
     positions = jnp.where(valid, ahead, 0)  # Some decoders have no position behind the last.
     token_ids = jnp.take_along_axis(state.token_ids, positions, axis=1)
+    x, block = decoder.embed(params, token_ids, positions), block_at(decoder, positions, valid)
     with jax.named_scope("prefill_chunk"):
+        stop = _enough(decoder)
         x, cache = run_segment(
-            decoder,
-            params,
-            state.cache,
-            decoder.embed(params, token_ids, positions),
-            block_at(decoder, positions, valid),
-            start=0,
-            stop=decoder.config.num_layers,
-            width=width,
+            decoder, params, state.cache, x, block, start=0, stop=stop, width=width
         )
+        if stop < decoder.config.num_layers:
+            cache, _ = project_layers(
+                decoder,
+                params,
+                cache,
+                x,
+                block.places,
+                block.at,
+                start=stop,
+                stop=decoder.config.num_layers,
+            )
     mine = valid & (ahead == lengths - 1)
     found = jnp.sum(jnp.where(mine[:, :, None], x, 0), axis=1, dtype=x.dtype)
     last = jnp.where(jnp.any(mine, axis=1)[:, None], found, last)
     return dataclasses.replace(state, cache=cache), last
+
+
+def _enough(decoder: Decoder) -> int:
+    """Returns the layers after which a token's keys and values are complete, or all layers."""
+    config = decoder.config
+    return config.kv_complete if config.kv_source else config.num_layers
 
 
 @partial(jax.jit, static_argnames=("decoder",), donate_argnames="state")
@@ -135,6 +149,19 @@ def close_prompt(
         stops=stops,
         width=state.token_ids.shape[1],
     )
+    if _enough(decoder) < decoder.config.num_layers:
+        positions = state.positions[:, None]
+        x, cache = run_segment(
+            decoder,
+            params,
+            state.cache,
+            last[:, None],
+            block_at(decoder, positions, jnp.ones_like(positions, jnp.bool_)),
+            start=_enough(decoder),
+            stop=decoder.config.num_layers,
+            width=setting.width,
+        )
+        last, state = x[:, 0], dataclasses.replace(state, cache=cache)
     logits = decoder.unembed(params, last).astype(jnp.float32)
     depth = jnp.full_like(state.lengths, decoder.config.num_layers)
     return first_tokens(setting, mode, state, logits, depth=depth, emitted=emitted)

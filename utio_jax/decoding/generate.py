@@ -11,8 +11,9 @@ The loop over tokens runs on the device. Shapes depend on the batch and on two r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict, Unpack
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -42,6 +43,33 @@ class DecodeOptions(TypedDict, total=False):
     prefill: Prefill | None
     thinking: Thinking | Sequence[Thinking | None] | None
     mesh: Mesh | None
+
+
+_INSTEAD = {
+    "temperature": "sampling=Temperature(0.7)",
+    "top_p": "sampling=TopP(0.9)",
+    "top_k": "sampling=TopK(40)",
+    "min_p": "sampling=MinP(0.1)",
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+}
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Checks that `generate` has options of these names.
+
+    Raises:
+      TypeError: it has not; says what other libraries' options are called here.
+    """
+    known = inspect.signature(generate).parameters
+    for name in options:
+        if name not in known:
+            remedy = (
+                f"Say {_INSTEAD[name]}."
+                if name in _INSTEAD
+                else f"Known: {', '.join([*known][3:])}."
+            )
+            raise TypeError(f"Wanted options of utio_jax.generate. Got {name}. {remedy}")
 
 
 class GenerateOptions(DecodeOptions, total=False):
@@ -217,8 +245,9 @@ def generate(  # noqa: PLR0913 (options, each named)
       seeds: one per prompt, or one number for all, to which the prompt's index is added. A row's
         draws depend on its seed and prompt alone.
       lengths: how lengths are rounded.
-      prefill: how deep and how densely prompts are read. None: every token in full, by whichever
-        of the two programs is faster.
+      prefill: how deep and how densely prompts are read. None: as the full model reads them, by
+        whichever program is fastest (`utio_jax.decoding.prefill.fastest_prefill`); `Prefill()`:
+        every token through all layers.
       stop_when: ends a row when it returns True: called on the host with the row's number and its
         new tokens so far, after every `chunk` of them. The row keeps what it has by then.
       chunk: new tokens per row between two such calls. None are made without `stop_when`.
@@ -250,7 +279,9 @@ def generate(  # noqa: PLR0913 (options, each named)
         thinking=thinking,
         mesh=mesh,
     )
-    return _collect(state, mode, lengths, rows=len(prompts), devices=check_mesh(mesh))
+    rows, devices = len(prompts), check_mesh(mesh)
+    layers = decoder.config.num_layers
+    return _collect(state, mode, lengths, rows=rows, devices=devices, num_layers=layers)
 
 
 def stream(
@@ -285,7 +316,13 @@ def stream(
 
 
 def _collect(
-    state: DecodeState, mode: Mode, lengths: Lengths, *, rows: int, devices: int
+    state: DecodeState,
+    mode: Mode,
+    lengths: Lengths,
+    *,
+    rows: int,
+    devices: int,
+    num_layers: int,
 ) -> Generated:
     known, starts, ends, reasons = (
         np.asarray(leaf)[:rows]
@@ -304,12 +341,11 @@ def _collect(
     view_slots = np.zeros(len(ends))
     if views is not None:
         view_slots = np.asarray(views.key_slots, np.float64)[:rows]
-    model_layers = state.cache.keys.shape[0]
-    held = (ends.astype(np.int64) - 1) * per_slot * model_layers
+    held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
     # Of all rows, those included that fill up a mesh.
     all_rows = state.lengths.shape[0]
     held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // all_rows
-    prompt_depths, prompt_work = tuple(np.full(end, model_layers, np.int32) for end in starts), None
+    prompt_depths, prompt_work = tuple(np.full(end, num_layers, np.int32) for end in starts), None
     if state.prompt is not None:
         prompt_depths = _cut(np.asarray(state.prompt.depths)[:rows], np.zeros_like(starts), starts)
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
@@ -348,7 +384,7 @@ def _collect(
         bytes_per_slot=per_slot,
         key_widths=key_widths(state.cache.num_slots, key_step=lengths.key_step),
         mode=mode.name,
-        num_layers=model_layers,
+        num_layers=num_layers,
         group=all_rows // devices,
         thought=thought,
         uncertainty=uncertainty,

@@ -16,12 +16,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, UInt32
 
 from utio_jax.attention.cache import fill, init_cache, key_widths
-from utio_jax.core.decoder import Decoder, DecoderConfig, Params
+from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer
 from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.sampling import Greedy, Sampling, check_sampling
+from utio_jax.decoding.sampling import Greedy, Sampling, check_sampling, check_seeds
 from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import (
@@ -70,9 +70,9 @@ def check_prompts(
     Raises:
       ValueError: see `generate`.
     """
-    if max_new_tokens < 1:
+    if not is_integer(max_new_tokens, 1):
         raise ValueError(
-            f"Wanted max_new_tokens of at least 1. Got max_new_tokens={max_new_tokens}."
+            f"Wanted max_new_tokens of at least 1, an integer. Got max_new_tokens={max_new_tokens}."
         )
     if not len(prompts):
         raise ValueError("Wanted at least one prompt. Got none.")
@@ -136,11 +136,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
             "one over several processes. Give each its own prompts, and the mesh that "
             "utio_jax.devices.processes.local_mesh returns."
         )
-    row_seeds = np.arange(len(rows)) + seeds if np.ndim(seeds) == 0 else np.asarray(seeds)
-    if row_seeds.shape != (len(rows),):
-        raise ValueError(
-            f"Wanted one seed, or one per prompt ({len(rows)}). Got shape {row_seeds.shape}."
-        )
+    row_seeds = check_seeds(seeds, rows=len(rows))
     sampling = check_sampling(sampling, rows=len(rows))
     stops = check_stops(
         config.eos_ids if eos_ids is None else eos_ids,
@@ -159,10 +155,14 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     for row, ids in zip(padded, rows, strict=True):
         row[: ids.size] = ids
     shape = -(-len(rows) // check_mesh(mesh)), width
-    prefill = fastest_prefill(*shape) if prefill is None else prefill.for_shape(*shape)
+    prefill = (
+        fastest_prefill(decoder, *shape, kv=mode.prompt_kv)
+        if prefill is None
+        else prefill.for_shape(*shape)
+    )
     mode, sampling, prefill = canonical((mode, sampling, prefill))
     params, mode, sampling, stops, prefill = place((params, mode, sampling, stops, prefill), mesh)
-    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds.astype(np.uint32)
+    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds
     arrays = place(Rows(arrays), mesh).tree
     fixed = decoder, params, mode, sampling, stops
     state = begin(*fixed, *arrays, slots=slots, prefill=prefill, mesh=mesh)

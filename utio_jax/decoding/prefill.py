@@ -17,21 +17,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill, write_prompt
-from utio_jax.core.arrays import flat
+from utio_jax.attention.cache import KVCache, fill
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.layer import layer_at
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.segments import block_at, project_frozen
 from utio_jax.decoding.state import PromptPass
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
-from utio_jax.staircase.base import Executor, Tokens, rotated
+from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import CapacityPrefix
+from utio_jax.staircase.frozen import frozen_kv
 from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.prompts import PromptImportance
-from utio_jax.staircase.reference import FrozenKV, check_kv, positions_of
+from utio_jax.staircase.prompts import PromptChoice, PromptImportance
+from utio_jax.staircase.reference import FrozenKV, check_kv
 from utio_jax.staircase.sparse import SparseAttention
 
 # Measured on two cores: 0.67x at one prompt of 448 tokens, 0.84x at 32 of 64, 1.3x at 8 of 192
@@ -90,10 +88,15 @@ class Prefill:
         executor = CapacityPrefix(capacities=capacities, min_bucket=_UNIT, certain=True)
         return dataclasses.replace(self, executor=executor)
 
-    @property
-    def exact(self) -> bool:
-        """Whether what comes out is the full model's."""
-        return self.policy is None and self.attention is None
+    def exact(self, decoder: Decoder) -> bool:
+        """Returns whether new tokens and their cache are those of prompts read in full."""
+        if self.policy is None or self.attention is not None:
+            return self.attention is None
+        config, stops = decoder.config, self.policy.depths
+        complete = bool(config.kv_source) and config.kv_complete <= stops[0]
+        # The last token, from which the first new one is drawn, runs all layers.
+        whole = isinstance(self.policy, PromptImportance) and stops[-1] == config.num_layers
+        return complete and whole and self.kv == "propagate"
 
     def depth_policy(self, decoder: Decoder) -> Policy:
         """Returns the policy, or the one that runs every layer."""
@@ -108,20 +111,14 @@ class Prefill:
                 f"mode has to keep up. Got Prefill(kv={self.kv!r}) and a mode with kv={kv!r}."
             )
         check_kv(mine, ("propagate", "drop", "mapped", "full"), decoder=decoder)
-        if rejoins(policy):
-            raise ValueError(
-                "Wanted a policy of depths for prompts: where no token runs a segment, new ones "
-                f"would find no K/V there. Got {policy.name!r}, which has sets of layers. Read "
-                "prompts in full, as prefill=None does."
-            )
         depths = check_policy(policy, decoder, kv=mine)
         if self.attention is not None:
             self.attention.index_of(0, depths)
-        if not self.exact and kv == "full":
+        if not self.exact(decoder) and kv == "full":
             raise ValueError(
-                'Wanted prompts at full depth and with dense attention for a mode with kv="full", '
-                "which promises the full model's keys and values. Got a Prefill with a policy or "
-                'an attention. Leave it out, or decode with Adaptive(kv="propagate").'
+                "Wanted prompts at full depth and with dense attention for a mode whose keys and "
+                "values are the full model's. Got a Prefill with a policy or an attention. Leave "
+                'it out, or decode with Adaptive(kv="propagate").'
             )
 
     def read(
@@ -160,19 +157,18 @@ class Prefill:
             )
             assert found.cache is not None
             cache, work = found.cache, found.work
-            if kv != "drop" and policy.depths != (last_layer,):
+            if policy.depths != (last_layer,):
                 # The pass ends where its deepest token does; new tokens may go on from there.
-                deepest, x = jnp.max(found.depths), found.tokens.x
-                block = block_at(decoder, *positions_of(token_ids, lengths))
-                if kv == "mapped":
-                    cache = _write_mapped(decoder, params, cache, found.tokens, start=deepest)
-                else:
-                    cache = project_frozen(
-                        decoder, params, cache, x, block, start=deepest, stop=last_layer
-                    )
-                    rest = (last_layer - deepest) * token_ids.size
-                    keys_values = jnp.asarray(work.keys_values).at[-1].add(rest)
-                    work = dataclasses.replace(work, keys_values=keys_values)
+                cache, rest = frozen_kv(kv).end(
+                    decoder,
+                    params,
+                    found.tokens,
+                    cache,
+                    start=jnp.max(found.depths),
+                    bounds=(policy.depths[0], last_layer),
+                )
+                keys_values = jnp.asarray(work.keys_values).at[-1].add(rest * token_ids.size)
+                work = dataclasses.replace(work, keys_values=keys_values)
         last = jax.vmap(lambda row, length: row[length - 1])(found.x, lengths)
         logits = decoder.unembed(params, last).astype(jnp.float32)
         spread = lambda leaf: jnp.broadcast_to(leaf, (lengths.shape[0], *leaf.shape))  # noqa: E731
@@ -180,28 +176,31 @@ class Prefill:
         return logits, fill(cache, lengths), done
 
 
-def _write_mapped(
-    decoder: Decoder, params: Params, cache: KVCache, tokens: Tokens, *, start: Int[Array, ""]
-) -> KVCache:
-    """Returns the cache with mapped K/V of all tokens in the layers from `start` on."""
-    batch, width = tokens.positions.shape
+def exact_prefill(decoder: Decoder) -> Prefill | None:
+    """Returns how prompts stop early and lose nothing; None where no layer reads others' K/V.
 
-    def write(index: jax.Array, cache: KVCache) -> KVCache:
-        keys, values = tokens.mapped_at(index)
-        keys = rotated(decoder, layer_at(decoder, params, index), keys, flat(tokens.places))
-        keys, values = (y.reshape(batch, width, *y.shape[1:]) for y in (keys, values))
-        return write_prompt(cache, index, keys, values)
-
-    return jax.lax.fori_loop(start, decoder.config.num_layers, write, cache)
+    Where the upper layers read keys and values made below (`DecoderConfig.kv_source`), a token that
+    has run `kv_complete` layers has left all that others will ever read of it. So the last token
+    alone, from which the next one is drawn, runs the rest (YOCO, arXiv 2405.05254, section 2.3).
+    """
+    if not decoder.config.kv_source:
+        return None
+    choice = PromptChoice(stop=decoder.config.kv_complete, deep=0.0, by="none", kv="propagate")
+    return Prefill(policy=choice.policy(decoder), kv="propagate")
 
 
-def fastest_prefill(batch: int, width: int) -> Prefill | None:
-    """Returns which of the two full-depth programs reads prompts faster here; None: the dense one.
+def fastest_prefill(decoder: Decoder, batch: int, width: int, *, kv: str) -> Prefill | None:
+    """Returns the fastest way to read prompts without loss; None: the dense program.
 
     Args:
+      decoder: the model.
       batch: rows.
       width: of the padded prompts, in tokens.
+      kv: of the mode; under `"drop"` a token is seen as deep as it ran.
     """
+    exact = exact_prefill(decoder) if kv != "drop" else None
+    if exact is not None:
+        return exact.for_shape(batch, width)
     return Prefill() if _staircase_is_faster(batch, width, scores=_CPU_SCORES) else None
 
 

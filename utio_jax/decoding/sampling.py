@@ -23,6 +23,10 @@ from utio_jax.core.pytrees import pytree, register, static
 DRAW, ACCEPT, REPLACE = 0, 1, 2
 
 
+_LEAST = float(np.finfo(np.float32).tiny)
+"""The smallest normal float32: what is below it may be 0 on a device."""
+
+
 def _per_row() -> Any:
     return dataclasses.field(metadata={"row_axis": 0})
 
@@ -59,8 +63,8 @@ class Temperature:
     value: float | Float[Array, ""] = 1.0
 
     def __post_init__(self) -> None:
-        least = float(np.finfo(np.float32).tiny)
-        _check(self.value, "a temperature", least, float("inf"), " For temperature 0 use Greedy().")
+        remedy = " For temperature 0 use Greedy()."
+        _check(self.value, "a temperature", _LEAST, float("inf"), remedy)
 
     def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
         return _divided(logits, self.value)
@@ -74,6 +78,8 @@ class TopK:
     k: int = static()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.k, (int, np.integer)):
+            raise ValueError(f"Wanted k as a number of tokens, an integer. Got {self.k!r}.")
         _check(self.k, "k", 0, float("inf"))
 
     def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
@@ -161,7 +167,9 @@ class PerRowSampling:
         return cls(
             temperature=np.asarray([row.get(Temperature, -1) for row in rows], np.float32),
             top_k=np.asarray([row.get(TopK, 0) for row in rows], np.int32),
-            top_p=np.asarray([row.get(TopP, 0) for row in rows], np.float32),
+            top_p=np.asarray(
+                [max(row[TopP], _LEAST) if TopP in row else 0 for row in rows], np.float32
+            ),
             min_p=np.asarray([row.get(MinP, 0) for row in rows], np.float32),
         )
 
@@ -194,6 +202,13 @@ def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> Sam
     Raises:
       ValueError: methods of more or fewer rows, or one that a row cannot have of its own.
     """
+    methods = sampling if isinstance(sampling, Sequence) else [sampling]
+    wrong = [each for each in methods if not callable(each) or isinstance(each, type)]
+    if wrong:
+        raise ValueError(
+            f"Wanted a sampling method. Got {wrong[0]!r}. For example: Greedy(), Temperature(0.7), "
+            "Chain((Temperature(0.8), TopP(0.95)))."
+        )
     if isinstance(sampling, PerRowSampling):
         given = len(sampling.temperature)
     elif isinstance(sampling, Sequence):
@@ -210,6 +225,21 @@ def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> Sam
     if all(_same(first, other) for other in others):
         return first
     return PerRowSampling.of([first, *others])  # type: ignore[list-item]
+
+
+def check_seeds(seeds: int | Sequence[int], *, rows: int) -> UInt32[np.ndarray, " batch"]:
+    """Returns each row's seed: its own, or one number for all plus the row's index.
+
+    Raises:
+      ValueError: seeds of more or fewer rows, or no integers of up to 64 bits.
+    """
+    given = np.asarray(seeds)
+    if not np.issubdtype(given.dtype, np.integer):  # Longer ones are objects to NumPy.
+        raise ValueError(f"Wanted seeds as integers of at most 64 bits. Got {seeds!r:.80}.")
+    if given.shape not in ((), (rows,)):
+        raise ValueError(f"Wanted one seed, or one per prompt ({rows}). Got shape {given.shape}.")
+    found = given.astype(np.uint32)
+    return found if given.ndim else np.arange(rows, dtype=np.uint32) + found
 
 
 def _same(one: Sampling, other: Sampling) -> bool:
@@ -261,8 +291,10 @@ def _on_rows(
 def _divided(logits: jax.Array, temperature: Any) -> jax.Array:
     # The largest is 0 before it is divided, and whatever is rounded how, 0 after it. As large
     # numbers, compilers divide it in two ways: below 1e-8 a softmax then summed up to 0. And they
-    # divide by one scalar as they multiply by its reciprocal: said so, rows round alike.
-    return (logits - jnp.max(logits, axis=-1, keepdims=True)) * (1.0 / temperature)
+    # divide by one scalar as they multiply by its reciprocal: said so, rows round alike. One of 0
+    # would make NaN of what an earlier method has ruled out.
+    factor = jnp.maximum(1.0 / temperature, _LEAST)
+    return (logits - jnp.max(logits, axis=-1, keepdims=True)) * factor
 
 
 def _most_likely(logits: jax.Array, k: jax.Array) -> jax.Array:
@@ -275,7 +307,8 @@ def _nucleus(logits: jax.Array, p: Any) -> jax.Array:
     probabilities = jax.nn.softmax(logits, axis=-1)
     descending = jnp.sort(probabilities, axis=-1, descending=True)
     before = jnp.cumsum(descending, axis=-1) - descending
-    least = jnp.min(jnp.where(before < p, descending, jnp.inf), axis=-1, keepdims=True)
+    reached = before < jnp.maximum(p, _LEAST)  # The most probable one always is among them.
+    least = jnp.min(jnp.where(reached, descending, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(probabilities >= least, logits, -jnp.inf)
 
 

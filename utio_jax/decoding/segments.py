@@ -7,18 +7,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache, fill, read, write
+from utio_jax.attention.cache import KVCache, fill, read
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
-from utio_jax.core.layer import Depth, keys_values_of, over_layers, run_layer
+from utio_jax.core.layer import Depth, over_layers, run_layer
 from utio_jax.core.pytrees import pytree
+from utio_jax.staircase.keys_values import at_least, at_most, project, project_once
 
 Layers = tuple[LayerParams, ...] | None
 """Each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: the stack's."""
@@ -26,7 +28,14 @@ Layers = tuple[LayerParams, ...] | None
 Bounds = tuple[int, int] | None
 """Static depths between which the traced ones of a pass lie; None: anywhere."""
 
-Memory = TypeVar("Memory")
+Sources = tuple[int | jax.Array, ...]
+"""Layers whose keys and values are read, their heads side by side."""
+
+Attend = Callable[[jax.Array, jax.Array], jax.Array]
+"""Maps a layer's index and its queries, by row, to what they attended to."""
+
+Attention = Callable[[KVCache, Sources], Attend]
+"""Maps the cache and the layers whose keys and values are read to an `Attend`."""
 
 
 @pytree
@@ -48,6 +57,11 @@ class Block:
     valid: Bool[Array, "batch token"]
     places: Places
     rows: Int[Array, " batch"] | None = None
+
+    @property
+    def at(self) -> dict[str, Any]:
+        """Where the cache takes their keys and values, see `utio_jax.attention.cache.write`."""
+        return {"positions": self.positions, "valid": self.valid, "rows": self.rows}
 
 
 def block_at(
@@ -103,16 +117,17 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
     if shown is not None and block.rows is not None:
         shown = shown.at[block.rows].get(mode="clip")
 
-    def attend_cached(
-        cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
-        cache = _written(cache, index, keys, values, block)
-        mix = mixer_at(decoder, index)
-        visible = mix.visible(block.positions, slots)
-        if shown is not None:
-            visible &= (shown[:, :width] > index)[:, None, :]
-        keys, values = read(cache, index, width=width, rows=block.rows)
-        return mix(queries, keys, values, visible), cache
+    def attention(cache: KVCache, sources: Sources) -> Attend:
+        keys, values = read(cache, sources, width=width, rows=block.rows)
+
+        def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
+            mix = mixer_at(decoder, index)
+            visible = mix.visible(block.positions, slots)
+            if shown is not None:
+                visible &= (shown[:, :width] > depth_of_kv(decoder, index))[:, None, :]
+            return mix(queries, keys, values, visible)
+
+        return attend
 
     return run_layers(
         decoder,
@@ -120,7 +135,7 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
         cache,
         x,
         block,
-        attend_cached,
+        attention,
         start=start,
         stop=stop,
         runs=runs,
@@ -129,30 +144,35 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
     )
 
 
+def depth_of_kv(decoder: Decoder, index: jax.Array) -> jax.Array:
+    """Returns the depth that a token must exceed to be seen in a layer, under `kv="drop"`."""
+    return jnp.minimum(index, decoder.config.kv_complete)
+
+
 def run_layers(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
-    memory: Memory,
+    cache: KVCache,
     x: Float[Array, "batch token dim"],
     block: Block,
-    attention: Callable[..., tuple[jax.Array, Memory]],
+    attention: Attention,
     *,
     start: Depth,
     stop: Depth,
     runs: Bool[Array, "batch token"] | None = None,
     layers: Layers = None,
     bounds: Bounds = None,
-) -> tuple[Float[Array, "batch token dim"], Memory]:
-    """Returns the states after layers [start, stop), and what attention made of its memory.
+) -> tuple[Float[Array, "batch token dim"], KVCache]:
+    """Returns the states after layers [start, stop), and the cache with the K/V made there.
 
     Args:
       decoder: the model.
       params: its parameters.
-      memory: of attention: a cache, or anything else.
+      cache: carried whole; donate it.
       x: states at depth `start`.
       block: the tokens' places.
-      attention: maps the memory, a layer's index, and its keys, values and queries, each by row, to
-        the attended values and the memory.
+      attention: maps the cache and the layers whose K/V are read to what maps a layer's index and
+        its queries, by row, to the attended values.
       start: first layer.
       stop: layer to stop before.
       runs: valid tokens whose state changes. None means all.
@@ -165,71 +185,36 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
         return y.reshape(*x.shape[:2], *y.shape[1:])
 
     def run_one(
-        index: jax.Array, layer: LayerParams, carry: tuple[jax.Array, Memory]
-    ) -> tuple[jax.Array, Memory]:
-        x, memory = carry
-        states, places = flat(x), flat(block.places)
-        keys, values = (rows(y) for y in keys_values_of(decoder, layer, states, places))
+        index: jax.Array, layer: LayerParams, x: jax.Array, attend: Attend
+    ) -> Float[Array, "batch token dim"]:
+        mix = lambda queries: flat(attend(index, rows(queries)))  # noqa: E731
+        new = rows(run_layer(decoder, layer, flat(x), flat(block.places), mix))
+        return jnp.where(runs[:, :, None], new, x)
 
-        def attend(queries: jax.Array) -> jax.Array:
-            nonlocal memory
-            attended, memory = attention(memory, index, keys, values, rows(queries))
-            return flat(attended)
+    def own(
+        index: jax.Array, layer: LayerParams, carry: tuple[jax.Array, KVCache]
+    ) -> tuple[jax.Array, KVCache]:
+        x, cache = carry
+        cache = project(decoder, layer, cache, index, x, block.places, block.at)
+        return run_one(index, layer, x, attention(cache, (index,))), cache
 
-        new = rows(run_layer(decoder, layer, states, places, attend))
-        return jnp.where(runs[:, :, None], new, x), memory
+    over = partial(over_layers, decoder, params, layers=layers, bounds=bounds)
+    config, first = decoder.config, decoder.config.kv_own
+    x, cache = over(own, (x, cache), start=at_most(start, first), stop=at_most(stop, first))
+    if first == config.num_layers:
+        return x, cache
+    cache = project_once(decoder, params, cache, x, block.places, block.at, start=start, stop=stop)
+    sources = config.kv_source[first:]
+    # Read once where all layers read the same: nothing is written to the cache from here on.
+    same = attention(cache, sources[0]) if len({*sources}) == 1 else None
 
-    return over_layers(
-        decoder,
-        params,
-        run_one,
-        (x, memory),
-        start=start,
-        stop=stop,
-        layers=layers,
-        bounds=bounds,
-    )
+    def above(index: jax.Array, layer: LayerParams, x: jax.Array) -> jax.Array:
+        if same is not None:
+            return run_one(index, layer, x, same)
+        mine = jnp.asarray(sources, jnp.int32)[index - first]
+        return run_one(index, layer, x, attention(cache, tuple(mine)))
 
-
-def project_frozen(  # noqa: PLR0913 (arrays of one segment)
-    decoder: Decoder,
-    params: Params,
-    cache: KVCache,
-    x: Float[Array, "batch token dim"],
-    block: Block,
-    *,
-    start: Depth,
-    stop: Depth,
-    layers: Layers = None,
-    bounds: Bounds = None,
-) -> KVCache:
-    """Returns the cache with K/V of frozen states in layers [start, stop): `kv="propagate"`.
-
-    Of the block's rows; those of all others stay as they are.
-    """
-
-    def project(index: jax.Array, layer: LayerParams, cache: KVCache) -> KVCache:
-        keys, values = keys_values_of(decoder, layer, flat(x), flat(block.places))
-        keys, values = (y.reshape(*x.shape[:2], *y.shape[1:]) for y in (keys, values))
-        return _written(cache, index, keys, values, block)
-
-    return over_layers(
-        decoder,
-        params,
-        project,
-        cache,
-        start=start,
-        stop=stop,
-        layers=layers,
-        bounds=bounds,
-    )
-
-
-def _written(
-    cache: KVCache, layer: jax.Array, keys: jax.Array, values: jax.Array, block: Block
-) -> KVCache:
-    positions, valid, rows = block.positions, block.valid, block.rows
-    return write(cache, layer, keys, values, positions=positions, valid=valid, rows=rows)
+    return over(above, x, start=at_least(start, first), stop=at_least(stop, first)), cache
 
 
 def prefill(

@@ -114,6 +114,8 @@ def check_stops(
     """
     each_ends = any(map(_is_list, eos_ids))
     each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
+    # A list for each row, all of them empty; as sequences they would end nothing.
+    each_stops |= len(sequences) == rows and all(_is_list(s) and not len(s) for s in sequences)
     if not each_ends and not each_stops:
         return stop_rules(eos_ids, sequences, vocab_size=vocab_size)  # type: ignore[arg-type]
     ends: Any = eos_ids if each_ends else [eos_ids] * rows

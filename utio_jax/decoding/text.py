@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.generate import Generated, GenerateOptions, generate, stream
+from utio_jax.decoding.generate import Generated, GenerateOptions, check_options, generate, stream
 from utio_jax.decoding.loop import Prompts
 
 Ids = Sequence[int] | np.ndarray
@@ -142,7 +142,7 @@ def generate_text(
     Raises:
       ValueError: an empty prompt or stop string, or see `generate`.
     """
-    ids = model.encode(_listed(prompts))
+    ids = model.encode(listed(prompts))
     generated = generate_until(
         model.tokenizer, model.decoder, model.params, ids, stop_strings=stop_strings, **options
     )
@@ -171,7 +171,8 @@ def stream_text(
     Raises:
       ValueError: see `generate_text`.
     """
-    ids = model.encode(_listed(prompts))
+    check_options(options)
+    ids = model.encode(listed(prompts))
     stops = _by_row(stop_strings, len(ids))
     rows = [
         StreamedRow(TextReader(model.tokenizer, prompt), mine)
@@ -247,12 +248,18 @@ class StreamedRow:
         return shown
 
 
-def _listed(prompts: Sequence[str]) -> list[str]:
-    if isinstance(prompts, str):
-        raise ValueError(
-            f"Wanted a list of prompts. Got the text {prompts[:40]!r}. Wrap it: [...]."
-        )
-    return list(prompts)
+def listed(texts: Sequence[str]) -> list[str]:
+    """Returns texts as a list.
+
+    Raises:
+      ValueError: one text, or something else.
+    """
+    several = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
+    found = list(texts) if several else [None]
+    if not all(isinstance(text, str) for text in found):
+        remedy = "Wrap it: [...]." if isinstance(texts, str) else "For example: ['Once upon a']."
+        raise ValueError(f"Wanted a list of texts. Got {texts!r:.60}. {remedy}")
+    return found  # type: ignore[return-value]
 
 
 def _by_row(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]]:
@@ -298,6 +305,7 @@ def generate_until(
     Raises:
       ValueError: an empty stop string, or see `generate`.
     """
+    check_options(options)
     stops = _by_row(stop_strings, len(prompts))
     if not any(stops):
         return generate(decoder, params, prompts, **options)

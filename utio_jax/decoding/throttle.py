@@ -18,13 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.history import History
 from utio_jax.core.decoder import Decoder, Params, check_softmax
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import Setting
 from utio_jax.decoding.state import DecodeState, ViewTally
 from utio_jax.decoding.throttle_attention import open_view
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
+from utio_jax.staircase.base import Tokens
+from utio_jax.staircase.exit_head import Model
+from utio_jax.staircase.sparse import Packing
 
 
 @pytree
@@ -73,7 +76,7 @@ class Throttle:
                 "layer, take never_stops(depths); or throttle all (inf) or none (-inf)."
             )
 
-    def open(self, setting: Setting, state: DecodeState, *, layers: int) -> DecodeState:
+    def open(self, state: DecodeState, *, layers: int) -> DecodeState:
         """Returns the state with views of the first `layers`, once the prompts are in the cache."""
         batch, slots = state.token_ids.shape
         views = ViewTally(
@@ -85,88 +88,74 @@ class Throttle:
             tally=dataclasses.replace(state.tally, views=views),
         )
 
-    def begin(self, state: DecodeState, scores: Float[Array, " batch"]) -> Watch:
-        """Returns which tokens are throttled at first.
-
-        Args:
-          state: before the round.
-          scores: of each row's last token but one, at the first boundary; NaN for none.
-        """
-        positions = state.positions
-        none = jnp.zeros_like(positions)
-        return Watch(
-            low=~exceeds(scores, self.thresholds[0])[:, None],
-            scores=scores,
-            memory=self.signal.start(state.last_ids[:, None], positions[:, None]),
-            layers=none,
-            key_slots=none.astype(jnp.float32),
-        )
-
-    def look(self, index: int, boundary: Boundary, watch: Watch) -> Watch:
-        """Returns who is throttled after boundary number `index`."""
-        scores, memory = self.signal(index, boundary, watch.memory)
-        return dataclasses.replace(
-            watch,
-            low=~exceeds(scores, self.thresholds[index + 1]),
-            scores=scores[:, 0] if index == 0 else watch.scores,
-            memory=memory,
-        )
-
     def flops(self, policy: Policy, decoder: Decoder, params: Params) -> float:
         """Returns what the scores of one token at all boundaries cost, heads apart."""
         return sum(self.signal.flops(i, decoder, params) for i in range(len(policy.depths) - 1))
 
 
-@pytree
-class Watch:
-    """Who is throttled in the segment to come, and what the round has read from views so far.
+class ThrottlePacking(Packing):
+    """Which tokens of a decoding step read a view, while it is traced.
 
     Attributes:
-      low: tokens of low importance.
-      scores: at the first boundary.
-      memory: the signal's.
+      scores: of each row's token at the first boundary; at first, of the token before it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        throttle: Throttle,
+        tokens: Tokens,
+        token_ids: Int[Array, "batch 1"],
+        scores: Float[Array, " batch"],
+    ) -> None:
+        """Prepares a step.
+
+        Args:
+          model: what runs.
+          throttle: what decides.
+          tokens: each row's last one, at depth 0.
+          token_ids: their ids.
+          scores: of each row's last token but one, at the first boundary; NaN for none.
+        """
+        super().__init__(model)
+        self.scores, self._throttle = scores, throttle
+        self._memory = throttle.signal.start(token_ids, tokens.positions)
+        self._low = self._throttled(scores[:, None], 0)
+
+    def _throttled(self, scores: Float[Array, "batch 1"], segment: int) -> Bool[Array, "batch 1"]:
+        return ~exceeds(scores, self._throttle.thresholds[segment])
+
+    def pack(self, segment: int, tokens: Tokens) -> Any:
+        sparse = SparseQueries(sparse=self._low, history=self._throttle.history)
+        return self._model.executor.pack(segment, tokens.live, sparse)
+
+    def asks(self, index: int) -> bool:
+        return True
+
+    def look(self, index: int, boundary: Boundary) -> None:
+        scores, self._memory = self._throttle.signal(index, boundary, self._memory)
+        self._low = self._throttled(scores, index + 1)
+        if index == 0:
+            self.scores = scores[:, 0]
+
+
+def add_views(
+    state: DecodeState, layers: Int[Array, " batch"], key_slots: Float[Array, " batch"]
+) -> DecodeState:
+    """Returns the state with a step in its tally of views, at the positions of the tokens it ran.
+
+    Args:
+      state: before the step's tokens are emitted.
       layers: that each row's token ran throttled.
       key_slots: read from each row's view, summed over layers.
     """
-
-    low: Bool[Array, "batch 1"]
-    scores: Float[Array, " batch"]
-    memory: Any
-    layers: Int[Array, " batch"]
-    key_slots: Float[Array, " batch"]
-
-    def after(
-        self, live: Bool[Array, "batch 1"], *, layers: int, width: int, size: int
-    ) -> tuple[Watch, Float[Array, " batch"]]:
-        """Returns the watch after a segment, and the key slots that each row read per layer.
-
-        Where any row needs its view, one call reads those of all rows; unthrottled rows read all
-        their slots besides.
-
-        Args:
-          live: tokens that ran the segment.
-          layers: of the segment.
-          width: slots that unthrottled rows read.
-          size: of a view.
-        """
-        low = live & self.low
-        of_views = jnp.any(low) * jnp.full(self.layers.shape, float(size))
-        watch = dataclasses.replace(
-            self,
-            layers=self.layers + layers * low[:, 0],
-            key_slots=self.key_slots + layers * of_views,
-        )
-        return watch, of_views + (live & ~low)[:, 0] * float(width)
-
-    def close(self, state: DecodeState) -> DecodeState:
-        """Returns the state with the round in its tally, at the positions of the tokens it ran."""
-        views = state.tally.views
-        assert views is not None
-        rows = jnp.arange(self.layers.shape[0], dtype=jnp.int32)
-        slots = jnp.where(state.active, state.positions, views.layers.shape[1])
-        views = dataclasses.replace(
-            views,
-            layers=views.layers.at[rows, slots].set(self.layers, mode="drop"),
-            key_slots=views.key_slots + jnp.where(state.active, self.key_slots, 0.0),
-        )
-        return dataclasses.replace(state, tally=dataclasses.replace(state.tally, views=views))
+    views = state.tally.views
+    assert views is not None
+    rows = jnp.arange(layers.shape[0], dtype=jnp.int32)
+    slots = jnp.where(state.active, state.positions, views.layers.shape[1])
+    views = dataclasses.replace(
+        views,
+        layers=views.layers.at[rows, slots].set(layers, mode="drop"),
+        key_slots=views.key_slots + jnp.where(state.active, key_slots, 0.0),
+    )
+    return dataclasses.replace(state, tally=dataclasses.replace(state.tally, views=views))

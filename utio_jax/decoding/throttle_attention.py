@@ -14,13 +14,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache, write
+from utio_jax.attention.cache import KVCache, side_by_side
 from utio_jax.attention.history import History
 from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.products import NOWHERE
 from utio_jax.attention.rows import attend_rows, chosen_first
 from utio_jax.attention.views import View, places_at, visible_places
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.segments import Block, Bounds, Depth, Layers, run_layers
+from utio_jax.decoding.segments import (
+    Attend,
+    Block,
+    Bounds,
+    Depth,
+    Layers,
+    Sources,
+    depth_of_kv,
+    run_layers,
+)
 
 
 def open_view(
@@ -36,6 +46,7 @@ def open_view(
     """
     positions = places_at(history, lengths)
     batch = positions.shape[0]
+    layers = min(layers, cache.keys.shape[0])
     layer = jnp.arange(layers, dtype=jnp.int32)[:, None, None]
     row = jnp.arange(batch, dtype=jnp.int32)[None, :, None]
     view = View(
@@ -93,39 +104,45 @@ def run_throttled(  # noqa: PLR0913 (arrays of one segment)
     order = chosen_first(dense[:, 0])
     some = jnp.any(runs & ~dense).astype(jnp.int32)
 
-    def attention(
-        cache: KVCache, index: jax.Array, keys: jax.Array, values: jax.Array, queries: jax.Array
-    ) -> tuple[jax.Array, KVCache]:
-        cache = write(cache, index, keys, values, positions=block.positions, valid=block.valid)
-        view, mix = cache.view, mixer_at(decoder, index)
+    def attention(cache: KVCache, sources: Sources) -> Attend:
+        view = cache.view
         assert view is not None
 
-        def at_layer(leaf: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)
+        def at_layers(leaf: jax.Array) -> list[jax.Array]:
+            return [jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False) for i in sources]
 
-        def by_view(_: jax.Array, attended: jax.Array) -> jax.Array:
-            positions = at_layer(view.positions)
-            visible = visible_places(view.history, block.positions, positions, mix.window)
-            if shown is not None:
-                visible &= _shown_at(shown, positions, index)[:, None, :]
-            return mix(queries, at_layer(view.keys), at_layer(view.values), visible)
+        def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
+            mix, seen_from = mixer_at(decoder, index), depth_of_kv(decoder, index)
 
-        # A loop of no or one turn: where all rows are dense no view is read. (A conditional would
-        # copy what it passes on.)
-        attended = jnp.zeros(queries.shape, view.values.dtype)
-        attended = jax.lax.fori_loop(0, some, by_view, attended)
-        attended = attend_rows(
-            mix,
-            cache,
-            attended,
-            queries,
-            block.positions,
-            layer=index,
-            rows=order,
-            width=width,
-            shown=shown,
-        )
-        return attended, cache
+            def by_view(_: jax.Array, attended: jax.Array) -> jax.Array:
+                positions, *others = at_layers(view.positions)
+                for each in others:  # Under "drop" layers may have taken in different tokens.
+                    positions = jnp.where(each == positions, positions, NOWHERE)
+                visible = visible_places(view.history, block.positions, positions, mix.window)
+                if shown is not None:
+                    visible &= _shown_at(shown, positions, seen_from)[:, None, :]
+                kept = (view.keys, view.values)
+                keys, values = (side_by_side(at_layers(leaf)) for leaf in kept)
+                return mix(queries, keys, values, visible)
+
+            # A loop of no or one turn: where all rows are dense no view is read. (A conditional
+            # would copy what it passes on.)
+            attended = jnp.zeros(queries.shape, view.values.dtype)
+            attended = jax.lax.fori_loop(0, some, by_view, attended)
+            return attend_rows(
+                mix,
+                cache,
+                attended,
+                queries,
+                block.positions,
+                layers=sources,
+                seen_from=seen_from,
+                rows=order,
+                width=width,
+                shown=shown,
+            )
+
+        return attend
 
     return run_layers(
         decoder,

@@ -4,7 +4,7 @@
 from utio_jax.engine.blocks import Alternatives
 from utio_jax.engine.engine import Engine
 from utio_jax.engine.led import LedEngine, follow
-from utio_jax.engine.planning import measure_rates
+from utio_jax.engine.planning import RebatchingPlan, RowRates, measure_rates, plan_rebatching
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.engine.slots import Shapes
 from utio_jax.engine.statistics import EngineStats, Percentiles
@@ -17,7 +17,10 @@ __all__ = [
     "Finished",
     "LedEngine",
     "Percentiles",
+    "RebatchingPlan",
+    "RowRates",
     "Shapes",
     "follow",
     "measure_rates",
+    "plan_rebatching",
 ]

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax.accounting.rebatching import RebatchingPlan
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_ids
 from utio_jax.decoding.base import Mode, Plain
@@ -34,7 +33,7 @@ from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
-from utio_jax.engine.planning import plan_mode, planned
+from utio_jax.engine.planning import RebatchingPlan, plan_mode, planned
 from utio_jax.engine.requests import Event, Finished, Method, Request, stop_arrays
 from utio_jax.engine.slots import Served, Shapes, Slots
 from utio_jax.engine.statistics import EngineStats, Recorder

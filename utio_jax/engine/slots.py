@@ -185,7 +185,9 @@ class Slots:
         self.readings = self._all_readings(wanted, prefill, served.shapes.chunk)
         # On the host, once: how many tokens go deep may lie on the device.
         self._how = {
-            (reading, group): fastest_prefill(group, reading.width)
+            (reading, group): fastest_prefill(
+                served.decoder, group, reading.width, kv=self.mode.prompt_kv
+            )
             if reading.whole or prefill is None
             else prefill.for_shape(group, reading.width)
             for reading in self.readings

@@ -1,11 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quality of policies on text."""
+"""Quality and cost of policies on text: ledgers, controls, intervals, the guardrail by FLOPs."""
 
+from utio_jax.evaluation.controls import PlainControl, PlainControls, load_controls, save_controls
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore, evaluate, score_documents
+from utio_jax.evaluation.generation import generation_ledger
+from utio_jax.evaluation.guardrail import check_worthwhile
+from utio_jax.evaluation.intervals import ratio_interval
+from utio_jax.evaluation.ledger import Ledger, convex_hull, uniform_hull
+from utio_jax.evaluation.prompt_cost import PromptCost, prompt_cost
+from utio_jax.evaluation.quality import Quality
 
 __all__ = [
     "DocumentScore",
+    "Ledger",
+    "PlainControl",
+    "PlainControls",
+    "PromptCost",
+    "Quality",
     "TextScore",
+    "check_worthwhile",
+    "convex_hull",
     "evaluate",
+    "generation_ledger",
+    "load_controls",
+    "prompt_cost",
+    "ratio_interval",
+    "save_controls",
     "score_documents",
+    "uniform_hull",
 ]

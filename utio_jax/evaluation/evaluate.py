@@ -14,16 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from utio_jax.accounting.flops import attention_flops, gate_flops
-from utio_jax.accounting.guardrails import check_worthwhile
-from utio_jax.accounting.profit import Profit
-from utio_jax.accounting.quality import Quality, pack, unpack
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
 from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
 from utio_jax.devices.processes import Arrays, Shards, digest, local_mesh, share
 from utio_jax.devices.rows import Rows, check_mesh, place
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.evaluation.flops import attention_flops, gate_flops
+from utio_jax.evaluation.guardrail import check_worthwhile
+from utio_jax.evaluation.quality import Quality, pack, unpack
+from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import check_policy
@@ -137,7 +136,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
                     cost,
                     depths,
                     key_widths=executor.key_widths(ids.shape[1]),
-                    deepest=layers if rejoins(policy) else int(depths.max(initial=0)),
+                    deepest=int(depths.max(initial=0)),
                     keep_frozen=kv == "propagate",
                     sparse_layers=_sparse_layers(found, policy, rows),
                     history=0 if choice is None else choice.history.size,
@@ -228,7 +227,6 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     shards: Shards | None = None,
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
-    profit: Profit | None = None,
     same_rows: bool = False,
     progress: Callable[[], None] | None = None,
 ) -> TextScore:
@@ -237,7 +235,8 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     Args:
       decoder: the model.
       params: its parameters.
-      documents: token ids `[token]` each, at least two; longer than the context: in windows.
+      documents: token ids `[token]` each; longer than the context: in windows. One of fewer than
+        two tokens predicts nothing: its arrays are empty and its sums 0, tokens and cost apart.
       policy: who runs how deep.
       rows: per pass at most, over all devices of a process.
       kv: what others see of frozen tokens.
@@ -247,27 +246,22 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       shards: where each batch's results are kept, for a run that goes on after an interruption.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.
       min_tokens: smallest pass that is routed.
-      profit: measured times; passes that are predicted not to pay run at full depth.
       same_rows: every pass has `rows` rows, so that calls on other documents compile nothing new.
       progress: called after every batch.
 
     Raises:
-      ValueError: a document has fewer than two tokens, ids are outside the vocabulary, or rows < 1.
+      ValueError: no documents, ids are outside the vocabulary, or rows < 1.
     """
     if rows < 1:
         raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
-    short = [index for index, ids in enumerate(documents) if len(ids) < 2]
-    if short or not len(documents):
-        raise ValueError(
-            "Wanted documents of at least two tokens, so that something is predicted. Got "
-            + (f"fewer in documents {short[:8]}." if short else "no documents.")
-        )
+    if not len(documents):
+        raise ValueError("Wanted documents to score, at least one. Got none.")
     check_policy(policy, decoder)
     parts = check_mesh(local_mesh(mesh))
     context = decoder.config.context_length
-    cut = [windows_of([ids], width=context) for ids in documents]
+    cut = [windows_of([ids], width=context) if len(ids) else [] for ids in documents]
     windows = [window for of_one in cut for window in of_one]
-    likelihood: list[np.ndarray] = [np.zeros(0)] * len(windows)
+    likelihood: list[np.ndarray] = [np.zeros(0, np.float32)] * len(windows)
     depths: list[np.ndarray] = [np.zeros(0, np.int32)] * len(windows)
     qualities = [Quality()] * len(windows)
 
@@ -300,31 +294,34 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             executor=executor,
             fractions=fractions,
             min_tokens=min_tokens,
-            profit=profit,
         )
         for batch in batches
     ]
     full = full_depth(decoder)
-    found = evaluate(
-        decoder,
-        params,
-        batches,
-        {"": [policy if reason is None else full for reason in reasons]},
-        kv=kv,
-        executor=executor,
-        attention={"": [attention if reason is None else None for reason in reasons]},
-        mesh=mesh,
-        shards=shards,
-        observe=observe,
-        progress=progress,
+    found = (
+        {"": Quality()}
+        if not batches
+        else evaluate(
+            decoder,
+            params,
+            batches,
+            {"": [policy if reason is None else full for reason in reasons]},
+            kv=kv,
+            executor=executor,
+            attention={"": [attention if reason is None else None for reason in reasons]},
+            mesh=mesh,
+            shards=shards,
+            observe=observe,
+            progress=progress,
+        )
     )
     ends = np.cumsum([len(of_one) for of_one in cut])
     spans = [slice(end - len(of_one), end) for end, of_one in zip(ends, cut, strict=True)]
     return TextScore(
         documents=tuple(
             DocumentScore(
-                log_likelihood=np.concatenate(likelihood[span]),
-                depths=np.concatenate(depths[span]),
+                log_likelihood=np.concatenate([np.zeros(0, np.float32), *likelihood[span]]),
+                depths=np.concatenate([np.zeros(0, np.int32), *depths[span]]),
                 quality=_charged(sum(qualities[span], start=Quality()), found[""]),
             )
             for span in spans
@@ -354,6 +351,6 @@ def _quality_of(comparison: Comparison, decided: np.ndarray, *, row: int, length
 
 def _charged(own: Quality, total: Quality) -> Quality:
     """Returns a document's sums with its share, by tokens, of what all of them cost."""
-    share = own.tokens / total.tokens
+    share = own.tokens / max(1, total.tokens)
     cost = ("query_layers", "flops", "flops_full", "flops_ideal", "flops_gates")
     return dataclasses.replace(own, **{name: share * getattr(total, name) for name in cost})

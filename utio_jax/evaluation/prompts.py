@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.accounting.flops import gate_flops
 from utio_jax.core.arrays import flat, map_head, most_probable, next_token_nll
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.work import Work
+from utio_jax.evaluation.flops import gate_flops
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import staircase

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models for `utio_jax`: transformer, Mamba-2, BERT, vision, checkpoints, and the shipped model."""
+"""Models for `utio_jax`: transformer, checkpoints, and the shipped model."""
 
 from utio_jax.core.extras import missing_library
 
@@ -9,29 +9,19 @@ try:
 except ModuleNotFoundError as error:  # A base install: the core needs none of this.
     raise missing_library(error, "utio_jax.models") from error
 
-from utio_jax.models.bert import TextEncoder, load_encoder
 from utio_jax.models.checkpoint import Model, load, load_config, save
-from utio_jax.models.mamba import Mamba2, Mamba2Config
 from utio_jax.models.presets import STDLIB_16, TINY
 from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.models.vision import VisionTransformer, patches_of, vision_config
 
 __all__ = [
     "SHIPPED",
     "STDLIB_16",
     "TINY",
-    "Mamba2",
-    "Mamba2Config",
     "Model",
-    "TextEncoder",
     "Transformer",
     "TransformerConfig",
-    "VisionTransformer",
     "load",
     "load_config",
-    "load_encoder",
-    "patches_of",
     "save",
-    "vision_config",
 ]

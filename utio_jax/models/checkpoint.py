@@ -23,7 +23,6 @@ import numpy as np
 from safetensors.numpy import save as serialize
 from tokenizers import Tokenizer
 
-from utio_jax.accounting.controls import PlainControls, load_controls
 from utio_jax.core.decoder import Params
 from utio_jax.core.extras import install_line
 from utio_jax.core.files import (
@@ -49,6 +48,7 @@ from utio_jax.core.lens import (
     save_lens,
 )
 from utio_jax.decoding.base import Mode
+from utio_jax.evaluation.controls import PlainControls, load_controls
 from utio_jax.models import huggingface
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
@@ -286,6 +286,16 @@ def load(
         other: every missing, unexpected and mis-shaped tensor is named, and every option of the
         config that is not supported.
     """
+    if not isinstance(path_or_name, (str, Path)):
+        raise ValueError(
+            f"Wanted a model folder, a GGUF file or a name, as {SHIPPED!r}. Got {path_or_name!r}."
+        )
+    try:
+        floating = jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(f"Wanted a dtype of floats, as 'bfloat16' or 'float32'. Got {dtype!r}.")
     if str(path_or_name) == SHIPPED:
         folder = shipped_folder()
     else:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from utio_jax.core.decoder import is_integer, is_positive
 from utio_jax.models.rope import RopeScaling
 
 Config = Mapping[str, Any]
@@ -31,13 +32,24 @@ class Reader:
         self.config = config
         self.problems: list[str] = []
 
-    def take(self, name: str, default: Any = None) -> Any:
-        """Returns a setting; one that is missing or null needs a default."""
+    def take(self, name: str, default: Any = None, *, least: int = 1) -> Any:
+        """Returns a setting; one that is missing or null needs a default.
+
+        It is a number above 0 where the default is a float, text where it is, and else an integer.
+        """
         value = self.config.get(name)
         if value is None and default is None:
             self.problems.append(f"{name} is missing")
             return 1  # Goes on, to find what else is wrong.
-        return default if value is None else value
+        if value is None or isinstance(default, str):
+            return default if value is None else value
+        if isinstance(default, float):
+            fits, wanted = is_positive(value), "finite numbers above 0"
+        else:
+            fits, wanted = is_integer(value, least), f"integers from {least} to 2**31 - 1"
+        if not fits:
+            self.problems.append(f"{name}={value!r}, of which only {wanted} are supported")
+        return value if fits else 1
 
     def need(self, name: str, *allowed: Any) -> None:
         """Notes a setting that is present and not one of the allowed."""
@@ -52,8 +64,10 @@ class Reader:
         A bound, since settings are written out per layer, and tensors looked for in each: a file
         that names ten million layers would keep this busy for minutes before anything is missed.
         """
-        found = self.take(name)
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= _MOST_LAYERS:
+        found = self.config.get(name)
+        if found is None:
+            return self.take(name)
+        if not is_integer(found, 1) or found > _MOST_LAYERS:
             self.problems.append(f"{name}={found!r}, of which 1 to {_MOST_LAYERS} are supported")
             return 1
         return found
@@ -107,7 +121,7 @@ class Reader:
         window = self.config.get("sliding_window", 4096)
         if window is None:
             return ()
-        found = tuple(int(window) if is_local(layer) else 0 for layer in range(layers))
+        found = tuple(window if is_local(layer) else 0 for layer in range(layers))
         return found if any(found) else ()
 
     def local_layers(self, layers: int, default: Callable[[int], bool]) -> Callable[[int], bool]:

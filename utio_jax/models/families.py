@@ -141,7 +141,7 @@ def _mistral(read: Reader) -> dict[str, Any]:
 def _qwen(read: Reader) -> dict[str, Any]:
     local: Callable[[int], bool] = lambda _: False  # noqa: E731
     if read.config.get("use_sliding_window"):
-        first = read.take("max_window_layers", 28)
+        first = read.take("max_window_layers", 28, least=0)
         layers = read.layers()
         local = read.local_layers(layers, lambda layer: layer >= first)
     if read.config["model_type"] == "qwen2":
@@ -155,7 +155,7 @@ def _gemma(read: Reader) -> dict[str, Any]:
     read.need("hidden_activation", "gelu_pytorch_tanh")
     read.need("attention_bias", False)
     read.need("use_bidirectional_attention", False)
-    dim, scalar = read.take("hidden_size"), read.take("query_pre_attn_scalar", 256)
+    dim, scalar = read.take("hidden_size"), read.take("query_pre_attn_scalar", 256.0)
     options: dict[str, Any] = {
         "activation": "geglu",
         "norm": "rms_plus_one",
@@ -269,19 +269,17 @@ def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> 
         read.problems.append("quantization_config, of which only plain weights are supported")
     try:
         settings = FAMILIES[kind].settings(read)
-        if read.problems:
-            raise ValueError(
-                f"Wanted a {FAMILIES[kind].architecture} that can be run, in {source}. "
-                f"Got {'; '.join(dict.fromkeys(read.problems))}."
-            )
         ends = config.get("eos_token_id")
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         stored = (config.get("utio_jax") or {}).get("exits", ())
-        return TransformerConfig(
-            **settings, exits=exits or tuple(stored), eos_ids=tuple(int(end) for end in ends)
-        )
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as error:
+        if not read.problems:
+            return TransformerConfig(**settings, exits=exits or tuple(stored), eos_ids=tuple(ends))
+    except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(
             f"Wanted the settings of {FAMILIES[kind].architecture} in {source}. "
-            f"Got {type(error).__name__}: {error}."
+            f"Got {type(error).__name__}: {str(error).rstrip('.')}."
         ) from error
+    raise ValueError(
+        f"Wanted a {FAMILIES[kind].architecture} that can be run, in {source}. "
+        f"Got {'; '.join(dict.fromkeys(read.problems))}."
+    )

@@ -59,10 +59,15 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]
     names = sorted(set(_weight_map(folder).values()))
-    outside = [name for name in names if Path(name).name != name or name in ("", ".", "..")]
+    outside = [
+        name
+        for name in names
+        if Path(name).name != name or name in ("", ".", "..") or len(name) > 250 or "\0" in name
+    ]
     if outside or not names:
         raise ValueError(
-            f"Wanted names of files beside {folder / _INDEX} in its weight_map. Got {outside}."
+            f"Wanted names of files beside {folder / _INDEX} in its weight_map. Got "
+            f"{str(outside)[:200]}."
         )
     for name in names:
         refuse_pickle(folder / name)

@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
-from utio_jax.models.rope import RopeScaling, check_above_zero, frequencies, rotate, rotations
+from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
+
+_MOST_BYTES = 2**42
+"""Of parameters in float32: more than any model has, and than arrays are made for by mistake."""
 
 Activation = Literal["squared_relu", "gelu", "swiglu", "geglu"]
 """Of the MLP; the last two are gated and have three matrices. GELU is the tanh approximation."""
@@ -82,10 +85,16 @@ class TransformerConfig(DecoderConfig):
                     f"TransformerConfig needs {name} to be one of {', '.join(allowed)}. "
                     f"Got {name}={getattr(self, name)!r}."
                 )
-        if self.positions == "rope":
-            check_above_zero(self.rope_theta, "rotations with a rope_theta")
-            if self.local_rope_theta is not None:
-                check_above_zero(self.local_rope_theta, "rotations with a local_rope_theta")
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
+        layer = self.embed_dim * (heads + (2 + self.gated) * self.mlp_dim)
+        size = 4 * (self.num_layers * layer + self.vocab_size * self.embed_dim)
+        if size > _MOST_BYTES:
+            raise ValueError(
+                f"TransformerConfig needs sizes of at most {_MOST_BYTES:.2g} bytes of parameters. "
+                f"Got {size:.2g}: num_layers={self.num_layers}, embed_dim={self.embed_dim}, "
+                f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+                f"head_dim={self.head_dim}, mlp_dim={self.mlp_dim}, vocab_size={self.vocab_size}."
+            )
         if self.positions == "rope" and self.head_dim % 2:
             raise ValueError(
                 "RoPE rotates pairs, so TransformerConfig needs an even head_dim. "
@@ -231,7 +240,8 @@ class Transformer:
         embedding_key, layer_key, head_key = jax.random.split(key, 3)
         x = jnp.zeros((1, config.embed_dim))
         layer = Layer(config)
-        places = rotations(jnp.zeros((1,), jnp.int32), self._frequencies(local=False))
+        # Of the right shape alone: under `eval_shape`, which a broken config reaches, no array.
+        places = (jnp.ones((1, config.head_dim // 2)), jnp.zeros((1, config.head_dim // 2)))
         stack = jax.vmap(lambda one: layer.init(one, x, places)["params"])
 
         def table(key: jax.Array, rows: int) -> dict[str, jax.Array]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.clock import EngineClock
@@ -38,9 +37,11 @@ from utio_jax.decoding.text import (
     StopStrings,
     TextChunk,
     generate_text,
+    listed,
     stream_text,
 )
 from utio_jax.evaluation.evaluate import TextScore, score_documents
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models.shipped import is_shipped
 from utio_jax.models.texts import read_files
 from utio_jax.models.transformer import Transformer
@@ -234,12 +235,12 @@ class Verbs:
         """Returns every token's log-likelihood in some texts, with the depth that it was given.
 
         Args:
-          texts: of at least two tokens each.
+          texts: a list; one of fewer than two tokens predicts nothing.
           policy: that decides depths, or its name, see `policy`.
           budget: of a calibrated one.
           **options: further ones of `utio_jax.score_documents`.
         """
-        return self._score(self.encode(list(texts)), policy, budget, options)
+        return self._score(self.encode(listed(texts)), policy, budget, options)
 
     def evaluate(
         self: Any,

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens go deeper: policies, the signals that they decide by, fitted ones as files."""
 
-from utio_jax.policies.bands import UncertainBand
 from utio_jax.policies.base import Boundary, Policy, Signal
 from utio_jax.policies.depth import (
     Thresholded,
@@ -18,7 +17,6 @@ from utio_jax.policies.importance import (
     predictive_entropy,
     surrogate_importance,
 )
-from utio_jax.policies.layer_sets import LayerSets, given_sets, random_sets, skip_decode
 from utio_jax.policies.learned import CandidateGates, Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
@@ -47,7 +45,6 @@ __all__ = [
     "Entropy",
     "Hazard",
     "KeepFirst",
-    "LayerSets",
     "Learned",
     "MaxProbability",
     "Patience",
@@ -63,19 +60,15 @@ __all__ = [
     "Thresholded",
     "Thresholds",
     "TokenSurrogate",
-    "UncertainBand",
     "UtioSurrogate",
     "attention_heat",
     "covering_depths",
     "embedding_outlier",
     "given_depths",
-    "given_sets",
     "load_calibration",
     "never_stops",
     "predictive_entropy",
     "random_depths",
-    "random_sets",
-    "skip_decode",
     "surrogate_importance",
     "surrogate_table",
     "uniform",

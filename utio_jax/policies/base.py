@@ -97,16 +97,6 @@ class Policy(Protocol):
         ...
 
 
-def rejoins(policy: Any) -> bool:
-    """Returns whether tokens that a policy leaves out of a segment may run a later one.
-
-    Such a policy, `utio_jax.policies.layer_sets.LayerSets` for one, has an attribute `rejoins`. At
-    each boundary it is asked about every token, those that skip included, and what it answers
-    holds for the next segment alone. The first segment is run by all.
-    """
-    return bool(getattr(policy, "rejoins", False))
-
-
 def exceeds(
     score: Float[Array, "*lead"], threshold: Float[Array, ""] | Float[Array, "*#lead"]
 ) -> Bool[Array, "*lead"]:

@@ -31,8 +31,8 @@ from utio_jax.policies.signals import (
 
 
 @pytree
-class ByThresholds:
-    """What a signal and thresholds decide: where the score exceeds a boundary's threshold.
+class Thresholded:
+    """Tokens go deeper while a signal's score exceeds the boundary's threshold.
 
     A score of NaN or +inf goes on whatever the finite threshold: a broken score saves no work.
 
@@ -41,12 +41,17 @@ class ByThresholds:
       thresholds: one per boundary, in the score's unit; +inf stops everybody, -inf nobody. At these
         the signal is not even asked, unless it remembers what it saw at earlier boundaries. A
         running batch may have one for each row (`per_row`).
-      depths: where segments end, one more than thresholds. Static.
+      depths: at which tokens may stop, one more than thresholds. Static.
     """
 
     signal: Signal
     thresholds: Float[Array, " boundary"] | Float[Array, "boundary batch 1"]
     depths: tuple[int, ...] = static()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.thresholds, (list, tuple, float, int)):
+            found = jnp.atleast_1d(jnp.asarray(self.thresholds, jnp.float32))
+            object.__setattr__(self, "thresholds", found)
 
     @property
     def name(self) -> str:
@@ -78,14 +83,6 @@ class ByThresholds:
 
     def reads_logits(self, index: int) -> bool:
         return self.signal.reads_logits(index)
-
-
-@pytree
-class Thresholded(ByThresholds):
-    """Tokens go deeper while a signal's score exceeds the boundary's threshold, see `ByThresholds`.
-
-    `depths` are those at which tokens may stop.
-    """
 
     def per_row(self, thresholds: Float[Array, "batch boundary"]) -> Thresholded:
         """Returns the policy of a batch whose rows have thresholds of their own."""

@@ -170,6 +170,7 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
         command="utio-jax calibrate",
         model_sha256=model_sha256,
         owner=lambda stored: stored["info"]["model_sha256"],
+        integers=True,
     )
     try:
         entries = {
@@ -181,11 +182,18 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
         raise ValueError(
             f"Wanted a calibration at {path}. It cannot be read: {error!r}."
         ) from error
-    weights = nest(tensors)
     try:
+        weights = nest(tensors)
         found = {name: _put_together(described[name], weights.get(name, {})) for name in entries}
         misfits = [each for name in found for each in _misfits(found[name], name)]
-    except (AttributeError, KeyError, RecursionError, TypeError) as error:
+        for name, signal in found.items():
+            used = {depth for entry in entries[name].values() for depth in entry.depths[:-1]}
+            while signal is not None:  # Wrappers have another in them.
+                exits = getattr(signal, "exits", None)
+                if exits is not None and not used <= {*check_depths(exits)}:
+                    misfits.append(f"{name} has weights for exits {exits}, its entries use {used}")
+                signal = getattr(signal, "signal", None)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         misfits = [repr(error)]
         found = {}
     if misfits:
@@ -285,10 +293,12 @@ class Thresholds:
         thresholds = tuple(-np.inf if t is None else t for t in stored["thresholds"])
         fractions = tuple(stored["fractions"])
         numbers = [isinstance(x, (int, float)) and x == x for x in (*thresholds, *fractions)]
-        if not (all(numbers) and len(thresholds) + 1 == len(depths) == len(fractions)):
+        fit = all(numbers) and len(thresholds) + 1 == len(depths) == len(fractions)
+        if not (fit and all(0 <= share <= 1 for share in fractions)):
             raise ValueError(
-                f"Wanted a number for each but the last of depths={depths} as thresholds, and one "
-                f"for each as fractions. Got thresholds={thresholds}, fractions={fractions}."
+                f"Wanted a number for each but the last of depths={depths} as thresholds, and a "
+                f"share from 0 to 1 for each as fractions. Got thresholds={thresholds}, "
+                f"fractions={fractions}."
             )
         return cls(depths=depths, thresholds=thresholds, fractions=fractions)
 

@@ -13,7 +13,6 @@ except ModuleNotFoundError as error:
 from utio_jax.serving.hosts import follow_server
 from utio_jax.serving.limits import Limits
 from utio_jax.serving.model import Chat, ServedModel
-from utio_jax.serving.replicas import Station
 from utio_jax.serving.run import Address, Server
 
-__all__ = ["Address", "Chat", "Limits", "ServedModel", "Server", "Station", "follow_server"]
+__all__ = ["Address", "Chat", "Limits", "ServedModel", "Server", "follow_server"]

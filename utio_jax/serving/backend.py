@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server needs of whatever runs its engine: tasks go in, tickets tell what comes of them.
 
-Two do: a thread of this process (`utio_jax.serving.worker`), and replicas in processes of their own
-(`utio_jax.serving.replicas`).
+A thread of this process does: `utio_jax.serving.worker`.
 """
 
 from __future__ import annotations
@@ -34,10 +33,6 @@ class EngineStoppedError(Exception):
         """Notes the cause."""
         super().__init__(cause)
         self.cause = cause
-
-
-class ReplicasLostError(Exception):
-    """A request has lost one replica after the other."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,14 +69,12 @@ class Ticket:
     Attributes:
       tasks: that were handed in.
       news: of each, by its index.
-      migrations: how often one of them went on in another replica.
     """
 
     def __init__(self, tasks: Iterable[Task], backend: Backend) -> None:
         """Holds tasks that `Backend.hand_in` has let in."""
         self.tasks = tuple(tasks)
         self.news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
-        self.migrations = 0
         self._open = set(range(len(self.tasks)))
         self._backend = backend
 
@@ -118,7 +111,6 @@ class Backend(abc.ABC):
       ended: choices that ended, by why.
       new_tokens: handed out so far.
       tokens_per_second: new tokens and prompt tokens, lately.
-      migrations: how often a task went on in another replica.
     """
 
     def __init__(self, *, on_ready: Callable[[], None], on_death: Callable[[BaseException], None]):
@@ -136,18 +128,13 @@ class Backend(abc.ABC):
         self._ending = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.ended: dict[str, int] = dict.fromkeys(END_REASONS, 0)
-        self.new_tokens = self.migrations = 0
+        self.new_tokens = 0
         self.tokens_per_second = 0.0
 
     @property
     @abc.abstractmethod
     def stats(self) -> EngineStats:
         """What engines have done, lately."""
-
-    @property
-    def replicas(self) -> int:
-        """Engines that were heard lately."""
-        return 1
 
     @property
     @abc.abstractmethod

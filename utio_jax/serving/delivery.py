@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from utio_jax.engine.requests import Event
 from utio_jax.serving.answers import Choice, joined, usage_of
-from utio_jax.serving.backend import EngineStoppedError, Generate, ReplicasLostError, Ticket
+from utio_jax.serving.backend import EngineStoppedError, Generate, Ticket
 from utio_jax.serving.errors import ApiError, engine_ended, event_of, fault
 from utio_jax.serving.gate import note_fault
 from utio_jax.serving.prompt_scores import PromptScores
@@ -222,8 +222,7 @@ class Answer(Response):
     def _usage(self) -> dict[str, Any]:
         finished = [each.finished for each in self._choices if each.finished is not None]
         tokens = sum(prompt.size for prompt in self._reading.prompts)
-        about = {**self._reading.about, "migrations": self._ticket.migrations}
-        return usage_of(finished, prompt_tokens=tokens, about=about)
+        return usage_of(finished, prompt_tokens=tokens, about=self._reading.about)
 
     def _note(self) -> None:
         usage = self._usage()
@@ -248,8 +247,6 @@ def _too_slow() -> ApiError:
 def _as_error(news: Exception) -> Exception:
     if isinstance(news, (ApiError, ClientLeftError)):
         return news
-    if isinstance(news, ReplicasLostError):
-        return ApiError(503, str(news), code="replicas_lost", headers={"retry-after": "1"})
     if isinstance(news, EngineStoppedError):
         return engine_ended(news.cause)
     return ApiError(400, str(news)[:500]) if isinstance(news, ValueError) else news

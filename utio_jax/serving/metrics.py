@@ -89,7 +89,6 @@ class _Engine:
             "utio_queued": ("Choices that wait for a slot", stats.queued),
             "utio_running": ("Choices that have one", stats.running),
             "utio_slots": ("Choices that can run at once", stats.slots),
-            "utio_replicas": ("Engines that were heard lately", worker.replicas),
             "utio_waiting_prompt_tokens": ("Of what waits", worker.waiting_tokens),
             "utio_tokens_per_second": ("Prompt and new tokens, lately", worker.tokens_per_second),
         }
@@ -99,7 +98,6 @@ class _Engine:
             "utio_blocks": ("Blocks of steps that were run", stats.blocks),
             "utio_prompt_tokens": ("Of prompts that were read", stats.prompt_tokens),
             "utio_new_tokens": ("Handed out", worker.new_tokens),
-            "utio_migrations": ("Choices that went on in another replica", worker.migrations),
         }
         for name, (about, value) in counters.items():
             yield CounterMetricFamily(name, about, value=value)

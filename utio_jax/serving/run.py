@@ -31,7 +31,6 @@ from utio_jax.serving.hosts import SILENT_SECONDS, parts
 from utio_jax.serving.keys import Keys
 from utio_jax.serving.limits import Limits
 from utio_jax.serving.model import ServedModel
-from utio_jax.serving.replicas import Remote, Replicated
 from utio_jax.serving.worker import Worker
 
 _BACKLOG = 2048
@@ -85,7 +84,7 @@ class Server:
       url: where it is.
     """
 
-    def __init__(  # noqa: PLR0913 (options, each named)
+    def __init__(
         self,
         model: ServedModel,
         *,
@@ -96,21 +95,19 @@ class Server:
         limits: Limits = Limits(),
         log: Log = log_line,
         lines: Lines | None = None,
-        pool: Replicated | None = None,
     ) -> None:
         """Listens. Nothing is compiled yet.
 
         Args:
           model: what is served.
           address: where.
-          slots: choices that run at once, in each replica.
+          slots: choices that run at once.
           capacity: tokens of each, prompt included; None: the model's context, 2048 at most.
           shapes: which programs there are.
           limits: of requests.
           log: takes each thing worth telling, as a record.
           lines: to the other processes over whose devices the model is spread, each of them in
             `follow_server`; None: there are none.
-          pool: of replicas that have the engines, each of these sizes; None: this process has one.
 
         Raises:
           ValueError: the address cannot be had, or see `Engine` and `Keys`.
@@ -120,13 +117,8 @@ class Server:
         self._lines = lines
         self._limits, self._log = limits, log
         told: Any = {"on_ready": self._ready, "on_death": self._died}
-        self.worker: Backend
-        if pool is None:
-            engine, scorer = parts(model, slots=slots, capacity=room, shapes=shapes, lines=lines)
-            self.worker = Worker(engine, scorer, **told)
-        else:
-            self.worker = Remote(pool, slots=slots, **told)
-            slots *= pool.count
+        engine, scorer = parts(model, slots=slots, capacity=room, shapes=shapes, lines=lines)
+        self.worker: Backend = Worker(engine, scorer, **told)
         self.service = Service(model, self.worker, capacity=room, slots=slots, limits=limits)
         self.gate = Gate(
             make_app(self.service),

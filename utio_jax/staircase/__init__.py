@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over whole rows, a depth per token or per row; buckets of independent items."""
+"""One pass over whole rows, a depth per token; buckets of independent items."""
 
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.buckets import (
@@ -10,20 +10,11 @@ from utio_jax.staircase.buckets import (
     run_buckets,
 )
 from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
-from utio_jax.staircase.encoding import (
-    Encoded,
-    Exits,
-    RowBlocks,
-    encode_rows,
-    encode_tokens,
-    read_exits,
-    score_exits,
-)
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.prompts import AttentionHeat, Interleaved, PromptImportance, Recency
-from utio_jax.staircase.reference import dense_states, reference_layer_sets, reference_states
+from utio_jax.staircase.prompts import AttentionHeat, PromptImportance, Recency
+from utio_jax.staircase.reference import dense_states, reference_states
 from utio_jax.staircase.score import (
     Comparison,
     Scores,
@@ -41,15 +32,11 @@ __all__ = [
     "Buckets",
     "CapacityPrefix",
     "Comparison",
-    "Encoded",
     "Executor",
-    "Exits",
-    "Interleaved",
     "MicroBatches",
     "PromptImportance",
     "Readout",
     "Recency",
-    "RowBlocks",
     "Scores",
     "SparseAttention",
     "StaircaseResult",
@@ -58,17 +45,12 @@ __all__ = [
     "bucket_tokens",
     "compare_states",
     "dense_states",
-    "encode_rows",
-    "encode_tokens",
     "exit_nll",
     "fit_capacities",
     "full_depth",
-    "read_exits",
-    "reference_layer_sets",
     "reference_states",
     "run_buckets",
     "score",
     "score_dense",
-    "score_exits",
     "staircase",
 ]

@@ -3,22 +3,28 @@
 
 An executor changes cost, never results. It packs the live tokens into slots, applies layers to
 them, and leaves all other tokens' states alone. `utio_jax.staircase.microbatches` runs blocks in
-traced loops; `utio_jax.staircase.capacity` a static prefix, through which gradients flow.
+traced loops; `utio_jax.staircase.capacity` a static prefix, through which gradients flow;
+`utio_jax.decoding.rows` one token of each row, whose keys and values lie in a cache.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.attention.cache import KVCache
-from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, LayerParams, Params, Places
+from utio_jax.core.decoder import (
+    Decoder,
+    HasKVMaps,
+    Inputs,
+    LayerParams,
+    Params,
+    Places,
+)
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.reference import positions_of
@@ -58,7 +64,18 @@ class Tokens:
         lengths: Int[Array, " batch"],
     ) -> Tokens:
         """Returns the tokens at depth 0."""
-        positions, real = positions_of(token_ids, lengths)
+        return cls.at(decoder, params, token_ids, *positions_of(token_ids, lengths))
+
+    @classmethod
+    def at(
+        cls,
+        decoder: Decoder,
+        params: Params,
+        token_ids: Inputs,
+        positions: Int[Array, "batch token"],
+        real: Bool[Array, "batch token"],
+    ) -> Tokens:
+        """Returns tokens at given positions, at depth 0; those that are not real are padding."""
         return cls(
             x=decoder.embed(params, token_ids, positions),
             positions=positions,
@@ -67,35 +84,6 @@ class Tokens:
             shown=real,
             depth=jnp.zeros_like(positions),
         )
-
-    def freeze(self, stops: Bool[Array, "batch token"], *, depth: int, kv: str) -> Tokens:
-        """Returns the tokens with some of them frozen at a depth.
-
-        Under `kv="drop"` frozen tokens are seen no more; otherwise the others go on to see what
-        their frozen states make of keys and values.
-        """
-        live = self.live & ~stops
-        return dataclasses.replace(
-            self,
-            live=live,
-            shown=live if kv == "drop" else self.shown,
-            depth=jnp.where(stops, depth, self.depth),
-        )
-
-    def show_mapped(
-        self,
-        stops: Bool[Array, "batch token"],
-        shown: Float[Array, "batch token layer 2 kv_head head_dim"],
-        *,
-        depth: int,
-    ) -> Tokens:
-        """Returns the tokens with what those that stop at a depth show in all layers behind it."""
-        if self.mapped is None:
-            return dataclasses.replace(self, mapped=shown, mapped_from=depth)
-        ahead = depth - self.mapped_from  # Layers that tokens have run, which stop only now.
-        shown = jnp.pad(shown, ((0, 0), (0, 0), (ahead, 0), (0, 0), (0, 0), (0, 0)))
-        mine = stops[:, :, None, None, None, None]
-        return dataclasses.replace(self, mapped=jnp.where(mine, shown, self.mapped))
 
     def mapped_at(
         self, index: int | Int[Array, ""]
@@ -109,7 +97,14 @@ class Tokens:
 
 @runtime_checkable
 class Executor(Protocol):
-    """What the staircase asks of an executor. `slots` is whatever `pack` returned."""
+    """What the staircase asks of an executor. `slots` is whatever `pack` returned.
+
+    Attributes:
+      keeps_logits: whether logits of all tokens are few enough to keep: one head at an exit then
+        serves all that look at them.
+    """
+
+    keeps_logits: ClassVar[bool]
 
     @property
     def min_bucket(self) -> int:
@@ -145,14 +140,16 @@ class Executor(Protocol):
         tokens: Tokens,
         slots: Any,
         layers: tuple[int, int],
-        cache: KVCache | None = None,
+        cache: Any = None,
         *,
         only_live_keys: bool = False,
-    ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
-        """Returns the states after layers `[start, stop)`; tokens without a slot are unchanged.
+    ) -> tuple[Float[Array, "batch token dim"], Any]:
+        """Returns the states after layers `[start, stop)`, and the cache.
 
-        Keys are seen where `tokens.shown`; with `only_live_keys` only the slots' own are projected.
-        A cache receives all K/V that are projected, token by token from slot 0 on.
+        Tokens without a slot are unchanged. Keys are seen where `tokens.shown`; with
+        `only_live_keys` only the slots' own are projected. A `KVCache` receives all K/V that are
+        projected, token by token from slot 0 on; an executor may have a cache of its own kind.
+        There has to be one where layers read others' K/V (`DecoderConfig.kv_source`).
         """
         ...
 
@@ -175,8 +172,13 @@ class Executor(Protocol):
         """Returns the slots that go through the head where `map_slots` calls `map_head`."""
         ...
 
-    def work(self, slots: Any, layers: int, *, only_live_keys: bool = False) -> Work:
-        """Returns what running `layers` layers on the slots executes."""
+    def work(
+        self, slots: Any, layers: int, *, kv_layers: int, only_live_keys: bool = False
+    ) -> Work:
+        """Returns what running `layers` layers on the slots executes.
+
+        Keys and values are made for `kv_layers` of them.
+        """
         ...
 
 

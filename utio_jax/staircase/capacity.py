@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
+from utio_jax.staircase.keys_values import make_shared, shared_at, spans
 
 
 @pytree
@@ -49,6 +51,7 @@ class CapacityPrefix:
     capacities: tuple[int, ...]
     min_bucket: int = 64
     certain: bool = False
+    keeps_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_min_bucket(self.min_bucket)
@@ -121,7 +124,8 @@ class CapacityPrefix:
         *,
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch token dim"], KVCache | None]:
-        if cache is not None and not self.certain:
+        config = decoder.config
+        if cache is not None and not self.certain and not config.kv_source:
             raise ValueError(
                 "Wanted an executor that keeps keys and values, to fill a cache. Got a "
                 "CapacityPrefix, through whose choices a cache would be copied whole. Use "
@@ -134,7 +138,6 @@ class CapacityPrefix:
 
         def others_at(layer: LayerParams, index: jax.Array) -> tuple[jax.Array, jax.Array]:
             if tokens.mapped is None:  # Hidden.
-                config = decoder.config
                 shape = (batch, width, config.num_kv_heads, config.head_dim)
                 return jnp.zeros(shape, tokens.x.dtype), jnp.zeros(shape, tokens.x.dtype)
             keys, values = tokens.mapped_at(index)
@@ -155,12 +158,16 @@ class CapacityPrefix:
                 )
 
             def run_one(
-                index: jax.Array, carry: tuple[jax.Array, KVCache | None]
+                index: jax.Array,
+                carry: tuple[jax.Array, KVCache | None],
+                shared: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
             ) -> tuple[jax.Array, KVCache | None]:
                 x, cache = carry
                 layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
                 block = gather(x, chosen)
-                if alone:
+                if shared is not None:
+                    keys, values = shared(index)
+                elif alone:
                     keys, values = others_at(layer, index)
                     own = keys_values_of(decoder, layer, flat(block), flat(places))
                     keys, values = map(put, (keys, values), own)
@@ -169,7 +176,7 @@ class CapacityPrefix:
                         rows(y, width)
                         for y in keys_values_of(decoder, layer, flat(x), flat(tokens.places))
                     )
-                if cache is not None:
+                if cache is not None and shared is None:
                     cache = write_prompt(cache, index, keys, values)
                 visible = mix.visible(chosen, every) & tokens.shown[:, None, :]
 
@@ -181,7 +188,19 @@ class CapacityPrefix:
                 x = jax.vmap(lambda row, order, new: row.at[order].set(new))(x, chosen, new)
                 return x, cache
 
-            return lambda: jax.lax.fori_loop(*layers, run_one, (tokens.x, cache))
+            def run_all() -> tuple[jax.Array, KVCache | None]:
+                x, kept = tokens.x, cache
+                for start, stop, reads_others in spans(config, *layers):
+                    one = run_one
+                    if reads_others:
+                        assert kept is not None
+                        if start == config.kv_own:
+                            kept = make_shared(decoder, params, kept, x, tokens.places)
+                        one = partial(run_one, shared=shared_at(config, kept, width))
+                    x, kept = jax.lax.fori_loop(start, stop, one, (x, kept))
+                return x, kept
+
+            return run_all
 
         return self._choose(slots, run, (tokens.x, cache))
 
@@ -231,12 +250,14 @@ class CapacityPrefix:
         overflows = False if self.certain else self._overflows(slots)
         return jnp.where(overflows, whole, prefix).astype(jnp.int32)
 
-    def work(self, slots: PrefixSlots, layers: int, *, only_live_keys: bool = False) -> Work:
+    def work(
+        self, slots: PrefixSlots, layers: int, *, kv_layers: int, only_live_keys: bool = False
+    ) -> Work:
         batch, width = slots.live.shape
         used = self.slots_run(slots)
         return Work.of(
             queries=used * layers,
-            keys_values=(used if only_live_keys else jnp.int32(batch * width)) * layers,
+            keys_values=(used if only_live_keys else jnp.int32(batch * width)) * kv_layers,
             key_slots=used.astype(jnp.float32) * width * layers,
         )
 

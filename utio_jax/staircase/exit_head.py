@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from utio_jax.core.arrays import map_head
-from utio_jax.core.decoder import Decoder, HasKVMaps, Params, apply_exit_lens, has_exit_lens
+from utio_jax.core.arrays import flat, map_head
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, has_exit_lens
 from utio_jax.core.work import Work
 from utio_jax.policies.base import Boundary
 from utio_jax.staircase.base import Executor, Tokens
@@ -47,21 +47,13 @@ class Model:
 
     def map_head(self, slots: Any, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         """Returns `function(logits, ...)` of the slots' tokens; the first array holds states."""
-        head = partial(map_head, self.decoder, self.params, function)
-        return self.executor.map_slots(slots, head, *arrays)
 
-    def show_mapped(
-        self, tokens: Tokens, stops: Bool[Array, "batch token"], *, depth: int
-    ) -> tuple[Tokens, Work]:
-        """Returns the tokens with mapped K/V of those that stop at a depth, and what that took."""
-        decoder, layers = self.decoder, self.decoder.config.num_layers - depth
-        assert isinstance(decoder, HasKVMaps)
-        slots = self.executor.pack(0, stops)
-        shown = self.executor.map_slots(
-            slots, partial(decoder.map_keys_values, self.params, depth=depth), tokens.x
-        )
-        work = Work.of(kv_maps=self.executor.slots_run(slots) * layers)
-        return tokens.show_mapped(stops, shown, depth=depth), work
+        def head(x: jax.Array, *arrays: jax.Array) -> Any:
+            if self.executor.keeps_logits:
+                return function(self.decoder.unembed(self.params, x).astype(jnp.float32), *arrays)
+            return map_head(self.decoder, self.params, function, x, *arrays)
+
+        return self.executor.map_slots(slots, head, *arrays)
 
     def map_exit(self, slots: Any, x: jax.Array, *, depth: int) -> jax.Array:
         """Returns the slots' states as the head reads them at a depth."""
@@ -73,8 +65,9 @@ class Head:
     """The vocabulary head at one depth, while a segment is traced.
 
     It runs nothing until it is asked: what no policy looks at costs nothing here. A policy that
-    looks at logits and the readout get the same ones, and a lens maps states for both; a policy
-    that looks twice runs it twice.
+    looks at logits and the readout get the same ones, and a lens maps states for both. Logits of
+    whole rows are made in blocks and not kept: who looks twice runs the head twice. Where the
+    executor `keeps_logits`, it runs once.
 
     Attributes:
       seen: tokens whose logits were looked at.
@@ -96,6 +89,7 @@ class Head:
         self._model, self._tokens, self._depth, self._readout = model, tokens, depth, readout
         self._asks, self._slots = asks, model.executor.only_if(slots, asks)
         self._states: jax.Array | None = None  # Through a lens, once a policy has looked.
+        self._logits: jax.Array | None = None  # Of all tokens, where they are kept.
         self.seen: Bool[Array, "batch token"] | None = None
         self.found: Any = None
         self.work = Work.of()
@@ -125,7 +119,21 @@ class Head:
         if self._states is None and has_exit_lens(model.decoder, self._depth):
             self._states = model.map_exit(self._slots, self._tokens.x, depth=self._depth)
             self.work += Work.of(exit_maps=self.slots_asked)
+        states = self._tokens.x if self._states is None else self._states
         kept = () if readout is None else readout.arrays
+        heads = Work.of(heads=model.executor.heads_run(self._slots))
+        self.seen = self._tokens.live & self._asks
+
+        if model.executor.keeps_logits:
+            logits = self._logits
+            if logits is None:
+                self.work += heads
+                logits = model.map_head(self._slots, lambda logits: logits, states)
+                self._logits = logits
+                if readout is not None:
+                    self.found = _map_tokens(readout.function, logits, *readout.arrays)
+            decision = _map_tokens(function, logits, *arrays)
+            return where_tokens(self.seen, decision, jnp.zeros_like(decision))
 
         def look(logits: jax.Array, *blocks: jax.Array) -> tuple[jax.Array, Any]:
             decision = function(jax.lax.stop_gradient(logits), *blocks[len(kept) :])
@@ -133,10 +141,8 @@ class Head:
                 return decision, None
             return decision, readout.function(logits, *blocks[: len(kept)])
 
-        states = self._tokens.x if self._states is None else self._states
+        self.work += heads
         decision, self.found = model.map_head(self._slots, look, states, *kept, *arrays)
-        self.seen = self._tokens.live & self._asks
-        self.work += Work.of(heads=model.executor.heads_run(self._slots))
         return decision
 
     def states_of(self, stops: Bool[Array, "batch token"]) -> Float[Array, "batch token dim"]:
@@ -205,3 +211,9 @@ def where_tokens(chosen: Bool[Array, "batch token"], new: Any, old: Any) -> Any:
         return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - 2)), new, old)
 
     return jax.tree.map(pick, new, old)
+
+
+def _map_tokens(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Returns a function of arrays `[slot, ...]` for all tokens at once, `[batch, token, ...]`."""
+    found = function(*flat(arrays))
+    return jax.tree.map(lambda y: y.reshape(*arrays[0].shape[:2], *y.shape[1:]), found)

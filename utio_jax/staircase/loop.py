@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The staircase: one pass over whole rows, in which every token runs as deep as a policy decides.
+"""The staircase: one pass, in which every token runs as deep as a policy decides.
+
+`run_pass` is the library's one loop over depths. Whole rows run it by `staircase` (`score`,
+`Prefill`), and so does a decoding step (`utio_jax.decoding.adaptive`): one token of each row, whose
+keys and values lie in a cache. What differs are the objects that it is given: an executor, a K/V
+strategy for frozen tokens, a packing, a policy.
 
 It equals `utio_jax.staircase.reference.reference_states`, which defines what it must compute. The
 depths cut the stack into nested segments [0, d1) [d1, d2) ... Each segment packs the tokens that
 still run into dense slots and works on these alone; at its end the policy decides which go on, and
-the rest is frozen. What is frozen stays visible to the others as the choice `kv` says:
+the rest is frozen. What is frozen stays visible to the others as the K/V strategy says:
 
     token    0 1 2 3 4 5 6 7          # one row
     [8,16)   . . # . . . # .          # "#" computed, "." frozen: K/V only (or nothing)
@@ -23,21 +28,21 @@ import itertools
 from typing import Any
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.band import SparseQueries
-from utio_jax.attention.cache import KVCache
+from utio_jax.attention.cache import KVCache, init_cache
 from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, Params, check_depths
 from utio_jax.core.kv_maps import check_stops
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
-from utio_jax.policies.base import Policy, rejoins
+from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.exit_head import Head, Model, Reading, Readout
-from utio_jax.staircase.layer_sets import check_layer_sets, run_layer_sets
+from utio_jax.staircase.frozen import Propagate, frozen_kv
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import FrozenKV, check_kv
-from utio_jax.staircase.sparse import Packing, SparseAttention
+from utio_jax.staircase.reference import FrozenKV
+from utio_jax.staircase.sparse import Packing, SparseAttention, SparsePacking
 
 
 @pytree
@@ -48,14 +53,12 @@ class StaircaseResult:
       x: what the head reads of each token: its state at its decided depth, mapped if the decoder
         `HasExitLens`; padding holds undefined states.
       tokens: the same without that map, with what frozen tokens show in deeper layers.
-      depths: decided depths in layers; of sets of layers, how many each token ran; 0 for padding.
+      depths: decided depths in layers; 0 for padding.
       work: what was executed, padding included.
       read: what the readout found, `[batch, token, ...]`, 0 for padding; None without one.
       sparse: which tokens attended sparsely; leaves lead with `[segment]`. None without
         `attention`.
       cache: with the K/V of the layers that ran; None without one.
-      ran: which tokens ran which segment, `[segment, batch, token]`, where a policy `rejoins`; None
-        elsewhere.
     """
 
     x: Float[Array, "batch token dim"]
@@ -64,8 +67,7 @@ class StaircaseResult:
     work: Work
     read: Any = None
     sparse: SparseQueries | None = None
-    cache: KVCache | None = None
-    ran: Bool[Array, "segment batch token"] | None = None
+    cache: Any = None
 
 
 def staircase(  # noqa: PLR0913 (options, each named)
@@ -84,8 +86,7 @@ def staircase(  # noqa: PLR0913 (options, each named)
     """Runs every token to the depth that the policy decides, and only that deep.
 
     Equals `reference_states(decoder, params, token_ids, lengths, result.depths, kv=kv)` on real
-    tokens, with `result.sparse`, repeated for each segment's layers. Where a policy `rejoins`, it
-    equals `reference_layer_sets` with `result.ran`, repeated likewise.
+    tokens, with `result.sparse`, repeated for each segment's layers.
 
     Args:
       decoder: the model. Static under jit.
@@ -103,62 +104,98 @@ def staircase(  # noqa: PLR0913 (options, each named)
         Its watermarks are the caller's.
 
     Raises:
-      ValueError: unknown kv, a policy whose depths do not fit the model, an attention whose
-        thresholds do not fit the depths, or sets of layers with an attention, a cache or maps.
+      ValueError: unknown kv, a policy whose depths do not fit the model, or an attention whose
+        thresholds do not fit the depths.
     """
-    check_kv(kv, ("propagate", "drop", "mapped"), decoder=decoder)
+    frozen = frozen_kv(kv, decoder)
     depths, model = check_policy(policy, decoder, kv=kv), Model(decoder, params, executor)
     tokens = Tokens.embed(decoder, params, token_ids, lengths)  # All live, at depth 0.
+    packing = Packing(model)
+    if attention is not None:
+        packing = SparsePacking(model, attention, depths, token_ids, tokens.positions)
+    within = cache is None and bool(decoder.config.kv_source)
+    if within:  # Upper layers read there what lower ones have made.
+        batch, width, _ = tokens.x.shape
+        cache = init_cache(decoder.config, batch=batch, slots=width, dtype=tokens.x.dtype)
+    done = run_pass(
+        model,
+        tokens,
+        policy,
+        token_ids=token_ids,
+        frozen=frozen,
+        packing=packing,
+        readout=readout,
+        cache=cache,
+    )
+    return dataclasses.replace(done, cache=None) if within else done
+
+
+def run_pass(
+    model: Model,
+    tokens: Tokens,
+    policy: Policy,
+    *,
+    token_ids: Inputs,
+    frozen: Propagate,
+    packing: Packing,
+    readout: Readout | None = None,
+    cache: Any = None,
+) -> StaircaseResult:
+    """Runs tokens from depth 0 to the depths that the policy decides: the loop.
+
+    Args:
+      model: a decoder with its parameters, and what runs it.
+      tokens: all live, at depth 0.
+      policy: decides at each of its depths.
+      token_ids: of these tokens.
+      frozen: K/V strategy for tokens that stop.
+      packing: what tokens attend to, segment by segment.
+      readout: what to make of every token's logits at its depth.
+      cache: the executor's; the loop hands it on.
+    """
+    executor, depths = model.executor, policy.depths
+    reading, work = Reading.start(model, tokens, depths), []
     memory = policy.start(token_ids, tokens.positions)
-    if rejoins(policy):
-        check_layer_sets(policy, decoder.config.num_layers, kv=kv, attention=attention, cache=cache)
-        reading = Reading.start(model, tokens, depths[-1:])  # All are read after the last layer.
-        tokens, ran, work = run_layer_sets(model, tokens, policy, memory, kv=kv)
-        out, read, rest = reading.finish(model, tokens, readout)
-        return StaircaseResult(
-            x=out,
-            tokens=tokens,
-            depths=tokens.depth,
-            work=stack_work([*work, *rest]),
-            read=read,
-            ran=ran,
-        )
-    packing = Packing(model, attention, depths, token_ids, tokens.positions)
-    reading = Reading.start(model, tokens, depths)
-    work: list[Work] = []
 
     for index, (start, stop) in enumerate(itertools.pairwise((0, *depths))):
         # 1. Pack the tokens that still run into slots; some of them may attend sparsely.
         slots = packing.pack(index, tokens)
 
         # 2. Run this segment's layers on these slots alone. Frozen tokens keep their states.
-        # Of those, others see nothing, or what maps have made of them.
-        alone = kv == "drop" or tokens.mapped is not None
+        alone = frozen.only_live_keys(tokens)
         with jax.named_scope(f"segment_{start}_{stop}"):
             x, cache = executor.run_layers(
-                decoder, params, tokens, slots, (start, stop), cache, only_live_keys=alone
+                model.decoder,
+                model.params,
+                tokens,
+                slots,
+                (start, stop),
+                cache,
+                only_live_keys=alone,
             )
             tokens = dataclasses.replace(tokens, x=x)
-        spent = packing.work + executor.work(slots, stop - start, only_live_keys=alone)
+        made = len(model.decoder.config.kv_made(start, stop))
+        spent = packing.work + executor.work(
+            slots, stop - start, kv_layers=made, only_live_keys=alone
+        )
 
         # 3. Ask which tokens go deeper. At the last depth none do.
         last = stop == depths[-1]
-        asks = False if last else policy.asks(index)
+        asks = False if last else policy.asks(index) | packing.asks(index)
         head = Head(model, tokens, slots, depth=stop, asks=asks, readout=readout)
         stops = tokens.live
         if not last:
             with jax.named_scope("dispatch"):
-                goes, memory = policy.go_deeper(index, head.boundary(), memory)
+                boundary = head.boundary()
+                goes, memory = policy.go_deeper(index, boundary, memory)
+                packing.look(index, boundary)
                 stops = tokens.live & ~goes
                 spent += Work.of(decisions=head.slots_asked)
 
         # 4. Freeze the others. The head reads each token once: where a policy looked, or below.
         reading = reading.add(head, stops)
-        tokens = tokens.freeze(stops, depth=stop, kv=kv)
-        if kv == "mapped" and stop < decoder.config.num_layers:
-            tokens, mapped = model.show_mapped(tokens, stops, depth=stop)
-            spent += mapped
-        work.append(spent + head.work)
+        tokens, froze = frozen.freeze(model, tokens, stops, depth=stop)
+        work.append(spent + froze + head.work)
 
     out, read, rest = reading.finish(model, tokens, readout)
     return StaircaseResult(

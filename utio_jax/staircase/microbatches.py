@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,13 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import Tokens, check_min_bucket, over_blocks, rotated
+from utio_jax.staircase.base import (
+    Tokens,
+    check_min_bucket,
+    over_blocks,
+    rotated,
+)
+from utio_jax.staircase.keys_values import make_shared, shared_at, spans
 from utio_jax.staircase.query_blocks import Cover, QueryBlocks, attend_blocks
 
 
@@ -65,6 +72,7 @@ class MicroBatches:
     block: int = 512
     query_block: int = 128
     key_step: int = 128
+    keeps_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_min_bucket(self.min_bucket)
@@ -164,24 +172,29 @@ class MicroBatches:
         # queries of packed slots, attention row by row, outputs of packed slots. Live states are
         # carried twice: packed, for blocks to read, and in token order, for K/V.
         def run_layer(
-            index: jax.Array, carry: tuple[jax.Array, jax.Array, KVCache | None]
+            index: jax.Array,
+            carry: tuple[jax.Array, jax.Array, KVCache | None],
+            shared: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
         ) -> tuple[jax.Array, jax.Array, KVCache | None]:
             states, packed, cache = carry
             layer = layer_at(decoder, params, index)
+            project_live = only_live_keys and shared is None
 
             def project(start: jax.Array, size: int, carry: Any) -> Any:
                 queries, keys, values = carry
                 block = slot(packed, start, size)
                 block_places = jax.tree.map(lambda leaf: slot(leaf, start, size), slot_places)
                 queries = put(queries, decoder.queries(layer, block, block_places), start, 0)
-                if only_live_keys:
+                if project_live:
                     chosen = slot(slots.token_of_slot, start, size)
                     new_keys, new_values = keys_values_of(decoder, layer, block, block_places)
                     keys = keys.at[chosen].set(new_keys, mode="drop")
                     values = values.at[chosen].set(new_values, mode="drop")
                 return queries, keys, values
 
-            if tokens.mapped is not None:
+            if shared is not None:
+                keys, values = map(flat, shared(index))
+            elif tokens.mapped is not None:
                 keys, values = tokens.mapped_at(index)
                 keys = rotated(decoder, layer, keys, places)
             elif only_live_keys:
@@ -191,7 +204,7 @@ class MicroBatches:
                 keys, values = keys_values_of(decoder, layer, states, places)
             queries = jnp.zeros((margin, config.num_heads, config.head_dim), dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
-            if cache is not None:
+            if cache is not None and shared is None:
                 cache = write_prompt(cache, index, rows(keys), rows(values))
             attended = attend_blocks(
                 mixer_at(decoder, index),
@@ -214,11 +227,19 @@ class MicroBatches:
 
             return *self._over_blocks(slots.total, finish, (states, packed)), cache
 
-        states, (start, stop) = flat(tokens.x), layers
-        # Where no token has come this far, none needs the K/V of those that stopped.
-        stop = jnp.where(slots.total > 0, stop, start)
-        carry = (states, pack(states), cache)
-        states, _, cache = jax.lax.fori_loop(start, stop, run_layer, carry)
+        states, packed = flat(tokens.x), pack(flat(tokens.x))
+        for start, stop, reads_others in spans(config, *layers):
+            # Where no token has come this far, none needs the K/V of those that stopped.
+            stop = jnp.where(slots.total > 0, stop, start)
+            run = run_layer
+            if reads_others:
+                assert cache is not None
+                if start == config.kv_own:
+                    at_rest = states.reshape(tokens.x.shape)
+                    cache = make_shared(decoder, params, cache, at_rest, tokens.places)
+                run = partial(run_layer, shared=shared_at(config, cache, width))
+            carry = (states, packed, cache)
+            states, packed, cache = jax.lax.fori_loop(start, stop, run, carry)
         return states.reshape(tokens.x.shape), cache
 
     def map_slots(
@@ -251,7 +272,9 @@ class MicroBatches:
         rest = -(-slots.total // self.min_bucket) - whole * (self.block // self.min_bucket)
         return whole * executed_heads(self.block) + rest * executed_heads(self.min_bucket)
 
-    def work(self, slots: PackedSlots, layers: int, *, only_live_keys: bool = False) -> Work:
+    def work(
+        self, slots: PackedSlots, layers: int, *, kv_layers: int, only_live_keys: bool = False
+    ) -> Work:
         run = self.slots_run(slots)
         key_slots = jnp.zeros((), jnp.float32)
         for blocks in slots.query_blocks:
@@ -259,6 +282,6 @@ class MicroBatches:
         every = jnp.where(slots.total > 0, slots.batch * slots.width, 0).astype(jnp.int32)
         return Work.of(
             queries=run * layers,
-            keys_values=(run if only_live_keys else every) * layers,
+            keys_values=(run if only_live_keys else every) * kv_layers,
             key_slots=key_slots * layers,
         )

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import attention_received
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, HasKVMaps, Params, check_depths, check_softmax
+from utio_jax.core.decoder import Decoder, Params, check_depths, check_softmax
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
@@ -38,7 +38,7 @@ from utio_jax.staircase.reference import FrozenKV, check_kv
 
 _EVERYTHING = jnp.iinfo(jnp.int32).max
 
-SIGNALS = ("sinks_recent", "heat", "externality", "gate", "random", "none")
+SIGNALS = ("sinks_recent", "heat", "gate", "random", "none")
 """What may choose the tokens that go deep, see `PromptChoice`."""
 
 
@@ -233,68 +233,6 @@ class AttentionHeat(SignalBase):
         return self.layers * (cost.keys_values + query + score)
 
 
-@pytree
-class Externality(SignalBase):
-    """What a token would be worth to what follows, if it went on: the gate that comes with KV maps.
-
-    `utio_jax.calibration.prompt_externality` fits it by attribution.
-    """
-
-    name: str = static(default="externality")
-    causal: bool = static(default=True)
-
-    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
-        decoder: Any = boundary.decoder
-        worth = lambda x: decoder.externality(boundary.params, x, boundary.depth)  # noqa: E731
-        return boundary.map_live(worth, boundary.x), None
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return 2.0 * decoder.config.embed_dim
-
-
-@pytree
-class Interleaved(SignalBase):
-    """Two signals take turns: tokens rank as high as either of them ranks it.
-
-    Attributes:
-      first: the one whose best token comes first.
-      second: the other.
-      share: of places that the first one's favourites get, between 0 and 1.
-    """
-
-    first: Signal
-    second: Signal
-    share: Float[Array, ""] | float = 0.5
-    causal: bool = static(default=False)
-    name: str = static(default="interleaved")
-
-    @property
-    def remembers(self) -> bool:
-        return self.first.remembers or self.second.remembers
-
-    def start(
-        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
-    ) -> Any:
-        return self.first.start(token_ids, positions), self.second.start(token_ids, positions)
-
-    def __call__(self, index: int, boundary: Boundary, memory: Any) -> tuple[jax.Array, Any]:
-        scores, kept = [], []
-        for signal, mine in zip((self.first, self.second), memory, strict=True):
-            score, mine = signal(index, boundary, mine)
-            score = jnp.where(jnp.isnan(score), jnp.inf, score)
-            scores.append(rank_of(jnp.where(boundary.live, score, -jnp.inf)).astype(jnp.float32))
-            kept.append(mine)
-        turns = (scores[0] / self.share, (scores[1] + 0.5) / (1.0 - self.share))
-        return -jnp.minimum(*turns), tuple(kept)
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        signals = (self.first, self.second)
-        return sum(signal.flops(index, decoder, params) for signal in signals)
-
-    def reads_logits(self, index: int) -> bool:
-        return self.first.reads_logits(index) or self.second.reads_logits(index)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptChoice:
     """How prompts are read: where tokens stop, which and how many go on, what the others show.
@@ -306,7 +244,6 @@ class PromptChoice:
       stop: depth at which the others stop.
       deep: share of a prompt's tokens that goes deep; 1: all, full depth.
       by: `"sinks_recent"`: the latest; `"heat"`: those that the prompt's last queries look at;
-        `"externality"`: those of which the maps' own gate says that they are worth most to others;
         `"gate"`: those of which a fitted gate says that they need depth; `"random"`: any, the
         control; `"none"`: the last token alone, whatever `deep` says.
       kv: what the others show in the layers that they skip: `"mapped"`, `"propagate"` or `"drop"`.
@@ -363,14 +300,8 @@ class PromptChoice:
                 "Wanted a calibrated model to choose prompt tokens by its gate. Got none. "
                 "Calibrate one: utio-jax calibrate; or choose by heat or sinks_recent."
             )
-        if self.by == "externality" and not isinstance(decoder, HasKVMaps):
-            raise ValueError(
-                "Wanted a model with KV maps to choose prompt tokens by externality. Got one "
-                "without. Fit some: utio-jax fit-prompt; or choose by heat or sinks_recent."
-            )
         signals: Mapping[str, Any] = {
             "heat": AttentionHeat(),
-            "externality": Externality(),
             "gate": gate,
             "random": Chance(key=jax.random.key(0), name="random", causal=False),
         }

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
+from utio_jax.attention.cache import side_by_side
 from utio_jax.attention.history import visible_history
 from utio_jax.attention.mixing import Mixer, mixer_at
 from utio_jax.attention.products import NOWHERE
@@ -43,6 +44,12 @@ def check_kv(
     """
     if kv not in allowed:
         raise ValueError(f"Wanted kv to be one of {', '.join(map(repr, allowed))}. Got kv={kv!r}.")
+    if kv == "mapped" and decoder is not None and decoder.config.kv_source:
+        raise ValueError(
+            'Wanted a decoder whose layers all have keys and values of their own for kv="mapped". '
+            "Got one whose upper layers read those made below: of tokens that stop there nothing "
+            'is missing. Use kv="propagate".'
+        )
     if kv == "mapped" and decoder is not None and not isinstance(decoder, HasKVMaps):
         raise ValueError(
             'Wanted a decoder with KV maps for kv="mapped". Got one without. Fit some: utio-jax '
@@ -134,9 +141,9 @@ def apply_layer(
     return rows(run_layer(decoder, layer, flat(x), flat(places), attend))
 
 
-def side_by_side(rows: Iterable[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
+def read_side_by_side(rows: Iterable[tuple[jax.Array, ...]]) -> tuple[jax.Array, jax.Array]:
     """Returns the keys and values of some layers as those of one, heads side by side."""
-    keys, values = (jnp.concatenate(each, axis=-2) for each in zip(*rows, strict=True))
+    keys, values = (side_by_side(each) for each in zip(*rows, strict=True))
     return keys, values
 
 
@@ -182,9 +189,9 @@ def _dense_shared(
     made: dict[int, tuple[jax.Array, ...]] = {}
     config, states = decoder.config, []
     for index in range(depths[-1]):
-        for row in config.kv_made(index):
+        for row in config.kv_made(index, index + 1):
             made[row] = dense_keys_values(decoder, layer_at(decoder, params, row), x, places)
-        read = side_by_side(made[row] for row in config.kv_read(index))
+        read = read_side_by_side(made[row] for row in config.kv_read(index))
         mix, layer = mixer_at(decoder, index), layer_at(decoder, params, index)
         visible = mix.visible(positions, key_positions)
         x = apply_layer(decoder, layer, x, places, mix, visible, read)
@@ -233,17 +240,17 @@ def reference_states(
     source = x  # What K/V are projected from; differs from x only under "full".
     for index in range(config.num_layers):
         layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
-        for row in config.kv_made(index):
+        for row in config.kv_made(index, index + 1):
             own = layer_at(decoder, params, row)
             made[row] = dense_keys_values(decoder, own, source, places)
             if kv == "mapped":
                 frozen, *mapped = mapped_keys_values(decoder, params, own, x, places, depths, row)
                 pairs, there = zip(mapped, made[row], strict=True), frozen[..., None, None]
                 made[row] = tuple(jnp.where(there, *pair) for pair in pairs)
-        read = side_by_side(made[row] for row in config.kv_read(index))
+        read = read_side_by_side(made[row] for row in config.kv_read(index))
         runs = valid & (index < depths)
         # Of a token that stopped, there are only those that were made before.
-        there = valid & (config.kv_needs(index) < depths)
+        there = valid & (min(index, config.kv_complete) < depths)
         key_positions = jnp.where(there if kv == "drop" else valid, positions, NOWHERE)
         visible = seen = mix.visible(positions, key_positions)
         if sparse is not None:
@@ -260,39 +267,3 @@ def reference_states(
             at_exit = (depths == depth)[..., None]
             read = jnp.where(at_exit, apply_exit_lens(decoder, params, x, depth), read)
     return read
-
-
-def reference_layer_sets(
-    decoder: Decoder,
-    params: Params,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    runs: Bool[Array, "layer batch token"],
-    *,
-    kv: FrozenKV = "propagate",
-) -> Float[Array, "batch token dim"]:
-    """Returns every token's last state where each runs a set of layers. Slow and obvious.
-
-    All layers run on all tokens under masks: the definition of `utio_jax.policies.layer_sets`.
-    Where a token does not run a layer, its state passes by unchanged, and others see in that layer
-    the K/V of this state (`"propagate"`), or nothing of it (`"drop"`).
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: right-padded rows.
-      lengths: real tokens per row.
-      runs: which tokens run which layer.
-      kv: `"propagate"` or `"drop"`.
-    """
-    check_kv(kv, ("propagate", "drop"))
-    positions, valid = positions_of(token_ids, lengths)
-    places = decoder.encode_positions(positions)
-    x = decoder.embed(params, token_ids, positions)
-    for index in range(decoder.config.num_layers):
-        layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
-        mine = valid & runs[index]
-        key_positions = jnp.where(mine if kv == "drop" else valid, positions, NOWHERE)
-        new = apply_layer(decoder, layer, x, places, mix, mix.visible(positions, key_positions))
-        x = jnp.where(mine[..., None], new, x)
-    return x

@@ -162,9 +162,11 @@ def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
     """Checks the rows of a pass, as far as that waits for no device: their width, and known values.
 
     Raises:
-      ValueError: rows wider than the model's context, and of values that are not traced, ids
-        outside the vocabulary or lengths beyond the rows.
+      ValueError: no rows, rows of no token or wider than the model's context, and of values that
+        are not traced, ids outside the vocabulary or lengths beyond the rows.
     """
+    if not token_ids.size:
+        raise ValueError(f"Wanted rows of tokens, at least one of each. Got {token_ids.shape}.")
     context = decoder.config.context_length
     if token_ids.shape[-1] > context:
         raise ValueError(

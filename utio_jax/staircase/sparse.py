@@ -77,39 +77,62 @@ class SparseAttention:
 
 
 class Packing:
-    """How the live tokens of each segment are packed into slots, while a pass is traced.
+    """How the live tokens of each segment are packed into slots, while a pass is traced: all dense.
+
+    The one place where a pass chooses what tokens attend to. `SparsePacking` asks a signal at the
+    start of a segment, `utio_jax.decoding.throttle.ThrottlePacking` at its end.
 
     Attributes:
-      work: what the last segment's choice of attention executed.
+      work: what the last segment's choice executed.
     """
+
+    def __init__(self, model: Model) -> None:
+        """Prepares a pass."""
+        self._model, self.work = model, Work.of()
+
+    def pack(self, segment: int, tokens: Tokens) -> Any:
+        """Returns the slots of a segment, once it is known which of its tokens attend sparsely."""
+        causal = self._model.decoder.config.causal
+        return self._model.executor.pack(segment, tokens.live, causal=causal)
+
+    def asks(self, index: int) -> bool:
+        """Returns whether `look` needs the head at a boundary, even if the policy does not."""
+        del index
+        return False
+
+    def look(self, index: int, boundary: Boundary) -> None:
+        """Looks at boundary number `index`, on behalf of the segments behind it."""
+
+    def chosen(self) -> SparseQueries | None:
+        """Returns which tokens attended sparsely, by segment; None where none could."""
+        return None
+
+
+class SparsePacking(Packing):
+    """Packs tokens by `SparseAttention`: each segment's dense tokens, then its sparse ones."""
 
     def __init__(
         self,
         model: Model,
-        attention: SparseAttention | None,
+        attention: SparseAttention,
         depths: tuple[int, ...],
         token_ids: jax.Array,
         positions: jax.Array,
     ) -> None:
-        """Prepares a pass whose segments end at `depths`; without `attention` all is dense."""
-        if attention is not None:
-            check_softmax(
-                model.decoder,
-                why="of which each query may see keys of its own",
-                remedy="Leave the sparse attention out.",
-            )
-        self._model, self._attention, self._depths = model, attention, depths
-        self._memory = None if attention is None else attention.signal.start(token_ids, positions)
+        """Prepares a pass whose segments end at `depths`."""
+        check_softmax(
+            model.decoder,
+            why="of which each query may see keys of its own",
+            remedy="Leave the sparse attention out.",
+        )
+        super().__init__(model)
+        self._attention, self._depths = attention, depths
+        self._memory = attention.signal.start(token_ids, positions)
         self._chosen: list[jax.Array] = []
-        self.work = Work.of()
 
     def pack(self, segment: int, tokens: Tokens) -> Any:
-        """Returns the slots of a segment, once it is known which of its tokens attend sparsely."""
+        slots = super().pack(segment, tokens)
         executor, attention, depths = self._model.executor, self._attention, self._depths
-        causal = self._model.decoder.config.causal
-        slots = executor.pack(segment, tokens.live, causal=causal)
-        if attention is None:
-            return slots
         with jax.named_scope("attention"):
             depth, asks = (0, *depths)[segment], attention.asks(segment, depths)
             head = Head(self._model, tokens, slots, depth=depth, asks=asks)
@@ -119,10 +142,8 @@ class Packing:
             if attention.index_of(segment, depths) < 0:
                 return slots
             sparse = SparseQueries(sparse=chosen, history=attention.history)
+            causal = self._model.decoder.config.causal
             return executor.pack(segment, tokens.live, sparse, causal=causal)
 
-    def chosen(self) -> SparseQueries | None:
-        """Returns which tokens attended sparsely, by segment; None where none could."""
-        if self._attention is None:
-            return None
+    def chosen(self) -> SparseQueries:
         return SparseQueries(sparse=jnp.stack(self._chosen), history=self._attention.history)

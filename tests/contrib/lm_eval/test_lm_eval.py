@@ -26,7 +26,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.contrib.lm_eval.__main__ import _settings, main
 from utio_jax.contrib.lm_eval.harness import UtioLM
 from utio_jax.decoding.adaptive import Adaptive
@@ -36,6 +35,7 @@ from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import new_text
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import Transformer
 from utio_jax.models.checkpoint import Model
 from utio_jax.models.tokenizer import BOS
@@ -440,7 +440,7 @@ def test_what_cannot_be_run_is_named(model: Model) -> None:
     with pytest.raises(ValueError, match="requests that were run"):
         adapter(model).report()
     with pytest.raises(ValueError, match="kv to be one of 'propagate', 'drop'"):
-        ask_tokens(adapter(model, Adaptive(policy=gated(model), kv="full")), ([1], [2]))
+        ask_tokens(adapter(model, Adaptive(policy=gated(model), kv="mapped")), ([1], [2]))
     lm = adapter(model)
     with pytest.raises(ValueError, match="max_gen_toks below the model's context of 64"):
         ask(lm.generate_until, ("x", {"until": []}))

@@ -26,7 +26,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 from tqdm.auto import tqdm
 
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.contrib.lm_eval.ledger import RequestLedger
 from utio_jax.core.documents import Batch, batches_of, row_widths
 from utio_jax.decoding.base import Mode, Plain
@@ -44,6 +43,7 @@ from utio_jax.decoding.sampling import (
 )
 from utio_jax.decoding.text import generate_until, read_text
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches

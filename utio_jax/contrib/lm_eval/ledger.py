@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.accounting.generation import Spent, generation_ledger, spent_on
-from utio_jax.accounting.ledger import Ledger
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
@@ -17,6 +15,8 @@ from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.evaluation.evaluate import Quality
+from utio_jax.evaluation.generation import Spent, generation_ledger, spent_on
+from utio_jax.evaluation.ledger import Ledger
 
 WRITTEN = "generate_until"
 """The kind of request that writes; all others score."""

@@ -8,7 +8,7 @@
 
 A trace is a prompt that was thought to its end, and the answer that the forced end would have given
 at each cue. From it follows what any threshold would have done. Half of the traces make a ladder of
-thresholds, the other half tests it from the safe end (`utio_jax.calibration.risk.control`); a
+thresholds, the other half tests it from the safe end (`fit_with_guarantee`); a
 prompt is one unit, its risk 0 or 1. As LYNX asks at cues of the text and chooses a threshold by
 conformal prediction, but with a bound that holds at a confidence.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from utio_jax.calibration.risk import control, units_needed
+from utio_jax.calibration.guarantee import fit_with_guarantee, halves
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Prompts
@@ -214,16 +214,15 @@ def fit_stop(
     Raises:
       ValueError: fewer traces than the promise takes, or none that meets a cue.
     """
-    needed = units_needed(max_changed, confidence, binary=True)
-    if len(traces) < 2 * needed:
-        raise ValueError(
-            f"Wanted at least {2 * needed} traces for max_changed={max_changed} at confidence "
-            f"{confidence}: half of them tests. Got {len(traces)}. Give more prompts, or ask for "
-            "less."
-        )
-    order = np.random.default_rng(seed).permutation(len(traces))
-    half = len(traces) // 2
-    fits, tests = ([traces[i] for i in part] for part in (order[:half], order[half:]))
+    mine = halves(
+        np.arange(len(traces)),
+        units="traces",
+        max_risk=max_changed,
+        confidence=confidence,
+        bound="max_changed",
+        seed=seed,
+    )
+    fits, tests = ([traces[i] for i in np.flatnonzero(part).tolist()] for part in (mine, ~mine))
     seen = np.concatenate([trace.uncertainty for trace in fits])
     if not seen.size:
         raise ValueError(
@@ -235,13 +234,7 @@ def fit_stop(
     ladder = np.unique(np.quantile(seen, levels)).tolist()
     whole = sum(trace.whole for trace in fits)
     risks = np.stack([replay_stops(tests, each)[1] for each in ladder])
-    result = control(
-        risks.astype(np.float64),
-        max_risk=max_changed,
-        confidence=confidence,
-        seed=seed,
-        binary=True,
-    )
+    result = fit_with_guarantee(risks, max_risk=max_changed, confidence=confidence)
     rungs = [
         StopRung(
             threshold=each,

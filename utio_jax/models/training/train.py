@@ -33,7 +33,7 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import layer_at
 from utio_jax.models.training.corpus import Document
-from utio_jax.staircase.reference import apply_layer, dense_keys_values, side_by_side
+from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
 
 # `(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit. Arrays of
 # its own, a teacher's, it holds as a `jax.tree_util.Partial`: they become an argument of the
@@ -215,7 +215,7 @@ def _shared_states(
             rows.append(jax.tree.map(lambda leaf, row=row: leaf[row], made))
         else:
             rows.append(dense_keys_values(decoder, layer_at(decoder, params, row), x, places))
-    shared = side_by_side(rows)
+    shared = read_side_by_side(rows)
 
     @jax.checkpoint
     def above(x: jax.Array, xs: Any, shared: Any) -> jax.Array:

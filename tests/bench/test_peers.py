@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Comparisons with other libraries write what `utio-jax report` reads, and claim no more."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from utio_jax.bench.results import read_results
+from utio_jax.bench.timing import Timing
+
+
+@pytest.fixture
+def side_by_side(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    return importlib.import_module("side_by_side")
+
+
+TIMES = {
+    "theirs": Timing(seconds=np.asarray([4.0, 4.0]), compiles=0),
+    "ours": Timing(seconds=np.asarray([2.0, 2.0]), compiles=0),
+}
+
+
+def test_rows_are_kept_as_they_come_and_read_by_the_report(
+    side_by_side: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting, peer_row = {"batch": 1, "output": 8}, side_by_side.peer_row
+    recording = side_by_side.recording
+    with recording(tmp_path, suite="s", settings={"out": tmp_path}, versions={"x": "1"}) as keep:
+        row = peer_row(
+            "m", "ours", "theirs", TIMES, setting=setting, tokens=8, calls=2, found={"apart": 1 / 3}
+        )
+        keep(row)
+        assert len(read_results(tmp_path / "results.json")["rows"]) == 1
+        pretended = {"tokens that ran every layer": 8}
+        keep(
+            peer_row(
+                "m",
+                "theirs",
+                "ours",
+                TIMES,
+                setting=setting,
+                tokens=8,
+                found={},
+                fallbacks=pretended,
+            )
+        )
+    found = read_results(tmp_path / "results.json")
+    assert json.loads(capsys.readouterr().out) == found
+    assert found["complete"]
+    assert found["environment"]["versions"]["x"] == "1"
+    first, second = found["rows"]
+    assert first["key"] == "peer/m/ours/batch1/output8"
+    assert (first["seconds"]["median"], first["speedup"]["median"]) == (1.0, 2.0)
+    assert first["tokens_per_second"] == 8
+    assert first["note"] == "apart 0.333333"
+    assert second["speedup"] is None
+    assert (second["seconds"]["median"], second["baseline_seconds"]["median"]) == (4.0, 2.0)

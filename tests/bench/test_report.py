@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A benchmark's report: all of it, for any text, and an honest word on what became slower."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.results import SCORE, synthetic_results, write
+from matplotlib.patches import Rectangle
+
+from utio_jax.bench.pictures import draw_losses, draw_speedups, group
+from utio_jax.bench.regressions import changed_conditions, compare_results
+from utio_jax.bench.results import read_results
+from utio_jax.bench.rows import PARTS, Row
+from utio_jax.cli.main import main
+from utio_jax.evaluation.ledger import convex_hull
+
+HOSTILE = "<script>alert('x')</script> | `a` $x^$ [b](javascript:c) <img src=http://d>\n# e"
+
+
+@pytest.fixture(scope="module")
+def stored() -> dict[str, Any]:
+    return synthetic_results()
+
+
+@pytest.fixture(scope="module")
+def rows(stored: dict[str, Any]) -> list[Row]:
+    return [Row.from_dict(row) for row in stored["rows"]]
+
+
+@pytest.fixture(scope="module")
+def page(stored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A whole report."""
+    out = tmp_path_factory.mktemp("report")
+    file = write(stored, out / "results.json")
+    assert main(["report", str(file), "--out", str(out)]) == 0
+    return (out / "report.html").read_text()
+
+
+class Page(HTMLParser):
+    """What a browser would find: tags, their attributes, and text, if all tags are closed."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str]] = []
+        self.cells: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "td":
+            self.cells[-1] += data
+
+
+def only(stored: dict[str, Any], *parts: str) -> dict[str, Any]:
+    """Returns a copy with the rows of some parts."""
+    rows = [copy.deepcopy(row) for row in stored["rows"] if row["part"] in parts]
+    return {**copy.deepcopy({k: v for k, v in stored.items() if k != "rows"}), "rows": rows}
+
+
+@pytest.mark.check
+def test_every_part_and_every_row_is_on_a_page_that_needs_nothing_else(
+    page: str, rows: list[Row]
+) -> None:
+    found = Page(page)
+    assert {row.part for row in rows} == {*PARTS}
+    parts = page.split("<h3>")[1:]
+    assert len(parts) == len(PARTS)
+    for part, text in zip(PARTS, parts, strict=True):
+        lines = text[: text.find("<h2>")].count("<tr class=")
+        assert lines == sum(row.part == part for row in rows)
+    assert not {"script", "link", "iframe", "object"} & set(found.tags)
+    sources = [value for name, value in found.attributes if name == "src"]
+    assert len(sources) == found.tags["figure"] >= 8
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not [value for name, value in found.attributes if name == "href"]
+    assert "http:" not in page
+    assert "https:" not in page
+
+
+@pytest.mark.check
+def test_what_fell_back_or_did_not_run_is_shown_without_a_speedup(page: str) -> None:
+    lines = page.splitlines()
+    (fell,) = [line for line in lines if "fell back: full depth, 7 times" in line]
+    assert "<td>fell back</td>" in fell
+    assert "512 tokens are too few to pay" in fell
+    (ran_not,) = [line for line in lines if "too slow at this batch" in line]
+    assert "<td>did not run</td>" in ran_not
+    for line in (fell, ran_not):
+        assert "weak" in line
+
+
+@pytest.mark.check
+def test_any_text_is_shown_as_it_is(stored: dict[str, Any], tmp_path: Path) -> None:
+    bad = only(stored, "score", "peer")
+    for row in bad["rows"]:
+        row["model"], row["note"] = HOSTILE, HOSTILE
+        row["key"] = HOSTILE + row["key"]
+        row["method"] = ("_" if row["method"] == "learned@0.6" else "") + row["method"]
+    bad["environment"]["device"] = bad["suite"] = HOSTILE
+    file = write(bad, tmp_path / "results.json")
+    assert main(["report", str(file), "--out", str(tmp_path)]) == 0
+    page = Page((tmp_path / "report.html").read_text())
+    assert not {"script", "link", "iframe"} & set(page.tags)
+    assert all(v.startswith("data:") for name, v in page.attributes if name == "src")
+    assert HOSTILE in page.cells
+    figure = draw_speedups([Row.from_dict(row) for row in bad["rows"]])
+    assert figure is not None
+    assert r"\$" in figure.axes[0].get_title()
+
+
+@pytest.mark.check
+def test_the_command_says_what_it_wrote_and_what_got_worse(
+    stored: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = only(stored, "routing", "engine"), only(stored, "routing", "prompt")
+    for name in ("median", "low", "high"):
+        second["rows"][0]["seconds"][name] *= 2
+    second["environment"]["device"] = "another machine"
+    files = [str(write(each, tmp_path / f"{n}.json")) for n, each in enumerate((first, second))]
+    assert main(["report", *files, "--out", str(tmp_path / "out")]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    page = tmp_path / "out" / "report.html"
+    assert (found["command"], found["files"]) == ("report", [str(page)])
+    (worse,) = found["regressions"]
+    assert worse["key"] == second["rows"][0]["key"]
+    assert worse["ratio"] == pytest.approx(2, rel=1e-4)
+    assert worse["measure"] == "seconds"
+    changed, _ = page.read_text().split("<h2>", 2)[1:]
+    assert "<td>synthetic</td><td>another machine</td>" in changed
+    lines = changed.splitlines()
+    assert sum("<td>regression</td>" in line for line in lines) == 1
+    for row, said in ((first["rows"][-1], "only before"), (second["rows"][-1], "only after")):
+        assert any(row["key"] in line and said in line for line in lines)
+
+
+def changed(stored: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Returns a copy whose times and speed-ups differ by up to 20 %, quartiles by some."""
+    rng, other = np.random.default_rng(seed), copy.deepcopy(stored)
+    for row in other["rows"]:
+        for name in ("seconds", "speedup"):
+            if row[name]:
+                factor, width = rng.uniform(0.83, 1.2), rng.uniform(0, 0.15, 2).tolist()
+                middle = row[name]["median"] * factor
+                row[name] |= {
+                    "median": middle,
+                    "low": middle * (1 - width[0]),
+                    "high": middle * (1 + width[1]),
+                }
+    return other
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_swapping_the_runs_swaps_regressions_and_improvements(
+    stored: dict[str, Any], seed: int
+) -> None:
+    other = changed(stored, seed)
+    there, back = compare_results(stored, other), compare_results(other, stored)
+    named = lambda changes, verdict: {  # noqa: E731
+        (c["key"], c["measure"]) for c in changes if c["verdict"] == verdict
+    }
+    worse, better = named(there, "regression"), named(there, "improvement")
+    assert len(worse) > 10
+    assert len(better) > 10
+    assert worse == named(back, "improvement")
+    assert better == named(back, "regression")
+    assert named(there, "same") == named(back, "same")
+    rows = {row["key"]: row for row in stored["rows"]}
+    rows_after = {row["key"]: row for row in other["rows"]}
+    for change in there:
+        a, b = (side[change["key"]][change["measure"]] for side in (rows, rows_after))
+        apart = not (b["low"] <= a["median"] <= b["high"] or a["low"] <= b["median"] <= a["high"])
+        far = max(a["median"] / b["median"], b["median"] / a["median"]) > 1.05
+        slower = (b["median"] > a["median"]) == (change["measure"] == "seconds")
+        wanted = ("regression" if slower else "improvement") if apart and far else "same"
+        assert change["verdict"] == wanted
+
+
+def test_equal_runs_have_no_regressions_and_noise_of_one_percent_has_none(
+    stored: dict[str, Any],
+) -> None:
+    for other in (stored, synthetic_results(seed=1)):
+        found = compare_results(stored, other)
+        assert {change["verdict"] for change in found} == {"same"}
+        assert not changed_conditions(stored, other)
+        measured = sum(bool(r["seconds"]) + bool(r["speedup"]) for r in stored["rows"])
+        assert len(found) == measured
+
+
+def test_two_rounds_are_too_few_to_judge(stored: dict[str, Any]) -> None:
+    few = only(stored, "routing")
+    other = changed(few, 0)
+    for row in other["rows"]:
+        row["seconds"]["rounds"] = 2
+    assert {change["verdict"] for change in compare_results(few, other)} == {"too few rounds"}
+
+
+def test_a_method_that_no_longer_runs_is_a_regression_and_one_that_does_an_improvement(
+    stored: dict[str, Any],
+) -> None:
+    whole, fewer = only(stored, "score"), only(stored, "score")
+    row = next(row for row in fewer["rows"] if row["speedup"])
+    row |= {"fallbacks": {"full depth": 3}, "speedup": None, "efficiency": None}
+    change = {"key": row["key"], "measure": "ran", "ratio": None}
+    there, back = compare_results(whole, fewer), compare_results(fewer, whole)
+    assert [c for c in there if c["verdict"] != "same"] == [
+        {**change, "before": 1, "after": 0, "verdict": "regression"}
+    ]
+    assert [c for c in back if c["verdict"] != "same"] == [
+        {**change, "before": 0, "after": 1, "verdict": "improvement"}
+    ]
+
+
+def test_ceilings_of_one_machine_are_alike_and_all_else_that_differs_is_named(
+    stored: dict[str, Any],
+) -> None:
+    other = only(stored, "routing")
+    other["environment"]["matmul_flops_per_second"] *= 1.04  # Two measurements of one machine.
+    other["environment"]["copy_bytes_per_second"] *= 1.2
+    other["settings"]["rounds"] = 3
+    found = changed_conditions(stored, other)
+    assert [*found] == ["environment.copy_bytes_per_second", "settings.rounds"]
+    assert found["settings.rounds"] == (7, 3)
+
+
+def broken(stored: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    other = only(stored, "routing")
+    other["rows"][1] |= changes
+    return other
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("make", "wanted"),
+    [
+        (lambda s: [1], "Wanted results .*Got schema None. Measure again: utio-jax bench"),
+        (lambda s: {"command": "demo"}, "Wanted results .*Got what `utio-jax demo` printed"),
+        (lambda s: {**s, "schema": 1}, "schema 2 at .*Got schema 1. Measure again"),
+        (lambda s: {k: v for k, v in s.items() if k != "environment"}, "missing .*: environment"),
+        (lambda s: {**s, "rows": [7]}, "In row 0 of .*or unknown: 7. Measure again"),
+        (
+            lambda s: {**s, "rows": [{k: v for k, v in s["rows"][0].items() if k != "flops"}]},
+            r"In row 0 of .*Wanted a row with every key .*: \['flops'\]. Measure again",
+        ),
+        (lambda s: {**s, "rows": s["rows"][:1] * 2}, "Two rows have the same key: 'routing/"),
+        (lambda s: broken(s, part="speed"), "In row 1 of .*part 'speed' is none of routing"),
+        (lambda s: broken(s, ran=1), "In row 1 of .*Got in row 'routing/.*: ran is 1"),
+        (
+            lambda s: broken(s, flops=float("nan")),
+            "It is not JSON: NaN is no number of JSON. Measure again",
+        ),
+        (lambda s: broken(s, seconds={"median": 1.0}), "Wanted a spread in seconds. Got: "),
+        (
+            lambda s: broken(s, seconds={"median": "1", "low": 1, "high": 1, "rounds": 3}),
+            "row 1 of .*seconds.median is '1'",
+        ),
+        (
+            lambda s: broken(s, ran=False, note="late", efficiency=2.0),
+            "a speed-up of a method that did not run, or fell back",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked_shapes")
+def test_files_that_cannot_be_read_are_refused(
+    stored: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    make: Any,
+    wanted: str,
+) -> None:
+    file = write(make(stored), tmp_path / "bad.json")
+    with pytest.raises(ValueError, match=wanted):
+        read_results(file)
+    assert main(["report", str(file), "--out", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert re.search(wanted, captured.err)
+    assert captured.out == ""
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.check
+def test_files_that_are_not_there_or_too_many_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="There is none. Measure again: utio-jax"):
+        read_results(tmp_path / "none.json")
+    cut = tmp_path / "cut.json"
+    cut.write_text('{"command": "bench", "rows": [')
+    with pytest.raises(ValueError, match="It is not JSON: .*Measure again: utio-jax bench"):
+        read_results(cut)
+    cut.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="It is not JSON: 'utf-8' codec"):
+        read_results(cut)
+    assert main(["report", *[str(cut)] * 3]) == 2
+    assert (
+        "Wanted one file of `utio-jax bench`, or two to compare. Got 3" in capsys.readouterr().err
+    )
+
+
+def some(rows: list[Row], part: str, model: str = "shipped") -> list[Row]:
+    return [row for row in rows if row.part == part and row.model == model]
+
+
+def test_bars_are_as_high_as_the_measured_speedups(rows: list[Row]) -> None:
+    rows = some(rows, "score")
+    figure = draw_speedups(rows)
+    assert figure is not None
+    (axes,) = figure.axes
+    measured = [row for row in rows if row.speedup is not None]
+    bars = [patch for patch in axes.patches if isinstance(patch, Rectangle)]
+    heights = sorted(bar.get_height() for bar in bars)
+    assert heights == pytest.approx(sorted(row.speedup.median for row in measured if row.speedup))
+    left = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(left)), "bars overlap"
+    assert len({bar.get_facecolor() for bar in bars}) == len(SCORE)
+    crosses = [line for line in axes.lines if line.get_marker() == "x"]
+    assert len(crosses) == sum(not row.own for row in rows) == 1
+
+
+def test_losses_lie_over_flops_and_times_with_a_hull_of_the_exits(rows: list[Row]) -> None:
+    rows = [row for row in some(rows, "score") if row.setting["batch"] == 16]
+    figure = draw_losses(rows)
+    assert figure is not None
+    left, right = figure.axes[:2]
+    shares = {method: (ratio, loss) for method, (ratio, loss, *_) in SCORE.items()}
+    exits = [(1.0, 0.0), *(at for method, at in shares.items() if method.startswith("uniform"))]
+    lines = {str(line.get_label()): line for line in left.lines}
+    hull = next(line for label, line in lines.items() if label.startswith("uniform_hull"))
+    wanted = [convex_hull(exits)(x) for x in np.asarray(hull.get_xdata())]
+    np.testing.assert_allclose(np.asarray(hull.get_ydata()), np.asarray(wanted, np.float64))
+    learned = sorted(at for method, at in shares.items() if method.startswith("learned"))
+    np.testing.assert_allclose(np.asarray(lines["learned"].get_xydata()), learned)
+    (times,) = [line for line in right.lines if line.get_label() == "learned"]
+    measured = [row for row in rows if row.method.startswith("learned") and row.speedup]
+    wanted = sorted(1 / row.speedup.median for row in measured if row.speedup)
+    np.testing.assert_allclose(np.asarray(times.get_xdata()), wanted)
+
+
+def test_groups_are_named_by_what_tells_them_apart(rows: list[Row]) -> None:
+    assert [draw(some(rows, "routing")) for draw in (draw_speedups, draw_losses)] == [None, None]
+    names = group([row for row in rows if row.part == "score"], without=("batch",))
+    assert list(names) == [
+        "shipped, prompt 512, layers 16",
+        "random 30M, prompt 128",
+        "random 30M, prompt 1024",
+    ]

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Timing takes turns, and rows of a benchmark hold together. No figure of speed is asserted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.models import gated
+from helpers.texts import EXECUTOR, batches
+
+from utio_jax import Ledger, random_depths
+from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure, uniform_hull
+from utio_jax.bench.timing import count_compiles, routing_only, time_programs
+
+
+def test_programs_take_turns_and_the_order_rotates() -> None:
+    calls: list[str] = []
+    timed = time_programs(
+        {name: lambda name=name: calls.append(name) for name in "abc"}, rounds=3, warmup=1
+    )
+    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
+    assert all(len(timing.seconds) == 3 and timing.compiles == 0 for timing in timed.values())
+
+
+def test_late_compilations_are_counted() -> None:
+    sizes = iter(range(1, 100))
+    timed = time_programs(
+        {
+            "grows": lambda: jax.jit(lambda x: x * 3 + 1)(jnp.zeros(next(sizes))),
+            "steady": lambda: None,
+        },
+        rounds=2,
+        warmup=1,
+    )
+    assert timed["grows"].compiles >= 2
+    assert timed["steady"].compiles == 0
+    with count_compiles() as compiles:
+        jax.jit(lambda x: x * 5 + 2)(1.0)
+    assert compiles.count >= 1
+
+
+def test_speedups_are_paired_ratios() -> None:
+    timed = time_programs({"a": lambda: None, "b": lambda: None}, rounds=3)
+    a, b = timed["a"], timed["b"]
+    object.__setattr__(a, "seconds", np.asarray([1.0, 2.0, 4.0]))
+    object.__setattr__(b, "seconds", np.asarray([2.0, 4.0, 8.0]))
+    assert a.speedup_over(b) == 2
+    assert b.median == 4
+    with pytest.raises(ValueError, match="at least one round"):
+        time_programs({"a": lambda: None}, rounds=0)
+
+
+def test_routing_only_touches_each_live_token_once_a_layer() -> None:
+    depths = np.random.default_rng(0).choice([0, 1, 2, 4], (3, 17))
+    x = routing_only(jnp.asarray(depths), depths=(1, 2, 4), dim=2, executor=EXECUTOR)
+    np.testing.assert_array_equal(x, np.repeat(depths[..., None], 2, axis=-1).astype(np.float32))
+
+
+@pytest.mark.check
+def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None:
+    policy = gated(tiny)
+    dealt = random_depths(jnp.asarray([0.4, 0.3, 0.3]), key=jax.random.key(0), depths=(1, 2, 4))
+    entries = [
+        *control_entries(tiny.decoder),
+        Entry(policy=policy, budget=0.7),
+        Entry(policy=dealt, budget=0.7),
+    ]
+    steps = []
+    read = batches(tiny)[:2]
+    rows = measure(
+        tiny.decoder,
+        tiny.params,
+        read,
+        entries,
+        executor=EXECUTOR,
+        rounds=2,
+        progress=lambda: steps.append(1),
+    )
+    assert len(steps) == count_steps(entries, read, rounds=2)
+    assert [r.policy for r in rows] == [
+        "full",
+        "uniform",
+        "uniform",
+        "learned",
+        "random",
+        "uniform_hull",
+    ]
+    for row in rows[:-1]:
+        values = row.to_dict()
+        missing = {key for key, value in values.items() if value is None}
+        decoding = {"kv_bytes_ratio", "throttled_ratio"}
+        assert missing <= {"budget", "routing_overhead_pct", *decoding}, missing
+        assert row.compiles == 0
+        assert row.speedup is not None
+        assert row.speedup_ideal is not None
+        assert row.efficiency == pytest.approx(row.speedup / row.speedup_ideal)
+    assert rows[-1].seconds is None
+    assert rows[-1].speedup is None
+    with pytest.raises(ValueError, match="entries that contain full depth"):
+        measure(tiny.decoder, tiny.params, read, entries[1:], executor=EXECUTOR)
+
+
+def test_the_hull_is_the_lower_envelope_of_the_exits() -> None:
+    points = [(0.3, 30.0), (0.5, 6.0), (0.6, 5.9), (0.8, 1.0)]
+    rows = [Ledger(policy="full", flops_ratio=1.0, nll_increase_pct=0.0)] + [
+        Ledger(policy="uniform", flops_ratio=x, nll_increase_pct=y) for x, y in points
+    ]
+    hull = uniform_hull(rows)
+    assert hull(0.2) is None
+    assert hull(0.3) == 30.0
+    assert hull(0.4) == pytest.approx(18.0)
+    assert hull(0.6) == pytest.approx(6 - 5 / 3), "an exit above the hull does not bend it"
+    assert hull(0.9) == pytest.approx(0.5)
+    assert hull(1.0) == 0.0

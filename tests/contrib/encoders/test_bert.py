@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""BERT folders: what an independent BERT in NumPy says of them, and every fault named."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax import MicroBatches, StateSimilarity, Thresholded, given_depths
+from utio_jax.contrib.encoders.bert import TextEncoder, load_encoder
+from utio_jax.contrib.encoders.rows import RowBlocks, encode_rows, encode_tokens, read_exits
+from utio_jax.core.files import load_tensors, save_tensors
+
+# Made by transformers, where `make parity` runs this.
+PARITY = Path(os.environ.get("UTIO_PARITY", "none")) / "encoders"
+SIZES = {
+    "model_type": "bert",
+    "vocab_size": 300,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+}
+LENGTHS = np.asarray([7, 12, 1, 5], np.int32)
+
+
+def tensors_of(seed: int, *, labels: int = 0, prefix: str = "") -> dict[str, np.ndarray]:
+    """Returns a checkpoint's tensors, far from initialisation: every one matters."""
+    rng = np.random.default_rng(seed)
+    dim, wide = SIZES["hidden_size"], SIZES["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (300, dim),
+        "embeddings.position_embeddings.weight": (32, dim),
+        "embeddings.token_type_embeddings.weight": (2, dim),
+        "pooler.dense.weight": (dim, dim),
+        "pooler.dense.bias": (dim,),
+    }
+    norms = ["embeddings.LayerNorm"]
+    for layer in range(SIZES["num_hidden_layers"]):
+        block = f"encoder.layer.{layer}."
+        for name, shape in {
+            "attention.self.query": (dim, dim),
+            "attention.self.key": (dim, dim),
+            "attention.self.value": (dim, dim),
+            "attention.output.dense": (dim, dim),
+            "intermediate.dense": (wide, dim),
+            "output.dense": (dim, wide),
+        }.items():
+            shapes |= {f"{block}{name}.weight": shape, f"{block}{name}.bias": shape[:1]}
+        norms += [f"{block}attention.output.LayerNorm", f"{block}output.LayerNorm"]
+    found = {prefix + k: 0.3 * rng.normal(size=v).astype(np.float32) for k, v in shapes.items()}
+    for name in norms:
+        found[f"{prefix}{name}.weight"] = 1 + 0.3 * rng.normal(size=dim).astype(np.float32)
+        found[f"{prefix}{name}.bias"] = 0.3 * rng.normal(size=dim).astype(np.float32)
+    if labels:
+        found["classifier.weight"] = rng.normal(size=(labels, dim)).astype(np.float32)
+        found["classifier.bias"] = rng.normal(size=labels).astype(np.float32)
+    return found
+
+
+def write(folder: Path, tensors: dict[str, Any], **settings: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**SIZES, **settings}))
+    save_tensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+def bert_by_hand(
+    tensors: dict[str, np.ndarray], ids: list[int], kinds: list[int], *, activation: str = "gelu"
+) -> list[np.ndarray]:
+    """Returns the states `[token, dim]` of one row before and after each layer, in float64."""
+    t = {k.removeprefix("bert."): np.asarray(v, np.float64) for k, v in tensors.items()}
+    heads = SIZES["num_attention_heads"]
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + SIZES["layer_norm_eps"])
+        return x * t[f"{name}.weight"] + t[f"{name}.bias"]
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ t[f"{name}.weight"].T + t[f"{name}.bias"]
+
+    def act(x: np.ndarray) -> np.ndarray:
+        if activation == "relu":
+            return np.maximum(x, 0)
+        if activation == "gelu_new":
+            return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+    x = (
+        t["embeddings.word_embeddings.weight"][ids]
+        + t["embeddings.position_embeddings.weight"][: len(ids)]
+        + t["embeddings.token_type_embeddings.weight"][kinds]
+    )
+    states = [norm(x, "embeddings.LayerNorm")]
+    for layer in range(SIZES["num_hidden_layers"]):
+        block, x = f"encoder.layer.{layer}.", states[-1]
+        q, k, v = (linear(x, f"{block}attention.self.{n}") for n in ("query", "key", "value"))
+        out = np.zeros_like(x)
+        for part in np.split(np.arange(x.shape[1]), heads):
+            scores = q[:, part] @ k[:, part].T / math.sqrt(len(part))
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[:, part] = weights / weights.sum(-1, keepdims=True) @ v[:, part]
+        out = linear(out, f"{block}attention.output.dense")
+        x = norm(x + out, f"{block}attention.output.LayerNorm")
+        hidden = act(linear(x, f"{block}intermediate.dense"))
+        states.append(norm(x + linear(hidden, f"{block}output.dense"), f"{block}output.LayerNorm"))
+    return states
+
+
+def rows() -> tuple[np.ndarray, list[tuple[list[int], list[int]]]]:
+    """Returns padded inputs, and each row's ids and kinds."""
+    rng = np.random.default_rng(5)
+    inputs = np.full((len(LENGTHS), 16, 2), 1, np.int32)
+    each = []
+    for row, length in enumerate(LENGTHS):
+        ids, kinds = rng.integers(0, 300, length), np.arange(length) > length // 2
+        inputs[row, :length] = np.stack([ids, kinds], axis=-1)
+        each.append((ids.tolist(), kinds.astype(int).tolist()))
+    return inputs, each
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_embeddings_at_all_depths_are_those_of_bert(
+    tmp_path: Path, activation: str, pooling: Any
+) -> None:
+    tensors = tensors_of(0)
+    folder = write(tmp_path, tensors, hidden_act=activation)
+    model = load_encoder(folder, exits=(1, 2, 3), pooling=pooling)
+    inputs, each = rows()
+    found = read_exits(
+        model.encoder, model.params, jnp.asarray(inputs), jnp.asarray(LENGTHS), depths=(1, 2, 3)
+    )
+    for row, (ids, kinds) in enumerate(each):
+        states = bert_by_hand(tensors, ids, kinds, activation=activation)
+        wanted = [x.mean(0) if pooling == "mean" else x[0] for x in states]
+        np.testing.assert_allclose(found.start[row], wanted[0], atol=2e-5)
+        np.testing.assert_allclose(found.pooled[:, row], wanted[1:], atol=5e-5)
+
+
+def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
+    tensors = tensors_of(1, labels=4, prefix="bert.")
+    tensors["cls.predictions.bias"] = np.zeros(300, np.float32)  # A masked-LM head is left out.
+    model = load_encoder(write(tmp_path, tensors), exits=(1, 2, 3))
+    inputs, each = rows()
+    depths = np.asarray([2, 1, 3, 3])
+    policy = given_depths(jnp.asarray(depths[:, None]), depths=(1, 2, 3))
+    given = jnp.asarray(inputs), jnp.asarray(LENGTHS)
+    pairs = RowBlocks(block=2, min_rows=2)
+    run = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
+    found = run(model.encoder, model.params, *given, policy, blocks=pairs)
+    assert found.logits is not None
+    for row, (ids, kinds) in enumerate(each):
+        state = bert_by_hand(tensors, ids, kinds)[depths[row]][0]
+        pooled = np.tanh(
+            state @ tensors["bert.pooler.dense.weight"].T + tensors["bert.pooler.dense.bias"]
+        )
+        wanted = pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
+        np.testing.assert_allclose(found.logits[row], wanted, atol=1e-4)
+    full = np.where(np.arange(16) < LENGTHS[:, None], 3, 1)
+    policy = given_depths(jnp.asarray(full), depths=(1, 2, 3))
+    run = jax.jit(encode_tokens, static_argnums=0, static_argnames="executor")
+    small = MicroBatches(min_bucket=4, block=4, query_block=4, key_step=16)
+    by_tokens = run(model.encoder, model.params, *given, policy, executor=small)
+    exits = read_exits(model.encoder, model.params, *given, depths=(3,))
+    assert exits.logits is not None
+    np.testing.assert_allclose(by_tokens.logits, exits.logits[0], atol=1e-4)
+
+
+def test_ids_that_the_model_has_not_are_no_other_words(tmp_path: Path) -> None:
+    model = load_encoder(write(tmp_path, tensors_of(0)))
+    for bad in ([300, 0], [3, 2]):
+        x = model.encoder.embed(model.params, jnp.asarray(bad), jnp.asarray(0))
+        assert np.isnan(np.asarray(x)).all()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> TextEncoder:
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(
+        models.WordPiece({word: at for at, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    folder = write(tmp_path / "m", tensors_of(0))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 24, "pooling_mode_cls_token": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    modules = [{"idx": 2, "type": "sentence_transformers.models.Normalize"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 8}))
+    return load_encoder(folder, exits=(1, 2, 3))
+
+
+def test_texts_and_pairs_become_embeddings_of_length_one(
+    texts: TextEncoder, count_compiles: Any
+) -> None:
+    assert (texts.encoder.config.pooling, texts.longest) == ("cls", 8)
+    inputs, lengths = texts.tokens(["a b", ("c", "d e"), " ".join("abcdefghijkl")])
+    assert lengths.tolist() == [4, 6, 8, 0], "cut at the folder's longest, the last [SEP] kept"
+    assert inputs[0, :4, 0].tolist() == [1, 4, 5, 2]
+    assert inputs[1, :6].T.tolist() == [[1, 6, 2, 7, 8, 2], [0, 0, 0, 1, 1, 1]]
+    vectors = texts.embed(["a b", "c"])
+    state = bert_by_hand(tensors_of(0), [1, 4, 5, 2], [0] * 4)[-1][0]
+    np.testing.assert_allclose(vectors[0], state / np.linalg.norm(state), atol=2e-5)
+    policy = Thresholded(
+        signal=StateSimilarity(), thresholds=jnp.asarray([2.0, 2.0]), depths=(1, 2, 3)
+    )
+    assert texts.encode(["a b"], policy).depths.tolist() == [1]
+    with count_compiles() as compiles:
+        texts.embed(["x y z", "q", "w"])
+    assert compiles.count == 0
+
+
+def test_what_cannot_be_run_is_named(
+    tmp_path: Path, texts: TextEncoder, unchecked_shapes: None
+) -> None:
+    for wrong in ("a text", []):
+        with pytest.raises(ValueError, match="Wanted a list of texts"):
+            texts.tokens(wrong)
+    folder = write(tmp_path / "n", tensors_of(0), model_type="roberta")
+    with pytest.raises(ValueError, match="a model_type of bert.*Got 'roberta'"):
+        load_encoder(folder)
+    write(folder, tensors_of(0), hidden_act="silu", position_embedding_type="relative_key")
+    with pytest.raises(ValueError, match="hidden_act='silu'.*position_embedding_type"):
+        load_encoder(folder)
+    write(folder, tensors_of(0), num_attention_heads=5)
+    with pytest.raises(ValueError, match="hidden_size=24, no multiple of num_attention_heads=5"):
+        load_encoder(folder)
+    write(folder, tensors_of(0))
+    with pytest.raises(ValueError, match="Wanted pooling to be one of mean, cls"):
+        load_encoder(folder, pooling="max")  # type: ignore[arg-type]
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(ValueError, match=r"Got \['pooling_mode_max_tokens'\]"):
+        load_encoder(folder)
+    short = {k: v for k, v in tensors_of(0).items() if "layer.1.output.dense.bias" not in k}
+    write(tmp_path / "o", short)
+    with pytest.raises(ValueError, match="layer.1.output.dense.bias"):
+        load_encoder(tmp_path / "o")
+
+
+def test_a_tokenizer_of_another_model_is_noticed(texts: TextEncoder) -> None:
+    small = {"vocab_size": 10}
+    tensors = tensors_of(0)
+    tensors["embeddings.word_embeddings.weight"] = tensors["embeddings.word_embeddings.weight"][:10]
+    write(texts.folder, tensors, **small)
+    with pytest.raises(ValueError, match="ids below 10 and kinds below 2.*another model's"):
+        load_encoder(texts.folder).tokens(["z"])
+
+
+@pytest.mark.skipif(not PARITY.is_dir(), reason="made by `make parity` alone")
+@pytest.mark.parametrize("case", ["bert", "bert_classifier"])
+def test_outputs_are_those_of_transformers(case: str) -> None:
+    model = load_encoder(PARITY / case)
+    wanted = load_tensors(PARITY / case / "reference.safetensors")
+    inputs = jnp.asarray(np.stack([wanted["token_ids"], wanted["kinds"]], axis=-1))
+    lengths, depth = jnp.asarray(wanted["lengths"]), model.encoder.config.num_layers
+    found = read_exits(model.encoder, model.params, inputs, lengths, depths=(depth,))
+    read = found.pooled if found.logits is None else found.logits
+    np.testing.assert_allclose(read[0], wanted["outputs"], atol=1e-4)

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that leave an encoder early: what they come out with, who leaves, and what really runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.counting import Counting, read_counts
+from helpers.encoders import Pooled
+from helpers.models import Model, live_params
+
+from utio_jax import (
+    Chance,
+    Entropy,
+    MaxProbability,
+    MicroBatches,
+    Patience,
+    StateSimilarity,
+    Thresholded,
+    given_depths,
+    random_depths,
+    uniform,
+)
+from utio_jax.contrib.encoders.rows import (
+    RowBlocks,
+    encode_rows,
+    encode_tokens,
+    read_exits,
+    score_exits,
+)
+from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
+from utio_jax.models.presets import TINY
+from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.reference import reference_states
+
+EXITS = (1, 2, 3)
+CONFIG = vision_config(
+    patch=2, patches=9, labels=5, num_layers=3, embed_dim=16, num_heads=2, exits=EXITS
+)
+ROWS = 11
+LENGTHS = np.asarray([9, 9, 4, 0, 9, 1, 4, 9, 9, 4, 9], np.int32)
+BLOCKS = RowBlocks(block=4, min_rows=2)
+
+PAIRS = RowBlocks(block=2, min_rows=2)
+
+run_rows = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
+
+
+run_exits = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
+run_reference = jax.jit(reference_states, static_argnums=0, static_argnames="kv")
+
+
+class CountingVision(Counting, VisionTransformer):
+    """The model, counting the slots that its methods compute while it runs."""
+
+
+@pytest.fixture(scope="module")
+def vision() -> Model:
+    model = VisionTransformer(CONFIG)
+    params = live_params(model, scale=0.3)
+    heads = params["heads"]  # Much alike, and without biases: exits agree on some rows.
+    kernel = heads["kernel"] + jnp.broadcast_to(4 * heads["kernel"][-1], heads["kernel"].shape)
+    heads |= {"kernel": kernel, "bias": 0 * heads["bias"]}
+    return Model(model, params)
+
+
+def draw(rows: int = ROWS, seed: int = 0) -> jax.Array:
+    patches = 4 * np.random.default_rng(seed).normal(size=(rows, 9, 4))
+    return jnp.asarray(patches, jnp.float32)
+
+
+def one_by_one(model: Model, inputs: Any, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns pooled states and logits at all exits, by rows of their own without any padding."""
+    config = model.decoder.config
+    pooled = np.zeros((1 + len(EXITS), len(lengths), config.embed_dim), np.float64)
+    for row in np.flatnonzero(lengths):
+        alone = jnp.asarray(np.asarray(inputs)[row : row + 1, : lengths[row]])
+        ends = jnp.asarray(lengths[row : row + 1])
+        for at, depth in enumerate((0, *EXITS)):
+            depths = jnp.asarray(np.full(alone.shape[:2], depth, np.int32))
+            x = run_reference(model.decoder, model.params, alone, ends, depths)
+            pooled[at, row] = np.asarray(x, np.float64)[0].mean(axis=0)
+    heads = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model.params["heads"])
+    logits = []
+    for at, states in enumerate(pooled[1:]):
+        centred = states - states.mean(axis=-1, keepdims=True)
+        normed = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + config.norm_eps)
+        normed = normed * heads["norm"]["scale"][at] + heads["norm"]["bias"][at]
+        logits.append(normed @ heads["kernel"][at] + heads["bias"][at])
+    return {"pooled": pooled, "logits": np.stack(logits)}
+
+
+def scores_by_hand(name: str, known: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns a signal's scores `[boundary, row]`, written out row by row."""
+    logits, pooled = known["logits"], known["pooled"]
+    found = np.zeros((len(EXITS) - 1, logits.shape[1]))
+    for row in range(logits.shape[1]):
+        agreeing = 0
+        for at in range(len(EXITS) - 1):
+            p = np.exp(logits[at, row] - logits[at, row].max())
+            p /= p.sum()
+            if name == "entropy":
+                found[at, row] = -(p * np.log(p)).sum()
+            elif name == "max_probability":
+                found[at, row] = 1 - p.max()
+            elif name == "patience":
+                same = at and logits[at, row].argmax() == logits[at - 1, row].argmax()
+                agreeing = agreeing + 1 if same else 0
+                found[at, row] = -agreeing
+            else:
+                before, here = pooled[at, row], pooled[at + 1, row]
+                norms = np.linalg.norm(before) * np.linalg.norm(here)
+                found[at, row] = 1 - before @ here / norms if norms else np.nan
+    return found
+
+
+def leave_by_hand(scores: np.ndarray, thresholds: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns the layers that each row runs."""
+    depths = np.zeros(len(lengths), np.int64)
+    for row in np.flatnonzero(lengths):
+        ends = [d for d, s, t in zip(EXITS, scores[:, row], thresholds, strict=False) if s <= t]
+        depths[row] = ends[0] if ends else EXITS[-1]
+    return depths
+
+
+SIGNALS = {each.name: each for each in (Entropy(), MaxProbability(), Patience(), StateSimilarity())}
+
+
+def between(scores: np.ndarray, share: float) -> np.ndarray:
+    """Returns thresholds that a share of rows is below, and no score near any."""
+    found = []
+    for each in scores:
+        values = np.unique(each.round(6))
+        at = min(int(share * len(values)), len(values) - 2)
+        found.append((values[at] + values[at + 1]) / 2 if at >= 0 else values[0] - 0.5)
+    return np.asarray(found, np.float32)
+
+
+@pytest.fixture(scope="module")
+def known(vision: Model) -> dict[str, np.ndarray]:
+    return one_by_one(vision, draw(), LENGTHS)
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_rows_leave_where_they_should_and_come_out_as_alone(
+    vision: Model, known: dict[str, np.ndarray], name: str
+) -> None:
+    scores, real = scores_by_hand(name, known), LENGTHS > 0
+    inputs, lengths = draw(), jnp.asarray(LENGTHS)
+    for share in (0.2, 0.5):
+        thresholds = between(scores[:, real], share)
+        policy = Thresholded(signal=SIGNALS[name], thresholds=jnp.asarray(thresholds), depths=EXITS)
+        found = run_rows(vision.decoder, vision.params, inputs, lengths, policy, blocks=PAIRS)
+        wanted = leave_by_hand(scores, thresholds, LENGTHS)
+        assert np.asarray(found.depths).tolist() == wanted.tolist()
+        assert len(set(wanted[real].tolist())) > 1, "some leave, some do not"
+        assert found.logits is not None
+        for row in np.flatnonzero(LENGTHS):
+            at = EXITS.index(int(wanted[row]))
+            np.testing.assert_allclose(found.pooled[row], known["pooled"][at + 1, row], atol=1e-4)
+            np.testing.assert_allclose(found.logits[row], known["logits"][at, row], atol=1e-4)
+    exits = run_exits(vision.decoder, vision.params, inputs, lengths, depths=EXITS)
+    seen = score_exits(vision.decoder, vision.params, exits, SIGNALS[name], depths=EXITS)
+    np.testing.assert_allclose(np.asarray(seen)[:, real], scores[:, real], atol=1e-4)
+
+
+def rows_that_run(depths: np.ndarray, blocks: RowBlocks) -> list[int]:
+    """Returns the rows of each segment, rounded up to whole `min_rows`."""
+    starts = (0, *EXITS[:-1])
+    left = [int((depths > start).sum()) for start in starts]
+    return [-(-count // blocks.min_rows) * blocks.min_rows for count in left]
+
+
+@pytest.mark.parametrize(
+    "depths",
+    [[1] * ROWS, [3] * ROWS, [3] + [1] * 10, [1, 2, 3, 0, 2, 2, 3, 1, 1, 2, 3], [0] * ROWS],
+    ids=["all leave", "none leaves", "one stays", "mixed", "nobody is there"],
+)
+def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
+    vision: Model, depths: list[int], count_compiles: Any
+) -> None:
+    model, given = CountingVision(CONFIG), np.asarray(depths)
+    lengths = jnp.asarray(np.where(given, np.maximum(LENGTHS, 1), 0))
+    table = np.where(given, given, 1)
+
+    def rows_of(table: np.ndarray, lengths: jax.Array, seed: int) -> tuple[Any, ...]:
+        policy = given_depths(jnp.asarray(table[:, None], jnp.int32), depths=EXITS)
+        return draw(seed=seed), lengths, policy
+
+    first, second = rows_of(table, lengths, 0), rows_of(table[::-1].copy(), lengths[::-1], 3)
+    read_counts()
+    found = run_rows(model, vision.params, *first, blocks=BLOCKS)
+    assert np.asarray(found.depths).tolist() == depths
+    rows, layers = np.asarray(rows_that_run(given, BLOCKS)), np.diff((0, *EXITS))
+    assert found.work.queries.tolist() == (rows * layers * 9).tolist()
+    assert found.work.keys_values.tolist() == (rows * layers * 9).tolist()
+    assert found.work.key_slots.tolist() == (rows * layers * 81).tolist()
+    assert found.work.heads.tolist() == rows.tolist()
+    counts = read_counts()
+    for name in ("queries", "keys_values", "finish_layer"):
+        assert counts[name] == (rows * layers).sum() * 9, name
+    with count_compiles() as compiles:
+        jax.block_until_ready(run_rows(model, vision.params, *second, blocks=BLOCKS))
+    assert compiles.count == 0
+
+
+def test_who_shares_the_batch_and_what_pads_it_change_nothing(vision: Model) -> None:
+    inputs, lengths = draw(), jnp.asarray(LENGTHS)
+    for signal in (StateSimilarity(), Chance(key=jax.random.key(3))):
+        exits = run_exits(vision.decoder, vision.params, inputs, lengths, depths=EXITS)
+        seen = score_exits(vision.decoder, vision.params, exits, signal, depths=EXITS)
+        thresholds = jnp.asarray(between(np.asarray(seen)[:, LENGTHS > 0], 0.4))
+        policy = Thresholded(signal=signal, thresholds=thresholds, depths=EXITS)
+        run = partial(run_rows, vision.decoder, vision.params, policy=policy)
+        bare = run(inputs, lengths, blocks=PAIRS)
+        junk = jnp.where(jnp.arange(9)[None, :, None] < lengths[:, None, None], inputs, 1e4)
+        order = np.random.default_rng(1).permutation(ROWS)
+        moved = run(junk[order], lengths[order], blocks=RowBlocks(block=3, min_rows=3))
+        real = LENGTHS[order] > 0
+        assert np.asarray(moved.depths).tolist() == np.asarray(bare.depths)[order].tolist()
+        np.testing.assert_allclose(
+            np.asarray(moved.pooled)[real], np.asarray(bare.pooled)[order][real], atol=1e-4
+        )
+
+
+def test_flops_are_those_of_rows_that_run(vision: Model) -> None:
+    inputs, lengths = draw(8), jnp.full(8, 9)
+    run = partial(run_rows, vision.decoder, vision.params, inputs, lengths, blocks=PAIRS)
+    # One layer: four projections and an MLP of four times the width; then attention.
+    layer = 8 * 9 * (2 * (4 * 16 * 16 + 2 * 16 * 64) + 4 * 16 * 9)
+    head = 8 * 2 * 16 * 5
+    policy = uniform(2)
+    assert run(policy).flops(vision.decoder, vision.params) == 2 * layer + head
+    policy = Thresholded(signal=StateSimilarity(), thresholds=jnp.full(2, jnp.inf), depths=EXITS)
+    asked = run(policy).flops(vision.decoder, vision.params, policy)
+    assert asked == layer + head + 2 * 8 * 6 * 16, "a signal that remembers looks at every exit"
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_tokens_with_depths_of_their_own_equal_the_oracle(vision: Model, kv: Any) -> None:
+    inputs, lengths = draw(), jnp.asarray(LENGTHS)
+    policy = random_depths([0.3, 0.3, 0.4], key=jax.random.key(0), depths=EXITS)
+    small = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)
+    found = jax.jit(encode_tokens, static_argnums=0, static_argnames=("kv", "executor"))(
+        vision.decoder, vision.params, inputs, lengths, policy, kv=kv, executor=small
+    )
+    x = run_reference(vision.decoder, vision.params, inputs, lengths, found.depths, kv=kv)
+    assert len(np.unique(np.asarray(found.depths)[0])) > 1
+    for row, length in enumerate(LENGTHS):
+        if length:
+            pooled = np.asarray(x)[row, :length].mean(axis=0)
+            np.testing.assert_allclose(found.pooled[row], pooled, atol=1e-4)
+            wanted = vision.decoder.classify(vision.params, jnp.asarray(pooled)[None], 3)
+            assert found.logits is not None
+            np.testing.assert_allclose(found.logits[row], wanted[0], atol=1e-4)
+    assert int(found.work.heads[-1]) == ROWS
+
+
+def test_all_exits_of_all_rows_are_differentiable(vision: Model) -> None:
+    model = VisionTransformer(CONFIG)
+
+    def loss(params: Any) -> jax.Array:
+        exits = read_exits(model, params, draw(2), jnp.asarray([9, 4]), depths=EXITS)
+        assert exits.logits is not None
+        return jnp.sum(exits.logits**2)
+
+    gradients = jax.jit(jax.grad(loss))(vision.params)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradients))
+
+
+def test_images_in_patches() -> None:
+    images = np.arange(2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
+    found = patches_of(images, 2)
+    assert found.shape == (2, 6, 12)
+    np.testing.assert_array_equal(found[1, 4].reshape(2, 2, 3), images[1, 2:4, 2:4])
+    with pytest.raises(ValueError, match="multiples of patch=4"):
+        patches_of(images, 4)
+
+
+def test_what_does_not_fit_is_named(vision: Model, unchecked_shapes: None) -> None:
+    inputs, lengths = draw(), jnp.asarray(LENGTHS)
+    run = partial(encode_rows, vision.decoder, vision.params)
+    with pytest.raises(ValueError, match=r"inputs \[row, token, 4\] of at most 9 tokens"):
+        run(inputs[:, :, :3], lengths, uniform(3))
+    with pytest.raises(ValueError, match="of at most 9 tokens"):
+        run(jnp.concatenate([inputs, inputs], axis=1), lengths, uniform(3))
+    with pytest.raises(ValueError, match="one length per row"):
+        run(inputs, lengths[:-1], uniform(3))
+    with pytest.raises(ValueError, match="lengths between 0 and 9. Got 0 to 10"):
+        run(inputs, lengths.at[0].set(10), uniform(3))
+    with pytest.raises(ValueError, match="within the model's 3 layers"):
+        run(inputs, lengths, uniform(8))
+    with pytest.raises(ValueError, match="a classifier, the exits .1, 2, 3.. Got 4"):
+        vision.decoder.classify(vision.params, jnp.zeros((1, 16)), 4)
+    with pytest.raises(TypeError, match="Wanted a policy"):
+        run(inputs, lengths, "entropy")  # type: ignore[arg-type]
+    decoder = Transformer(TINY)
+    with pytest.raises(ValueError, match="Wanted an encoder.*causal=True"):
+        encode_rows(decoder, {}, inputs, lengths, uniform(3))  # type: ignore[arg-type]
+    for sizes in ((6, 4), (0, 1), (4, 0)):
+        with pytest.raises(ValueError, match="a block of rows that is a multiple of min_rows"):
+            RowBlocks(block=sizes[0], min_rows=sizes[1])
+
+
+def test_an_encoder_without_classifier_has_embeddings_alone() -> None:
+    model = Pooled(dataclasses.replace(TINY, causal=False))
+    params, ids = live_params(model), jnp.asarray([[5, 6, 7], [8, 9, 0]])
+    similar = Thresholded(
+        signal=StateSimilarity(), thresholds=jnp.asarray([0.5, 0.5]), depths=EXITS
+    )
+    found = run_rows(model, params, ids, jnp.asarray([3, 2]), similar, blocks=PAIRS)
+    assert found.logits is None
+    assert int(found.work.heads.sum()) == 0
+    sure = dataclasses.replace(similar, signal=Entropy())
+    with pytest.raises(ValueError, match="a classifier, for a policy that looks at predictions"):
+        encode_rows(model, params, ids, jnp.asarray([3, 2]), sure)
+
+
+def test_ids_that_the_model_has_not_are_refused() -> None:
+    model = Pooled(dataclasses.replace(TINY, causal=False))
+    params, most = live_params(model), TINY.vocab_size
+    lengths = jnp.asarray([3, 2])
+    for wrong in (-1, most):
+        ids = jnp.asarray([[5, 6, 7], [8, wrong, 0]])
+        message = rf"Wanted ids from 0 to below {most}.* Got \[{min(wrong, 5)}\] to \[.*tokenizer"
+        with pytest.raises(ValueError, match=message):
+            encode_rows(model, params, ids, lengths, uniform(2))
+        with pytest.raises(ValueError, match="Wanted ids from 0"):
+            read_exits(model, params, ids, lengths, depths=(1,))
+    found = encode_rows(model, params, jnp.asarray([[5, 6, 7], [8, 9, -1]]), lengths, uniform(2))
+    assert np.isfinite(np.asarray(found.pooled)).all(), "padding may be anything"

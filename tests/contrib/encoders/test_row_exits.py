@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thresholds of rows that leave early: what they promise is counted row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.encoders import Pooled
+from helpers.models import Model, live_params
+
+from utio_jax import Entropy, Patience, StateSimilarity
+from utio_jax.calibration.guarantee import half_of
+from utio_jax.contrib.encoders import fit_row_exits
+from utio_jax.contrib.encoders.row_exits import leave, row_policy, thresholds_of
+from utio_jax.contrib.encoders.rows import encode_rows, read_exits
+from utio_jax.contrib.encoders.vision import VisionTransformer, vision_config
+from utio_jax.models.presets import TINY
+
+EXITS = (1, 2, 4)
+ROWS = 200
+
+
+@pytest.fixture(scope="module")
+def vision() -> Model:
+    config = vision_config(
+        patch=1, patches=4, labels=3, num_layers=4, embed_dim=8, num_heads=2, exits=EXITS
+    )
+    model = VisionTransformer(config)
+    params = live_params(model, scale=0.05)
+    # One classifier for all exits, and layers that change little: shallow rows mostly agree.
+    heads = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[-1], leaf.shape), params["heads"])
+    heads["kernel"] = heads["kernel"] * 20
+    return Model(model, params | {"heads": heads})
+
+
+def drawn() -> tuple[jax.Array, jax.Array]:
+    inputs = np.random.default_rng(0).normal(size=(ROWS, 4, 1)).astype(np.float32)
+    return jnp.asarray(inputs), jnp.full(ROWS, 4)
+
+
+@pytest.mark.parametrize("signal", [Entropy(), Patience(), StateSimilarity()], ids=lambda s: s.name)
+def test_every_rung_is_what_running_it_gives(vision: Model, signal: Any) -> None:
+    inputs, lengths = drawn()
+    model, params = vision.decoder, vision.params
+    fitted = fit_row_exits(
+        model, params, signal, inputs, lengths, depths=EXITS, max_disagreement=0.1, seed=3
+    )
+    tested = ~half_of(np.arange(ROWS), 3)
+    assert fitted.tested == tested.sum()
+    logits = read_exits(model, params, inputs, lengths, depths=EXITS).logits
+    assert logits is not None
+    classes = np.asarray(logits).argmax(-1)
+    passed = []
+    run = jax.jit(encode_rows, static_argnums=0)
+    for rung in fitted.ladder[:: max(1, len(fitted.ladder) // 4)]:
+        policy = row_policy(signal, rung.threshold, depths=EXITS)
+        depths = np.asarray(run(model, params, inputs, lengths, policy).depths)[tested]
+        assert rung.layers == pytest.approx(depths.mean())
+        at = [EXITS.index(depth) for depth in depths.tolist()]
+        lost = classes[at, np.flatnonzero(tested)] != classes[-1, tested]
+        assert rung.disagreement == pytest.approx(lost.mean())
+    for rung in fitted.ladder:
+        if rung.p_value > 0.05:
+            break
+        passed.append(rung)
+    assert [rung.layers for rung in fitted.ladder] == sorted(
+        (rung.layers for rung in fitted.ladder), reverse=True
+    ), "safest first"
+    if fitted.policy is None:
+        assert not passed
+    else:
+        assert float(fitted.policy.thresholds[0]) == pytest.approx(passed[-1].threshold)
+        assert fitted.policy.depths == EXITS
+
+
+def test_something_is_promised_and_nothing_where_it_cannot_be(vision: Model) -> None:
+    inputs, lengths = drawn()
+    fit = (vision.decoder, vision.params, Entropy(), inputs, lengths)
+    assert fit_row_exits(*fit, depths=EXITS, max_disagreement=0.3).policy is not None
+    strict = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.03)
+    for rung in strict.ladder:
+        assert (rung.p_value <= 0.05) == (rung.disagreement == 0), "97 rows of 100 need a clean run"
+
+
+def test_embeddings_agree_by_their_cosine() -> None:
+    model = Pooled(dataclasses.replace(TINY, causal=False))
+    inputs = jnp.asarray(np.random.default_rng(0).integers(0, 64, (ROWS, 4)), jnp.int32)
+    fit = (model, live_params(model), StateSimilarity(), inputs, jnp.full(ROWS, 4))
+    loose = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.1, min_cosine=-1.1)
+    assert all(rung.disagreement == 0 for rung in loose.ladder)
+    assert loose.policy is not None
+    pooled = np.asarray(read_exits(*fit[:2], *fit[3:], depths=EXITS).pooled)
+    tested = ~half_of(np.arange(ROWS), 0)
+    cosines = (pooled[0] * pooled[-1]).sum(-1)
+    cosines /= np.linalg.norm(pooled[0], axis=-1) * np.linalg.norm(pooled[-1], axis=-1)
+    middle = float(np.median(cosines))
+    fitted = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.1, min_cosine=middle)
+    last = fitted.ladder[-1]  # Nearly all leave at the first exit.
+    assert abs(last.disagreement - (cosines < middle)[tested].mean()) < 0.05
+
+
+def test_rungs_and_where_rows_leave() -> None:
+    scores = np.asarray([[0.1, 0.5, np.nan, 0.9], [0.2, 0.3, 0.4, 0.8]])
+    assert leave(scores, 0.45).tolist() == [0, 1, 1, 2]
+    assert leave(scores, -np.inf).tolist() == [2, 2, 2, 2]
+    found = thresholds_of(scores, rungs=4)
+    assert (np.diff(found) > 0).all()
+    assert found[-1] == np.float32(0.9)
+    assert thresholds_of(np.full((2, 3), np.nan)).tolist() == [-np.inf]
+
+
+def test_too_few_rows_are_named(vision: Model, unchecked_shapes: None) -> None:
+    inputs, lengths = drawn()
+    with pytest.raises(ValueError, match="at least 298 rows, none empty.*Got 200"):
+        fit_row_exits(vision.decoder, vision.params, Entropy(), inputs, lengths, depths=EXITS)
+    with pytest.raises(ValueError, match="none empty.*shortest of 0 tokens"):
+        fit_row_exits(
+            vision.decoder,
+            vision.params,
+            Entropy(),
+            inputs,
+            lengths.at[0].set(0),
+            depths=EXITS,
+            max_disagreement=0.1,
+        )

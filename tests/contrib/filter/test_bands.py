@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that stop outside a band of losses: decided as a loop over rows decides, and charged so."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax import Scores, score
+from utio_jax.calibration.guarantee import half_of
+from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
+from utio_jax.contrib.filter.fitting import stops_of
+from utio_jax.core.documents import Batch
+from utio_jax.policies.depth import uniform
+
+EXITS = (1, 2, 4)
+LENGTHS = np.array([16, 9, 2, 1, 0, 16, 12, 16], np.int32)
+SLOPES, OFFSETS = np.array([0.7, 0.9, 1.0], np.float32), np.array([1.5, 0.4, 0.0], np.float32)
+
+
+@pytest.fixture(scope="module")
+def batch(tiny: Any) -> Batch:
+    ids = np.asarray(tiny.tokens(len(LENGTHS), 16, seed=2))
+    ids = np.where(np.arange(16) < LENGTHS[:, None], ids, 0).astype(np.int32)
+    return Batch(token_ids=ids, lengths=LENGTHS, window=np.arange(len(LENGTHS)))
+
+
+@pytest.fixture(scope="module")
+def losses(tiny: Any, batch: Batch) -> np.ndarray:
+    return row_losses(tiny.decoder, tiny.params, [batch])
+
+
+def band(limit: float) -> UncertainBand:
+    return UncertainBand(limit=limit, slopes=SLOPES, offsets=OFFSETS, exits=EXITS)
+
+
+RUN = jax.jit(score, static_argnums=0, static_argnames="kv")
+
+
+def run(tiny: Any, batch: Batch, policy: Any, **options: Any) -> Scores:
+    ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+    return RUN(tiny.decoder, tiny.params, ids, lengths, policy, **options)
+
+
+def test_losses_are_those_of_uniform_exits(tiny: Any, batch: Batch, losses: np.ndarray) -> None:
+    assert losses.shape == (len(EXITS), len(LENGTHS))
+    np.testing.assert_array_equal(np.isnan(losses).all(axis=0), LENGTHS < 2)
+    for row, depth in enumerate(EXITS):
+        found = run(tiny, batch, uniform(depth))
+        for index in np.flatnonzero(LENGTHS > 1):
+            nll = -np.asarray(found.log_likelihood)[index, : LENGTHS[index] - 1]
+            np.testing.assert_allclose(losses[row, index], nll.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("margins", [(0.3, 0.1), (np.inf, 0.05), (0, 0), (np.inf, np.inf)])
+def test_rows_stop_where_a_loop_over_rows_says(
+    tiny: Any, batch: Batch, losses: np.ndarray, margins: tuple[float, float]
+) -> None:
+    estimates = OFFSETS[:, None] + SLOPES[:, None] * losses
+    limit = float(np.nanmedian(estimates[1]))
+    signal = band(limit)
+    found = run(tiny, batch, signal.policy(margins))
+    judged = signal.judge(found)
+    for row, length in enumerate(LENGTHS.tolist()):
+        if length < 2:  # Nothing is known of it: as if it lay on the limit.
+            known = [0.0, 0.0]
+        else:
+            known = np.abs(estimates[:2, row] - limit).tolist()
+        wanted = next((e for e, d, m in zip(EXITS, known, margins, strict=False) if d >= m), 4)
+        np.testing.assert_array_equal(found.depths[row, :length], wanted)
+        np.testing.assert_array_equal(found.depths[row, length:], 0)
+        if length < 2:
+            assert np.isnan(judged.estimate[row])
+            assert not judged.above[row]
+            continue
+        estimate = estimates[EXITS.index(wanted), row]
+        np.testing.assert_allclose(judged.estimate[row], estimate, rtol=1e-4)
+        assert judged.depths[row] == wanted
+        assert judged.above[row] == (estimate > limit)
+    stopped = [np.asarray(found.depths).max(axis=1) == depth for depth in EXITS]
+    if margins == (0, 0):
+        assert stopped[0][LENGTHS > 0].all()
+        assert int(np.asarray(found.work.queries)[1:].sum()) == 0
+    if margins == (np.inf, np.inf):
+        assert stopped[2][LENGTHS > 0].all()
+        assert int(np.asarray(found.work.decisions).sum()) == 0
+
+
+def test_nobody_looks_at_rows_that_have_stopped(
+    tiny: Any, batch: Batch, losses: np.ndarray
+) -> None:
+    limit = float(np.nanmedian((OFFSETS[:, None] + SLOPES[:, None] * losses)[1]))
+    policy = band(limit).policy([0.3, 0.1])
+    kept, dropped = (run(tiny, batch, policy, kv=kv) for kv in ("propagate", "drop"))
+    np.testing.assert_allclose(dropped.log_likelihood, kept.log_likelihood, atol=1e-5)
+    np.testing.assert_array_equal(dropped.depths, kept.depths)
+    projected = [int(np.asarray(found.work.keys_values).sum()) for found in (dropped, kept)]
+    assert projected[0] < projected[1]
+
+
+def test_a_new_limit_and_new_margins_compile_nothing(
+    tiny: Any, batch: Batch, count_compiles: Any
+) -> None:
+    policies = [band(1.0).policy([0.1, 0.2]), band(2.0).policy([np.inf, 0.4])]
+    run(tiny, batch, policies[0])
+    with count_compiles() as compiles:
+        run(tiny, batch, policies[1])
+    assert compiles.count == 0
+
+
+def drawn(rows: int = 800, seed: int = 0) -> np.ndarray:
+    """Returns losses of made rows: shallower exits are worse, and noisier."""
+    rng = np.random.default_rng(seed)
+    full = rng.normal(2.0, 0.6, rows)
+    worse = [1.3 * full + 0.8 + rng.normal(0, 0.25, rows), 1.1 * full + 0.2]
+    return np.stack([worse[0], worse[1] + rng.normal(0, 0.05, rows), full])
+
+
+def test_every_rung_is_what_replaying_it_gives(tiny: Any) -> None:
+    table, limit = drawn(), 2.2
+    fitted = fit_band(tiny.decoder, tiny.params, table, limit=limit, tokens=16, seed=5)
+    half = half_of(np.arange(table.shape[1]), 5)
+    assert (fitted.fitted, fitted.tested) == (half.sum(), (~half).sum())
+    lines = [np.polyfit(each[half], table[-1, half], 1) for each in table[:-1]]
+    np.testing.assert_allclose(fitted.signal.slopes, [*(line[0] for line in lines), 1], rtol=1e-5)
+    ratios = [rung.flops_ratio for rung in fitted.ladder]
+    assert ratios == sorted(ratios, reverse=True)
+    assert 0 < ratios[-1] < 0.5
+    passed = []
+    for rung in fitted.ladder:
+        wrong = 0
+        for row in np.flatnonzero(~half):
+            side = table[-1, row] > limit
+            for line, loss, margin in zip(lines, table[:-1, row], rung.margins, strict=True):
+                estimate = np.polyval(line, loss)
+                if abs(estimate - limit) >= margin:
+                    side = estimate > limit
+                    break
+            wrong += side != (table[-1, row] > limit)
+        assert rung.disagreement == pytest.approx(wrong / (~half).sum())
+        if len(passed) == fitted.ladder.index(rung) and rung.p_value <= 0.05:
+            passed.append(rung)
+    assert fitted.margins == passed[-1].margins
+    assert passed[-1].disagreement < 0.02 < fitted.ladder[-1].disagreement
+    assert fitted.policy is not None
+    assert fitted.policy.depths == EXITS
+
+
+def test_rows_of_a_group_stay_in_one_half(tiny: Any) -> None:
+    table, groups = drawn(), np.arange(800) // 8
+    fitted = fit_band(tiny.decoder, tiny.params, table, limit=2.0, tokens=16, groups=groups)
+    assert fitted.fitted % 8 == 0
+    assert fitted.fitted + fitted.tested == 800
+
+
+def test_where_exits_say_nothing_all_rows_run_full_depth(tiny: Any) -> None:
+    rng = np.random.default_rng(1)
+    table = rng.normal(2.0, 0.5, (3, 800))
+    fitted = fit_band(tiny.decoder, tiny.params, table, limit=2.0, tokens=16)
+    assert fitted.ladder[0].margins == (np.inf, np.inf)
+    assert fitted.ladder[0].flops_ratio == 1
+    assert fitted.margins is None
+    assert fitted.policy is None
+
+
+def test_a_row_stops_at_the_margin_itself() -> None:
+    distances = np.array([[0.5, 0.4, 0.1], [0.1, 0.2, 0.1]])
+    np.testing.assert_array_equal(stops_of(distances, np.array([0.5, 0.2])), [0, 1, 2])
+
+
+def test_bad_input_says_what_was_wanted(tiny: Any, batch: Batch, unchecked_shapes: None) -> None:
+    with pytest.raises(ValueError, match="Wanted a margin of at least 0 nats for each of the exi"):
+        band(1.0).policy([0.1])
+    short = UncertainBand(limit=1.0, slopes=SLOPES[:2], offsets=OFFSETS, exits=EXITS)
+    with pytest.raises(ValueError, match=r"Wanted a slope and an offset .* \(2,\) and \(3,\)"):
+        short.policy([0.1, 0.1])
+    scaled = UncertainBand(limit=1.0, slopes=SLOPES * 0.5, offsets=OFFSETS, exits=EXITS)
+    with pytest.raises(ValueError, match=r"Wanted a slope of 1 .* 4 layers.* Got 0.5 and 0.0"):
+        scaled.policy([0.1, 0.1])
+    longer = dataclasses.replace(batch, lengths=LENGTHS + 1)
+    with pytest.raises(ValueError, match="length"):
+        row_losses(tiny.decoder, tiny.params, [longer])
+    with pytest.raises(ValueError, match="at least one batch"):
+        row_losses(tiny.decoder, tiny.params, [])
+    with pytest.raises(ValueError, match=r"Wanted rows that stopped at the exits .* Got .*3"):
+        band(1.0).judge(run(tiny, batch, uniform(3)))
+    fit = lambda table, **more: fit_band(  # noqa: E731
+        tiny.decoder, tiny.params, table, limit=2.0, tokens=16, **more
+    )
+    with pytest.raises(ValueError, match=r"Wanted losses \[exit, row\]"):
+        fit(drawn()[:2])
+    with pytest.raises(ValueError, match="Leave out rows that predict nothing"):
+        fit(np.where(np.arange(800) == 3, np.nan, drawn()))
+    with pytest.raises(ValueError, match="Wanted a group for each of 800 rows"):
+        fit(drawn(), groups=np.arange(3))
+    with pytest.raises(ValueError, match=r"Wanted at least 298 rows .* Got 100"):
+        fit(drawn(100))

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Online thresholds: against plain loops, on a stream that drifts, and on a real model."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.policies import DEPTHS, SIGNALS, scores_of
+
+from utio_jax import SoftmaxGap, Thresholded, full_depth, uniform
+from utio_jax.contrib.online.online import (
+    OnlineThresholds,
+    adapt,
+    observe,
+    observed,
+    start_online,
+    thresholds,
+)
+from utio_jax.core.documents import Batch
+from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.evaluation.flops import gate_flops
+from utio_jax.staircase.score import compare_states, run_score
+
+RNG = np.random.default_rng
+Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def draw(
+    seed: int, *, boundaries: int = 3, rows: int = 4, width: int = 50, shift: float = 0.0
+) -> Tokens:
+    """Scores, agreement and which tokens count. P(agree) falls with the score; shift is drift."""
+    rng = RNG(seed)
+    scores = rng.normal(size=(boundaries, rows, width)).astype(np.float32)
+    hard = scores + shift + np.linspace(1, -1, boundaries)[:, None, None]
+    agrees = rng.random(scores.shape) < 1 / (1 + np.exp(2 * hard - 4))
+    return scores, agrees, rng.random((rows, width)) < 0.9
+
+
+def see(state: OnlineThresholds, *tokens: Any) -> OnlineThresholds:
+    scores, agrees, where = map(jnp.asarray, tokens)
+    return observe(state, scores, agrees, where)
+
+
+def stop_of(scores: np.ndarray, cuts: np.ndarray) -> int | None:
+    """Returns the boundary at which one token stops, by `Thresholded`'s documented rule."""
+    for boundary, (score, cut) in enumerate(zip(scores, cuts, strict=True)):
+        if cut == np.inf or (cut > -np.inf and score < np.inf and score <= cut):
+            return boundary
+    return None
+
+
+def wrong_stops(scores: np.ndarray, agrees: np.ndarray, where: np.ndarray, cuts: np.ndarray) -> int:
+    count = 0
+    for row, token in np.argwhere(where):
+        stop = stop_of(scores[:, row, token], cuts)
+        count += stop is not None and not agrees[stop, row, token]
+    return count
+
+
+def slow_thresholds(state: OnlineThresholds, wrong: list[float], seen: float) -> np.ndarray:
+    agreement = float(state.agreement)
+    if seen < float(state.memory) / 2:
+        return np.asarray(state.start)
+    chosen = 0
+    for row in range(1, len(wrong)):
+        if (wrong[row] + 1) / (seen + 1) > 1 - agreement:
+            break
+        chosen = row
+    return np.asarray(state.candidates)[chosen]
+
+
+def started(agreement: float = 0.9, memory: int = 1000, **kwargs: Any) -> OnlineThresholds:
+    scores = draw(0)[0].reshape(3, -1)
+    start = np.asarray([-0.5, 0.0, 0.5])
+    return start_online(scores, start, agreement=agreement, memory=memory, **kwargs)
+
+
+def test_the_state_is_that_of_plain_loops() -> None:
+    state = started()
+    candidates = np.asarray(state.candidates)
+    wrong, seen = [0.0] * len(candidates), 0.0
+    differing = set()
+    for step in range(8):
+        scores, agrees, where = draw(step + 1, shift=0.3 * step)
+        scores[0, 0, :4] = [np.nan, np.inf, -np.inf, candidates[70, 0]]
+        where[0, :4] = True
+        kept = np.exp(-where.sum() / 1000)
+        for row, cuts in enumerate(candidates):
+            wrong[row] = kept * wrong[row] + wrong_stops(scores, agrees, where, cuts)
+        seen = kept * seen + where.sum()
+        state = see(state, scores, agrees, where)
+        np.testing.assert_allclose(state.wrong, wrong, rtol=1e-5)
+        np.testing.assert_allclose(state.seen, seen, rtol=1e-5)
+        wanted = slow_thresholds(state, wrong, seen)
+        np.testing.assert_array_equal(thresholds(state), wanted)
+        differing.add(tuple(wanted.tolist()))
+    assert len(differing) > 4  # Else the comparison shows little.
+
+
+def test_infinite_thresholds_stop_everybody_and_nobody() -> None:
+    scores, agrees, where = draw(1)
+    scores[1:, :, ::7] = np.nan
+    scores[1:, :, ::5] = np.inf
+    start = np.asarray([-np.inf, 0.3, np.inf])
+    state = start_online(scores.reshape(3, -1), start, agreement=0.9, memory=1000, candidates=9)
+    candidates = np.asarray(state.candidates)
+    assert (candidates[:, 0] == -np.inf).all()
+    assert (candidates[4:, 2] == np.inf).all()
+    assert np.isfinite(candidates[1:4, 2]).all()
+    assert np.isfinite(candidates[-1, 1])  # A broken score saves no work.
+    state = see(state, scores, agrees, where)
+    wanted = [wrong_stops(scores, agrees, where, cuts) for cuts in candidates]
+    np.testing.assert_array_equal(state.wrong, wanted)
+
+
+def test_candidates_lead_from_nobody_over_the_policys_own_to_everybody() -> None:
+    scores = draw(0)[0].reshape(3, -1)
+    start = np.asarray([-0.5, 0.0, 0.5], np.float32)
+    found = np.asarray(started(candidates=9).candidates)
+    assert found.shape == (9, 3)
+    assert (found[0] == -np.inf).all()
+    np.testing.assert_array_equal(found[4], start)
+    np.testing.assert_array_equal(found[-1], scores.max(axis=1))
+    assert (np.diff(found[1:], axis=0) >= 0).all()
+    shares = (scores[None] <= found[:, :, None]).mean(axis=2)
+    own = shares[4]
+    np.testing.assert_allclose(shares[2], own / 2, atol=0.01)
+    np.testing.assert_allclose(shares[6], (own + 1) / 2, atol=0.01)
+
+
+@pytest.mark.parametrize("own", [-9.0, 9.0])
+def test_candidates_are_ordered_where_nobody_or_everybody_stops_already(own: float) -> None:
+    scores = draw(0)[0].reshape(3, -1)
+    state = start_online(scores, np.full(3, own), agreement=0.9, memory=1000, candidates=9)
+    found = np.asarray(state.candidates)
+    assert (found[:-1] <= found[1:]).all()
+    assert (found[4] == own).all()
+
+
+def test_the_policys_thresholds_stay_until_half_the_memory_is_filled() -> None:
+    state = started(memory=400)
+    scores, _, _ = draw(1, rows=1, width=199)
+    all_agree, every = np.ones(scores.shape, bool), np.ones(scores.shape[1:], bool)
+    before = see(state, scores, all_agree, every)
+    np.testing.assert_array_equal(thresholds(before), state.start)
+    scores, _, _ = draw(1, rows=1, width=200)
+    after = see(state, scores, np.ones(scores.shape, bool), np.ones(scores.shape[1:], bool))
+    np.testing.assert_array_equal(thresholds(after), state.candidates[-1])
+
+
+def test_forgetting_is_per_token_not_per_batch() -> None:
+    """Observed in one batch or in ten: tokens observed before weigh the same after it."""
+    scores, agrees, where = draw(1)
+    before = see(started(), scores, agrees, where)
+    more = draw(2, rows=1, width=400)
+    at_once = see(before, *more)
+    in_parts = before
+    for part in range(10):
+        in_parts = see(in_parts, *(each[..., 40 * part : 40 * part + 40] for each in more))
+    new = float(more[2].sum())
+    old = float(before.seen) * np.exp(-new / 1000)
+    assert float(at_once.seen) == pytest.approx(old + new, rel=1e-5)
+    assert old < float(in_parts.seen) < old + new
+    nothing = see(before, scores, agrees, np.zeros_like(where))
+    for found, wanted in zip(jax.tree.leaves(nothing), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_an_unreachable_target_stops_nobody() -> None:
+    """Exits that never agree: a fine step stops what the target bears, a coarse one nobody."""
+    scores, agrees, where = draw(1, rows=40)
+    for candidates in (129, 5):
+        state = started(agreement=0.95, candidates=candidates)
+        cuts = np.asarray(thresholds(see(state, scores, np.zeros_like(agrees), where)))
+        wrong = wrong_stops(scores, np.zeros_like(agrees), where, cuts)
+        assert wrong <= 0.05 * where.sum()
+        assert np.isneginf(cuts).all() == (candidates == 5)
+
+
+def test_a_choice_ends_before_the_first_candidate_that_misses() -> None:
+    """Even if one beyond it happens to meet the target."""
+    state = dataclasses.replace(
+        started(candidates=5), wrong=jnp.asarray([0.0, 1.0, 500.0, 2.0, 2.0]), seen=jnp.asarray(1e3)
+    )
+    np.testing.assert_array_equal(thresholds(state), state.candidates[1])
+
+
+def test_one_more_disagreement_is_added() -> None:
+    state = started(candidates=3)
+    for wrong, chosen in ((99.0, 2), (99.2, 1)):  # (99 + 1) / (999 + 1) is 10 %.
+        now = dataclasses.replace(
+            state, wrong=jnp.asarray([0.0, 0.0, wrong]), seen=jnp.asarray(999.01)
+        )
+        np.testing.assert_array_equal(thresholds(now), state.candidates[chosen])
+
+
+def test_the_thresholds_follow_a_drifting_text_without_compiling(count_compiles: Any) -> None:
+    """Text gets harder at step 20, easier at step 40: agreement is back within five batches."""
+    state = start_online(
+        draw(0, rows=40)[0].reshape(3, -1), np.asarray([-0.5, 0, 0.5]), agreement=0.9, memory=5000
+    )
+    now, agreement, stopped = np.asarray(thresholds(state)), [], []
+    warm = see(state, *draw(0, rows=40))
+    thresholds(warm)
+    with count_compiles() as compiles:
+        for step in range(60):
+            scores, agrees, where = draw(step, rows=40, shift=1.5 if 20 <= step < 40 else 0.0)
+            cuts = now[:, None, None]  # What the tokens of this batch meet, before it is observed.
+            stops = scores <= cuts
+            first = stops & (np.cumsum(stops, axis=0) == 1)
+            wrong = (first & ~agrees & where[None]).sum()
+            agreement.append(1 - wrong / where.sum())
+            stopped.append((first & where[None]).sum() / where.sum())
+            state = see(state, scores, agrees, where)
+            now = np.asarray(thresholds(state))
+    assert compiles.count == 0
+    assert agreement[20] < 0.75  # The drift hurts, or the rest would show nothing.
+    for settled in (slice(5, 20), slice(28, 40), slice(50, 60)):
+        assert 0.89 < np.mean(agreement[settled]) < 0.92
+    assert np.mean(stopped[50:]) > np.mean(stopped[28:40]) + 0.1  # Caution ends when it may.
+
+
+def test_the_state_is_a_pytree_of_arrays() -> None:
+    state = started()
+    leaves, treedef = jax.tree.flatten(state)
+    assert len(leaves) == len(dataclasses.fields(state))
+    assert all(isinstance(leaf, jax.Array) for leaf in leaves)
+    assert jax.tree.unflatten(treedef, leaves).seen is state.seen
+    stream = [draw(seed) for seed in range(3)]
+    scanned, _ = jax.lax.scan(
+        lambda now, tokens: (see(now, *tokens), None),
+        state,
+        tuple(
+            jnp.stack([jnp.asarray(each) for each in parts]) for parts in zip(*stream, strict=True)
+        ),
+    )
+    for tokens in stream:
+        state = see(state, *tokens)
+    np.testing.assert_allclose(scanned.wrong, state.wrong, rtol=1e-6)
+
+
+LENGTHS = np.asarray([17, 9, 1], np.int32)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("name", ["softmax_gap", "learned", "hazard", "position"])
+def test_what_is_observed_is_a_full_pass_and_its_exits(tiny: Any, name: str) -> None:
+    ids, lengths, signal = tiny.tokens(3, 17, seed=4), jnp.asarray(LENGTHS), SIGNALS[name](tiny)
+    found, scores, agrees = observed(tiny.decoder, tiny.params, ids, lengths, signal, depths=DEPTHS)
+    full = run_score(tiny.decoder, tiny.params, ids, lengths, policy=full_depth(tiny.decoder))
+    np.testing.assert_allclose(found.log_likelihood, full.log_likelihood, atol=1e-5)
+    np.testing.assert_array_equal(found.predicted, full.predicted)
+    np.testing.assert_array_equal(found.depths, full.depths)
+    real = np.arange(17) < LENGTHS[:, None]
+    np.testing.assert_allclose(found.x[real], full.x[real], atol=1e-4)
+    wanted = scores_of(tiny, signal, ids)
+    np.testing.assert_allclose(np.asarray(scores)[:, real], wanted[:, real], atol=1e-5)
+    states = cases.run_dense(tiny.decoder, tiny.params, ids, lengths, depths=DEPTHS)
+    for index, x in enumerate(states[:-1]):
+        comparison = compare_states(tiny.decoder, tiny.params, ids, lengths, x, states[-1])
+        predicted = np.asarray(found.predicted)
+        np.testing.assert_array_equal(
+            np.asarray(agrees[index])[predicted], np.asarray(comparison.agree)[predicted]
+        )
+    assert 0 < np.asarray(agrees).mean() < 1
+    heads = 2 if name == "softmax_gap" else 1
+    np.testing.assert_array_equal(found.work.heads, [51 * heads, 51 * heads, 51])
+    np.testing.assert_array_equal(found.work.queries, [51, 51, 102])
+    np.testing.assert_array_equal(found.work.key_slots, [51 * 17, 51 * 17, 102 * 17])
+    np.testing.assert_array_equal(found.work.decisions, [51, 51, 0])
+
+
+def stream(model: Any, count: int, rows: int = 8, width: int = 33) -> list[Batch]:
+    return [
+        Batch(
+            token_ids=np.asarray(model.tokens(rows, width, seed=seed)),
+            lengths=np.full(rows, width, np.int32),
+            window=np.arange(rows),
+        )
+        for seed in range(count)
+    ]
+
+
+EXECUTOR = cases.SHAPES[1].executor
+
+
+def adapted(model: Any, policy: Any, batches: Any, **kwargs: Any) -> list[Any]:
+    options = {"agreement": 0.8, "every": 3, "memory": 500, "executor": EXECUTOR, **kwargs}
+    return list(adapt(model.decoder, model.params, batches, policy, **options))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("depths", [DEPTHS, (1, 2)])
+def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, ...]) -> None:
+    """Every third batch is full depth, the others are `score` at the thresholds of the state."""
+    own = jnp.full(len(depths) - 1, 0.9)
+    policy = Thresholded(signal=SoftmaxGap(), thresholds=own, depths=depths)
+    batches = stream(tiny, 9)
+    adapted(tiny, policy, batches[:2])
+    with count_compiles() as compiles:
+        found = adapted(tiny, policy, batches)
+    assert compiles.count == 0
+    assert all(a is b for (a, _, _), b in zip(found, batches, strict=True))
+    start = np.append(own, np.inf)[:2].astype(np.float32)  # Full depth is added as an exit.
+    state, now, wrong, total = None, start, 0, 0
+    for number, (batch, result, used) in enumerate(found):
+        assert used.depths == DEPTHS
+        ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+        full, scores, agrees = observed(
+            tiny.decoder, tiny.params, ids, lengths, SoftmaxGap(), depths=DEPTHS
+        )
+        if number % 3 == 0:
+            assert np.isneginf(used.thresholds).all()
+            np.testing.assert_array_equal(result.log_likelihood, full.log_likelihood)
+            if state is None:
+                first = np.asarray(scores)[:, np.asarray(full.predicted)]
+                state = start_online(first, start, agreement=0.8, memory=500)
+            state = observe(state, scores, agrees, full.predicted)
+            now = np.asarray(thresholds(state))
+            continue
+        np.testing.assert_array_equal(used.thresholds, now)
+        again = run_score(
+            tiny.decoder, tiny.params, ids, lengths, policy=used, kv="propagate", executor=EXECUTOR
+        )
+        np.testing.assert_array_equal(result.log_likelihood, again.log_likelihood)
+        np.testing.assert_array_equal(result.depths, again.depths)
+        comparison = compare_states(tiny.decoder, tiny.params, ids, lengths, result.x, full.x)
+        wrong += int((full.predicted & ~comparison.agree).sum())
+        total += int(full.predicted.sum())
+    assert not np.array_equal(now, start)
+    assert 0.1 < wrong / total < 0.3  # The target is 0.2, of exits that see full depth's K/V.
+
+
+@pytest.mark.check
+def test_observing_is_charged(tiny: Any) -> None:
+    """A full pass, a head at each exit and one more for the signal, and the gates."""
+    cost, (batch,) = token_cost(tiny.decoder, tiny.params), stream(tiny, 1)
+    for name in ("softmax_gap", "learned"):
+        policy = Thresholded(signal=SIGNALS[name](tiny), thresholds=jnp.zeros(2), depths=DEPTHS)
+        ((_, found, used),) = adapted(tiny, policy, [batch])
+        gates = gate_flops(tiny.decoder, tiny.params, used, found.work)
+        tokens, layers = batch.token_ids.size, tiny.decoder.config.num_layers
+        heads = 5 if name == "softmax_gap" else 3
+        per_layer = cost.query + cost.keys_values + 33 * cost.attention_per_key
+        decisions = 2 * policy.flops(0, tiny.decoder, tiny.params)
+        wanted = tokens * (layers * per_layer + heads * cost.head + decisions)
+        assert pass_flops(cost, found.work, gates=gates) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.check
+def test_batches_are_drawn_as_they_are_asked_for(tiny: Any) -> None:
+    """An endless stream is fine."""
+    policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.zeros(2), depths=DEPTHS)
+    endless = itertools.cycle(stream(tiny, 1))
+    running = adapt(
+        tiny.decoder, tiny.params, endless, policy, agreement=0.8, memory=500, executor=EXECUTOR
+    )
+    assert len(list(itertools.islice(running, 3))) == 3
+
+
+def test_bad_arguments_are_refused(tiny: Any, unchecked_shapes: None) -> None:
+    scores, start = np.zeros((2, 5)), np.zeros(2)
+    for changed, message in (
+        ({"scores": np.zeros(5)}, "Wanted scores \\[boundary, token\\].*Got shapes \\(5,\\).*Coll"),
+        ({"start": np.zeros(3)}, "a threshold per boundary.*\\(2, 5\\) and \\(3,\\).*own depths"),
+        ({"agreement": 1.0}, "Wanted agreement between 0 and 1.*Got 1.0. Use for example"),
+        ({"agreement": 0.99}, "memory of at least 4000.*Got memory=1000. Remember more, or ask"),
+        ({"candidates": 4}, "Wanted an odd number of candidates.*Got 4. The middle"),
+        ({"candidates": 1}, "Wanted an odd number of candidates.*Got 1. The middle"),
+        ({"scores": np.stack([np.zeros(5), np.full(5, np.inf)])}, "none at boundary 1. Give more"),
+        ({"scores": np.zeros((2, 0))}, "Wanted finite scores.*none at boundary 0"),
+    ):
+        given = {"scores": scores, "start": start, "agreement": 0.9, "memory": 1000, **changed}
+        with pytest.raises(ValueError, match=message):
+            start_online(given.pop("scores"), given.pop("start"), **given)
+    state = start_online(scores, start, agreement=0.9, memory=1000)
+    for shape, agrees in (((1, 1, 5), (1, 1, 5)), ((2, 1, 5), (2, 1, 4))):
+        with pytest.raises(ValueError, match="Wanted scores and agrees \\(2, 1, 5\\).*Observe at"):
+            observe(state, jnp.zeros(shape), jnp.ones(agrees, bool), jnp.ones((1, 5), bool))
+    policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.zeros(2), depths=DEPTHS)
+    for used, changed, message in (
+        (uniform(2), {}, "with thresholds. Got 'uniform'. Only thresholds adapt"),
+        (policy, {"every": 1}, "Wanted one observed batch in 2 or more. Got every=1.*every=16"),
+        (policy, {"agreement": 0.0}, "Wanted agreement between 0 and 1"),
+        (policy, {"memory": 199}, "Wanted a memory of at least 200 tokens.*Got memory=199"),
+        (dataclasses.replace(policy, depths=(1, 2, 9)), {}, "within the model's 4 layers"),
+    ):
+        with pytest.raises(ValueError, match=message):  # At once, not at the first batch.
+            adapt(
+                tiny.decoder,
+                tiny.params,
+                [],
+                used,
+                **{"agreement": 0.8, "memory": 500, "every": 3, **changed},
+            )

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes over recurrent layers equal their definition, and skip what stopped tokens would run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.counting import count, read_counts
+from helpers.marks import quick_where
+from helpers.models import plain_nll
+from helpers.recurrent import recurrent_model, recurrent_states
+
+from utio_jax import (
+    CapacityPrefix,
+    SoftmaxGap,
+    StateSimilarity,
+    Thresholded,
+    given_depths,
+    score,
+    uniform,
+)
+from utio_jax.attention.history import History
+from utio_jax.contrib.recurrent import Mamba2
+from utio_jax.policies.signals import Chance
+from utio_jax.staircase.prompts import AttentionHeat, PromptImportance
+from utio_jax.staircase.sparse import SparseAttention
+
+DEPTHS, EXECUTOR = (1, 2, 4), cases.SHAPES[1].executor
+
+run_score = jax.jit(score, static_argnums=0, static_argnames="executor")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    quick_where(
+        lambda s: (s.token, s.kv) in ((17, "drop"), (64, "propagate")),
+        [shape for shape in cases.SHAPES if shape.token > 1],
+    ),
+    ids=lambda s: f"{s.batch}x{s.token}-{s.kv}",
+)
+def test_a_pass_equals_its_reference(shape: cases.Shape, count_compiles: Any) -> None:
+    model, seeds = recurrent_model(), range(16)
+    next(cases.compare_cases(model, shape, seeds))  # compiles
+    with count_compiles() as compiles:
+        assert max(error for _, error in cases.compare_cases(model, shape, seeds)) < 1e-4
+    assert compiles.count == 0
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_a_pass_equals_the_recurrence(kv: str) -> None:
+    model, shape = recurrent_model(), dataclasses.replace(cases.SHAPES[1], kv=kv)
+    ids, _, depths = cases.draw(shape, 64, 6)
+    lengths = np.asarray([17, 2, 9], np.int32)
+    found = cases.run_staircase(
+        model.decoder,
+        model.params,
+        ids,
+        lengths,
+        given_depths(jnp.asarray(depths), depths=shape.depths),
+        kv=kv,
+        executor=shape.executor,
+    )
+    for row, length in enumerate(lengths):
+        wanted = recurrent_states(model, ids[row, :length], depths[row, :length], kv)
+        np.testing.assert_allclose(found.x[row, :length], wanted, atol=1e-4)
+
+
+@pytest.mark.check
+def test_the_static_prefix_equals_its_reference() -> None:
+    for kv in ("propagate", "drop"):
+        executor = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
+        shape = dataclasses.replace(cases.SHAPES[1], kv=kv, executor=executor)
+        assert max(
+            error for _, error in cases.compare_cases(recurrent_model(), shape, range(8))
+        ) < (1e-4)
+
+
+class Counted(Mamba2):
+    """The model, counting, while it runs, the slots that its methods compute."""
+
+    def queries(self, layer: Any, x: jax.Array, places: Any) -> jax.Array:
+        count("queries", x.shape[0])
+        return super().queries(layer, x, places)
+
+    def keys_values(self, layer: Any, x: jax.Array, places: Any) -> tuple[jax.Array, jax.Array]:
+        count("keys_values", x.shape[0])
+        return super().keys_values(layer, x, places)
+
+    def mix(self, queries: Any, keys: Any, values: Any, visible: Any) -> jax.Array:
+        count("pairs", queries.shape[0] * keys.shape[0])
+        return super().mix(queries, keys, values, visible)
+
+    def finish_layer(self, layer: Any, x: jax.Array, attended: jax.Array) -> jax.Array:
+        count("finish_layer", x.shape[0])
+        return super().finish_layer(layer, x, attended)
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_stopped_tokens_cost_what_the_padding_rule_says(kv: str) -> None:
+    model = recurrent_model(Counted)
+    shape = dataclasses.replace(cases.SHAPES[1], kv=kv)
+    ids, lengths, depths = cases.draw(shape, 64, 6)
+    policy = given_depths(jnp.asarray(depths), depths=shape.depths)
+    read_counts()
+    found = cases.run_staircase(
+        model.decoder, model.params, ids, lengths, policy, kv=kv, executor=shape.executor
+    )
+    counts = read_counts()
+    real = np.arange(shape.token) < lengths[:, None]
+    wanted = np.sum(cases.expected_work(np.where(real, depths, 0), shape), axis=0)
+    assert [counts[name] for name in ("queries", "keys_values", "pairs")] == wanted.tolist()
+    assert counts["finish_layer"] == counts["queries"]
+    work = found.work
+    charged = [np.sum(each) for each in (work.queries, work.keys_values, work.key_slots)]
+    assert charged == wanted.tolist()
+    dense = 4 * shape.batch * shape.token
+    assert counts["queries"] < dense, "the case must skip something"
+
+
+@pytest.mark.parametrize("signal", [StateSimilarity(), SoftmaxGap()], ids=lambda s: s.name)
+def test_policies_decide_and_scores_are_those_of_the_depths(signal: Any) -> None:
+    model = recurrent_model()
+    ids, lengths = model.tokens(3, 24, seed=4), jnp.asarray([24, 3, 17])
+    real = np.arange(24) < np.asarray(lengths)[:, None]
+
+    def run(thresholds: list[float]) -> Any:
+        policy = Thresholded(signal=signal, thresholds=jnp.asarray(thresholds), depths=DEPTHS)
+        return run_score(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
+
+    # Of all tokens that reach a boundary, some stop there: a threshold is found by halving.
+    low, high = -1.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        stopped = np.mean(np.asarray(run([middle, -jnp.inf]).depths)[real] == 1)
+        low, high = (middle, high) if stopped < 0.5 else (low, middle)
+    found = run([low, -jnp.inf])
+    depths = np.asarray(found.depths)
+    assert set(depths[real].tolist()) == {1, 4}
+    assert not depths[~real].any()
+    x = cases.run_oracle(model.decoder, model.params, ids, lengths, depths, kv="propagate")
+    wanted = plain_nll(model, np.asarray(ids), x)
+    predicted = np.asarray(found.predicted)[:, :-1]
+    np.testing.assert_allclose(
+        np.asarray(found.log_likelihood)[:, :-1][predicted], -wanted[predicted], atol=1e-4
+    )
+
+
+@pytest.mark.check
+def test_calibration_takes_it_as_any_decoder(text: list[Any]) -> None:
+    model = recurrent_model()
+    names = ("learned", "state_similarity")
+    fitted = cases.calibrated(model, text, names, (0.8,))
+    assert all(0.8 in fitted.entries[name] for name in names)
+    batch = text[0]
+    for name in names:
+        policy = fitted.policy(name, 0.8)
+        found = run_score(
+            model.decoder, model.params, batch.token_ids, batch.lengths, policy, executor=EXECUTOR
+        )
+        x = cases.run_oracle(
+            model.decoder,
+            model.params,
+            batch.token_ids,
+            batch.lengths,
+            found.depths,
+            kv="propagate",
+        )
+        wanted = plain_nll(model, batch.token_ids, x)
+        predicted = np.asarray(found.predicted)[:, :-1]
+        np.testing.assert_allclose(
+            np.asarray(found.log_likelihood)[:, :-1][predicted], -wanted[predicted], atol=1e-4
+        )
+
+
+def test_sparse_attention_is_refused_since_there_is_one_state_for_all() -> None:
+    model = recurrent_model()
+    attention = SparseAttention(
+        signal=Chance(key=jax.random.key(0)),
+        thresholds=jnp.asarray([0.5]),
+        history=History(recent=6, sinks=2),
+    )
+    with pytest.raises(ValueError, match="Got Mamba2, which mixes .* Leave the sparse attention"):
+        score(
+            model.decoder,
+            model.params,
+            model.tokens(1, 24),
+            jnp.asarray([24]),
+            uniform(4),
+            attention=attention,
+        )
+
+
+def test_attention_heat_is_refused_where_there_is_no_attention() -> None:
+    model = recurrent_model()
+    policy = PromptImportance(signal=AttentionHeat(), deep=jnp.asarray([0.5]), depths=(2, 4))
+    with pytest.raises(ValueError, match="whose heat is known. Got Mamba2, which mixes in its own"):
+        score(model.decoder, model.params, model.tokens(1, 24), jnp.asarray([24]), policy)

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picking 1 of many: who stays has full depth's score, who leaves follows from scores alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.counting import Counting, read_counts
+from helpers.models import Model, live_params
+
+from utio_jax.contrib.select.selecting import Select, Selected, read_context, row_flops, select
+from utio_jax.core.lens import lensed
+from utio_jax.models.presets import TINY
+from utio_jax.policies.depth import uniform
+from utio_jax.staircase.score import run_score
+
+ROWS, WIDTH, SLOTS = 6, 6, 12
+CONTEXT = np.asarray([5, 9, 33, 2, 17, 40, 8], np.int32)
+LENGTHS = np.asarray([3, 6, 1, 5, 2, 6], np.int32)
+CANDIDATES = np.random.default_rng(3).integers(0, TINY.vocab_size, (ROWS, WIDTH)).astype(np.int32)
+DEPTHS = (1, 2)
+
+
+def told(model: Any, depths: Sequence[int] = (*DEPTHS, 4)) -> dict[int, np.ndarray]:
+    """Returns each candidate's tokens' log-likelihood at each depth, by `score` on whole rows.
+
+    `[row, token]`, 0 behind its end. The first token is the context's to predict: at full depth.
+    """
+    whole = np.concatenate([np.broadcast_to(CONTEXT, (ROWS, CONTEXT.size)), CANDIDATES], axis=1)
+    found = {}
+    for depth in (*depths, model.decoder.config.num_layers):
+        scores = run_score(
+            model.decoder,
+            model.params,
+            jnp.asarray(whole),
+            jnp.asarray(CONTEXT.size + LENGTHS),
+            uniform(depth),
+        )
+        found[depth] = np.array(scores.log_likelihood)[:, CONTEXT.size - 1 : -1]
+    for each in found.values():
+        each[:, 0] = found[model.decoder.config.num_layers][:, 0]
+    return found
+
+
+def by_hand(
+    tokens: dict[int, np.ndarray], how: Select, lengths: np.ndarray = LENGTHS
+) -> tuple[list[int], list[int], dict[int, float]]:
+    """Returns winners, depths and survivors' scores: one candidate after the other, as written."""
+    full = max(tokens)
+
+    def value(row: int, depth: int) -> float:
+        if depth == 0:
+            return float(tokens[full][row, 0])
+        total = float(sum(tokens[depth][row, : lengths[row]].tolist()))
+        return total / lengths[row] if how.mean else total
+
+    left = [row for row in range(len(lengths)) if lengths[row]]
+    depths = [0] * len(lengths)
+    for depth, margin in zip(how.depths, np.asarray(how.margins).tolist(), strict=True):
+        for row in left:
+            depths[row] = depth
+        bar = sorted((value(row, depth) for row in left), reverse=True)[how.top - 1]
+        left = [row for row in left if bar - value(row, depth) <= margin]
+    for row in left:
+        depths[row] = full
+    order = sorted(left, key=lambda row: -value(row, full))
+    return order[: how.top], depths, {row: value(row, full) for row in left}
+
+
+def run(model: Any, how: Select, **changes: Any) -> Selected:
+    given = {"candidates": CANDIDATES, "lengths": LENGTHS, "slots": SLOTS, "ids": CONTEXT} | changes
+    context = read_context(model.decoder, model.params, given["ids"], slots=given["slots"])
+    rows = given["candidates"], given["lengths"]
+    return select(model.decoder, model.params, context, *rows, how)
+
+
+def assert_right(found: Selected, tokens: dict[int, np.ndarray], how: Select) -> None:
+    winners, depths, scores = by_hand(tokens, how)
+    assert found.winners.tolist() == winners
+    assert found.depths.tolist() == depths
+    stayed = sorted(scores)
+    np.testing.assert_allclose(found.scores[stayed], [scores[row] for row in stayed], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def tokens(tiny: Model) -> dict[int, np.ndarray]:
+    return told(tiny)
+
+
+def margins_of(*margins: float) -> np.ndarray:
+    return np.asarray(margins, np.float32)
+
+
+@pytest.mark.parametrize(
+    "margins", [(0.0, 0.0), (0.3, 0.1), (2.0, 0.05), (np.inf, np.inf)], ids=str
+)
+def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(
+    tiny: Model, tokens: dict[int, np.ndarray], margins: tuple[float, ...]
+) -> None:
+    how = Select(depths=DEPTHS, margins=margins_of(*margins))
+    found = run(tiny, how)
+    assert_right(found, tokens, how)
+    if np.isinf(margins).all():  # Nobody leaves: the full model, for all.
+        assert (found.depths == 4).all()
+        assert np.isfinite(found.seen).all()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("kind", ["tiny", "swiglu", "window", "lens"])
+def test_random_margins_on_other_models(tiny: Model, tiny_swiglu: Model, kind: str) -> None:
+    model: Any = tiny_swiglu if kind == "swiglu" else tiny
+    if kind == "window":
+        decoder = type(tiny.decoder)(dataclasses.replace(TINY, windows=(3, 0, 4, 0)))
+        model = Model(decoder, live_params(decoder, seed=2))
+    if kind == "lens":
+        rng = np.random.default_rng(0)
+        matrix = rng.normal(size=(2, TINY.embed_dim, TINY.embed_dim)).astype(np.float32) * 0.1
+        model = Model(*lensed_of(tiny, matrix))
+    tokens, rng = told(model), np.random.default_rng(1)
+    for _ in range(10):
+        depths = [(0, 1, 2), (1, 2), ()][rng.integers(3)]
+        how = Select(
+            depths=depths,
+            margins=rng.choice([0.0, 0.1, 0.5, 2.0, np.inf], len(depths)).astype(np.float32),
+            top=int(rng.integers(1, 4)),
+            mean=bool(rng.integers(2)),
+            widths=[None, (2, 6)][rng.integers(2)],
+        )
+        assert_right(run(model, how), tokens, how)
+
+
+def lensed_of(model: Model, matrix: np.ndarray) -> tuple[Any, Any]:
+    from utio_jax.core.lens import Lens
+
+    bias = np.ones((2, TINY.embed_dim), np.float32)
+    lens = Lens(matrix=jnp.asarray(matrix), bias=jnp.asarray(bias), exits=(1, 2))
+    return lensed(model.decoder, model.params, lens)
+
+
+def test_padding_and_absent_candidates_change_nothing(tiny: Model) -> None:
+    how = Select(depths=DEPTHS, margins=margins_of(2.0, 0.5))
+    bare = run(tiny, how)
+    wide = np.full((ROWS + 2, WIDTH + 3), 7, np.int32)
+    wide[1 : ROWS + 1, :WIDTH] = CANDIDATES
+    lengths = np.asarray([0, *LENGTHS, 0], np.int32)
+    padded = run(tiny, how, candidates=wide, lengths=lengths, slots=SLOTS + 5)
+    assert (padded.winners - 1).tolist() == bare.winners.tolist()
+    assert padded.depths.tolist() == [0, *bare.depths.tolist(), 0]
+    np.testing.assert_allclose(padded.scores[1:-1], bare.scores, atol=1e-5)
+    assert np.isnan(padded.scores[[0, -1]]).all()
+
+
+def test_only_whoever_is_left_runs_in_the_narrowest_batch_that_holds_them(
+    tiny: Model, tokens: dict[int, np.ndarray], count_compiles: Any
+) -> None:
+    decoder = Counting(TINY)
+    model = Model(decoder, tiny.params)
+    widths, runs, keys = (1, 2, 4, 6), WIDTH - 1, SLOTS + WIDTH - 1
+    for margins in [(0.0, 0.0), (0.3, 0.1), (2.0, 0.05)]:
+        how = Select(depths=DEPTHS, margins=margins_of(*margins), widths=widths)
+        context = read_context(decoder, model.params, CONTEXT, slots=SLOTS)
+        read_counts()
+        found = select(decoder, model.params, context, CANDIDATES, LENGTHS, how)
+        depths = np.asarray(by_hand(tokens, how)[1])
+        left = [int((depths >= stop).sum()) for stop in (1, 2, 4)]
+        slots = np.asarray([min(w for w in widths if w >= count) * runs for count in left])
+        layers = np.asarray([1, 1, 2])
+        assert found.work.queries.tolist() == (slots * layers).tolist()
+        assert found.work.heads.tolist() == slots.tolist()
+        assert found.work.key_slots.tolist() == (slots * layers * keys).tolist()
+        counts = read_counts()
+        assert counts["queries"] == counts["keys_values"] == (slots * layers).sum()
+        assert counts["finish_layer"] == (slots * layers).sum()
+        assert counts["unembed"] == slots.sum()
+    with count_compiles() as compiles:  # The same shapes again: other texts, other margins.
+        run(model, dataclasses.replace(how, margins=margins_of(2.0, 0.05)), ids=CONTEXT[::-1])
+    assert compiles.count <= 2  # Another number may be left, so another width: one per segment.
+    with count_compiles() as compiles:
+        select(decoder, model.params, context, CANDIDATES, LENGTHS, how)
+    assert compiles.count == 0
+
+
+def test_flops_are_those_of_rows_that_run(tiny: Model) -> None:
+    nobody = Select(depths=(0, *DEPTHS), margins=margins_of(np.inf, np.inf, np.inf))
+    found = run(tiny, nobody)
+    priced = row_flops(tiny.decoder, tiny.params, (0, *DEPTHS, 4), tokens=WIDTH, slots=SLOTS)
+    assert priced[0] == 0
+    assert found.flops(tiny.decoder, tiny.params) == pytest.approx(ROWS * priced.sum())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depths": (2, 1), "margins": margins_of(1, 1)}, "strictly increasing"),
+        ({"depths": (1, 4), "margins": margins_of(1, 1)}, "strictly increasing"),
+        ({"margins": margins_of(1.0)}, "a margin of at least 0 for each of depths"),
+        ({"margins": margins_of(1.0, -1.0)}, "at least 0"),
+        ({"margins": margins_of(1.0, np.nan)}, "at least 0"),
+        ({"top": 7}, "a top from 1 to the 6 candidates"),
+        ({"widths": (4, 2, 6)}, "ascending"),
+        ({"widths": (2, 4)}, "Add 6"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(
+    tiny: Model, changes: dict[str, Any], message: str, unchecked_shapes: None
+) -> None:
+    how = Select(**({"depths": DEPTHS, "margins": margins_of(1, 1)} | changes))
+    with pytest.raises(ValueError, match=message):
+        how.check(tiny.decoder, rows=ROWS)
+
+
+def test_contexts_and_candidates_that_do_not_fit_are_named(
+    tiny: Model, unchecked_shapes: None
+) -> None:
+    decoder, params = tiny.decoder, tiny.params
+    how = Select(depths=DEPTHS, margins=margins_of(1, 1))
+    for ids, slots in (([], None), (CONTEXT, 4), (np.zeros(129, np.int32), None)):
+        with pytest.raises(ValueError, match="Wanted a context of 1 to"):
+            read_context(decoder, params, np.asarray(ids, np.int32), slots=slots)
+    with pytest.raises(ValueError, match="token ids from 0 to 63"):
+        read_context(decoder, params, np.asarray([64]))
+    with pytest.raises(ValueError, match="at most the 0 candidates whose length is above 0"):
+        run(tiny, how, lengths=np.zeros_like(LENGTHS))
+    with pytest.raises(ValueError, match="candidates of at most 121 tokens"):
+        run(tiny, how, candidates=np.zeros((2, 122), np.int32), lengths=np.asarray([122, 1]))
+    both = type(decoder)(dataclasses.replace(TINY, causal=False))
+    with pytest.raises(ValueError, match="Wanted a causal model"):
+        read_context(both, params, CONTEXT)

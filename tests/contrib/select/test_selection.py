@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Margins with a promise: replayed as written, cheapest that passes, kept on queries not seen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers.models import Model
+
+from utio_jax.contrib.select.fitting import FittedSelect, fit_select, replay, see_all
+from utio_jax.contrib.select.selecting import Select, read_context, select
+
+DEPTHS = (0, 1, 2)
+
+
+def scores_of(
+    queries: int, *, noise: tuple[float, ...] = (2.0, 0.6, 0.2), rows: int = 8, seed: int = 0
+) -> np.ndarray:
+    """Returns scores `[query, boundary, row]`: full depth's, behind noise that fades with depth."""
+    rng = np.random.default_rng(seed)
+    full = rng.normal(size=(queries, 1, rows))
+    shape = (queries, len(noise), rows)
+    early = full + np.asarray(noise)[None, :, None] * rng.normal(size=shape)
+    return np.concatenate([early, full], axis=1).astype(np.float32)
+
+
+def fit(tiny: Model, seen: np.ndarray, **options: object) -> FittedSelect:
+    given = {"depths": DEPTHS, "tokens": 8, "slots": 16, "max_disagreement": 0.05} | options
+    return fit_select(tiny.decoder, tiny.params, seen, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("top", [1, 2])
+def test_a_replay_is_the_loop_as_written(top: int) -> None:
+    seen = scores_of(40)
+    seen[3, :, 5:] = np.nan  # Three candidates that there are not.
+    margins = np.asarray([1.5, 0.7, 0.1], np.float32)
+    counts, lost = replay(seen, margins, top=top)
+    for query, table in enumerate(seen):
+        left = [row for row in range(8) if not np.isnan(table[-1, row])]
+        winners = sorted(left, key=lambda row: -table[-1, row])[:top]
+        mine = [len(left)]
+        for scores, margin in zip(table, margins.tolist(), strict=False):
+            bar = sorted((scores[row] for row in left), reverse=True)[top - 1]
+            left = [row for row in left if bar - scores[row] <= np.float32(margin)]
+            mine.append(len(left))
+        assert counts[query].tolist() == mine
+        assert lost[query] == (not set(winners) <= set(left))
+    assert 0 < lost.sum() < 40
+
+
+def test_the_cheapest_that_passes_is_chosen_and_costs_what_it_says(tiny: Model) -> None:
+    seen = scores_of(400)
+    fitted = fit(tiny, seen)
+    ratios = [rung.flops_ratio for rung in fitted.ladder]
+    assert ratios == sorted(ratios, reverse=True)
+    passed = [rung.p_value <= 0.05 for rung in fitted.ladder]
+    last = passed.index(False) - 1 if False in passed else len(passed) - 1
+    assert fitted.select is not None
+    assert fitted.select.depths == fitted.ladder[last].depths
+    assert np.asarray(fitted.select.margins).tolist() == list(fitted.ladder[last].margins)
+    assert 0 < last < len(fitted.ladder) - 1
+    assert fitted.ladder[last].flops_ratio < fitted.ladder[0].flops_ratio < 1
+    assert (fitted.fitted, fitted.tested) == (200, 200)
+
+
+def test_exits_that_know_nothing_are_not_used(tiny: Model) -> None:
+    blind = fit(tiny, scores_of(400, noise=(50.0, 50.0, 50.0)))
+    assert blind.select is None or blind.ladder[0].flops_ratio > 0.9
+
+
+def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
+    groups = np.repeat(np.arange(4), 100)
+    one = fit(tiny, scores_of(400), groups=groups)
+    assert one.fitted == one.tested == 200
+    # Three documents whose winners are always farther behind than any of the fourth: whichever
+    # half has some, the halves are told apart by whole documents.
+    seen = scores_of(400)
+    seen[groups == 0, :-1] = 0.0
+    assert fit(tiny, seen, groups=groups).fitted == 200
+
+
+@pytest.mark.check
+def test_the_promise_holds_over_draws_of_queries(tiny: Model) -> None:
+    everywhere = scores_of(20_000, seed=99)
+    broken = 0
+    for draw in range(60):
+        fitted = fit(tiny, scores_of(300, seed=draw), seed=draw, at_most=2)
+        if fitted.select is not None:
+            chosen = [*(DEPTHS.index(d) for d in fitted.select.depths), 3]
+            broken += replay(everywhere[:, chosen], fitted.select.margins)[1].mean() > 0.05
+    assert broken <= 7  # 60 draws at 5 %: 8 or more have a chance of 1 %.
+
+
+def test_what_is_seen_is_what_selecting_would_see(tiny: Model) -> None:
+    rng = np.random.default_rng(0)
+    queries = [
+        (rng.integers(0, 64, 7), rng.integers(0, 64, (4, 3)), np.asarray([3, 2, 3, 1]))
+        for _ in range(3)
+    ]
+    seen = see_all(tiny.decoder, tiny.params, queries, depths=DEPTHS, slots=8)
+    assert seen.shape == (3, 4, 4)
+    how = Select(depths=(1,), margins=np.asarray([0.2], np.float32))
+    for (ids, candidates, lengths), table in zip(queries, seen, strict=True):
+        context = read_context(tiny.decoder, tiny.params, ids, slots=8)
+        found = select(tiny.decoder, tiny.params, context, candidates, lengths, how)
+        (counts,), (lost,) = replay(table[None, [1, 3]], how.margins)
+        assert counts.tolist() == [4, int((found.depths == 4).sum())]
+        assert (found.winners[0] != table[-1].argmax()) == lost
+
+
+def test_what_does_not_fit_is_named(tiny: Model, unchecked_shapes: None) -> None:
+    with pytest.raises(ValueError, match="Make them with see_all"):
+        fit(tiny, scores_of(400)[:, 1:])
+    with pytest.raises(ValueError, match="Wanted at least 118 queries"):
+        fit(tiny, scores_of(117))
+    with pytest.raises(ValueError, match="a group for each of 400 queries"):
+        fit(tiny, scores_of(400), groups=np.zeros(3, np.int32))

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts that stop where all keys and values are made: the same tokens, for less work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from helpers.engine import CAPACITY, SHAPES
+from helpers.generation import SMALL, lively_model, run
+from helpers.models import Model
+from helpers.shared_kv import KINDS
+
+from utio_jax import Adaptive, Lossless, Plain, Prefill, Temperature, random_depths
+from utio_jax.decoding.prefill import exact_prefill, fastest_prefill
+from utio_jax.engine import Engine
+
+PROMPTS = [[0, *range(5, 20)], [0, 9, 3, 2, 8, 8, 1], [4], [0, *range(40, 63)]]
+POLICY = random_depths(np.asarray([0.5, 0.2, 0.3]), key=jax.random.key(1), depths=(1, 2, 4))
+MODES = {
+    "plain": Plain(),
+    "adaptive": Adaptive(policy=POLICY),
+    "lossless": Lossless(exit=2, max_draft=3),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: Any) -> Model:
+    return lively_model(**KINDS[request.param])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sampling", [None, Temperature(0.9)], ids=["greedy", "drawn"])
+def test_tokens_after_exact_prompts_are_those_after_whole_ones(
+    model: Model, mode: str, sampling: Any
+) -> None:
+    options: dict[str, Any] = {"mode": MODES[mode], "max_new_tokens": 24, "seeds": 3}
+    if sampling is not None:
+        options["sampling"] = sampling
+    whole = run(model, PROMPTS, prefill=Prefill(), **options)
+    exact = run(model, PROMPTS, **options)
+    for one, other in zip(whole.token_ids, exact.token_ids, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(whole.log_probabilities, exact.log_probabilities, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_all_tokens_but_the_last_stop_where_keys_and_values_are_complete(model: Model) -> None:
+    config = model.decoder.config
+    exact = run(model, PROMPTS, max_new_tokens=2)
+    for prompt, depths in zip(PROMPTS, exact.prompt_depths, strict=True):
+        wanted = [config.kv_complete] * (len(prompt) - 1) + [4]
+        np.testing.assert_array_equal(depths, wanted)
+    assert exact.num_layers == 4
+    assert exact.prompt_work is not None
+    # Eight slots of the last token's segment, in unit steps; four rows of 24 below.
+    work = jax.tree.map(lambda leaf: np.asarray(leaf)[0], exact.prompt_work)
+    assert work.queries[0] == 4 * 24 * config.kv_complete
+    assert work.queries[1] == 4 * 8 * (4 - config.kv_complete)
+    assert work.keys_values.sum() == 4 * 24 * config.kv_layers
+    # The cache holds the layers that make keys and values, and no more.
+    ends = np.asarray([len(prompt) + 1 for prompt in PROMPTS])
+    np.testing.assert_array_equal(
+        exact.kv_bytes_held, ends * exact.bytes_per_slot * config.kv_layers
+    )
+
+
+def test_a_model_without_shared_keys_and_values_has_no_exact_prefill(model: Model) -> None:
+    plain = lively_model().decoder
+    assert exact_prefill(plain) is None
+    found = fastest_prefill(model.decoder, 1, 24, kv="propagate")
+    assert found is not None
+    assert found.exact(model.decoder)
+    assert not found.exact(plain)
+    # Tokens are seen as deep as they ran there, so prompts run in full.
+    assert fastest_prefill(model.decoder, 1, 24, kv="drop") is None
+
+
+@pytest.mark.parametrize("chunk", [None, 8], ids=["whole", "chunks"])
+def test_an_engine_reads_them_so_too(model: Model, chunk: int | None) -> None:
+    shapes = SHAPES.__class__(prompt_widths=(8, 32), groups=(1, 2), key_step=32, chunk=chunk)
+    engine = Engine(
+        model.decoder, model.params, slots=2, capacity=CAPACITY, mode=Plain(), shapes=shapes
+    )
+    numbers = [engine.submit(prompt, max_new_tokens=12, eos_ids=()) for prompt in PROMPTS]
+    done = engine.drain()
+    for number, prompt in zip(numbers, PROMPTS, strict=True):
+        alone = run(model, [prompt], prefill=Prefill(), max_new_tokens=12, lengths=SMALL)
+        np.testing.assert_array_equal(done[number].token_ids, alone.token_ids[0])

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of generated text: layers per emitted token, FLOPs, and quality against full depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.generation import (
+    CROSSING,
+    PROMPTS,
+    SMALL,
+    DepthAt,
+    depth_table,
+    lively_model,
+    plain_run,
+    run,
+    true_logits,
+)
+
+from utio_jax.bench.decoding import measure_modes, middles, repetition
+from utio_jax.core.flops import token_cost
+from utio_jax.core.pytrees import pytree
+from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.lossless import Lossless
+from utio_jax.decoding.sampling import Temperature
+from utio_jax.evaluation.generation import generation_ledger, read_emitted, spent_on
+
+DEPTHS = (1, 2, 4)
+GATE = 1000.0
+
+
+@pytree
+class Charged(DepthAt):
+    """A table whose every decision costs `GATE` FLOPs."""
+
+    def flops(self, index: int, decoder: Any, params: Any) -> float:
+        return GATE
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return lively_model()
+
+
+def ledger(model: Any, mode: Any, result: Any, **options: Any) -> Any:
+    return generation_ledger(model.decoder, model.params, mode, [PROMPTS], [result], **options)
+
+
+def test_plain_decoding_is_the_unit(model: Any) -> None:
+    row = ledger(model, Plain(), plain_run())
+    assert (row.policy, row.tokens, row.depth_histogram) == ("full", 120, {"4": 1.0})
+    assert row.depth_decided_mean == row.depth_executed_mean == 4
+    assert row.flops_ratio == row.padding_ratio == row.agreement == row.kv_bytes_ratio == 1
+    assert row.throttled_ratio == 0
+    assert row.speedup_ideal == pytest.approx(1, abs=1e-6)
+    assert row.involuntary_stays == row.involuntary_exits == row.gate_pct == 0
+    assert row.nll == pytest.approx(row.nll_full, abs=1e-5)
+    unmeasured = {key for key, value in row.to_dict().items() if value is None}
+    assert unmeasured == {
+        *("budget", "nll_increase_pct", "kl_full", "seconds_full", "seconds", "speedup"),
+        *("efficiency", "routing_overhead_pct", "compiles"),
+    }
+
+
+def test_rows_that_have_ended_go_on_costing(model: Any) -> None:
+    eos = int(plain_run().token_ids[0][9])
+    result = run(model, eos_ids=(eos,), lengths=CROSSING)
+    sizes = [row.size for row in result.token_ids]
+    assert min(sizes) < 20
+    row = ledger(model, Plain(), result)
+    assert row.tokens == sum(sizes)
+    assert row.depth_executed_mean == pytest.approx(3 * max(sizes) * 4 / sum(sizes))
+    assert row.padding_ratio == pytest.approx(3 * max(sizes) / sum(sizes))
+    assert row.flops_ratio == 1  # Plain decoding does so, too: in both widths of attention.
+    assert row.kv_bytes_ratio == 1
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_adaptive_work_by_hand(model: Any, kv: Any) -> None:
+    table = depth_table(DEPTHS, shape=(3, 64))
+    mode = Adaptive(policy=Charged(table=table, depths=DEPTHS), kv=kv)
+    result = run(model, mode=mode)
+    row = ledger(model, mode, result, budget=0.7)
+    assert (row.policy, row.budget) == ("table", 0.7)
+    decided = np.stack(result.decided)
+    assert row.depth_decided_mean == pytest.approx(decided.mean())
+    assert row.depth_histogram == {
+        str(depth): pytest.approx(np.mean(decided == depth), abs=1e-6) for depth in DEPTHS
+    }
+    # In each round all rows go as deep as the deepest; the first tokens are prefill's.
+    deepest = decided.max(axis=0)
+    assert row.involuntary_stays == np.sum(decided < deepest)
+    assert row.involuntary_exits == 0
+    cost = token_cost(model.decoder, model.params)
+    layer = cost.query + cost.keys_values + 64 * cost.attention_per_key
+    layers = 3 * deepest.sum()
+    frozen = 3 * (4 - deepest).sum() if kv == "propagate" else 0
+    flops = layers * layer + frozen * cost.keys_values + 120 * cost.head + 3 * 39 * 2 * GATE
+    assert row.flops_ratio == pytest.approx(flops / (120 * (4 * layer + cost.head)), rel=1e-6)
+    kept = 120 * 4 if kv == "propagate" else decided.sum()
+    ideal = decided.sum() * (layer - cost.keys_values) + kept * cost.keys_values + 120 * cost.head
+    assert row.speedup_ideal == pytest.approx(120 * (4 * layer + cost.head) / ideal, rel=1e-6)
+    assert row.depth_executed_mean == pytest.approx(layers / 120)
+    assert row.padding_ratio == pytest.approx(layers / decided.sum())
+    full = 120 * (4 * layer + cost.head)
+    assert row.gate_pct == pytest.approx(100 * 3 * 39 * 2 * GATE / full)
+
+
+def test_lossless_charges_rejected_drafts_and_their_heads(model: Any) -> None:
+    mode = Lossless(exit=2, max_draft=3)
+    result = run(model, mode=mode)
+    row = ledger(model, mode, result)
+    rounds = int(result.steps.max())
+    layers = 3 * (4 + rounds * (4 * 2 + 4 * 2))
+    assert row.depth_executed_mean == pytest.approx(layers / 120)
+    assert row.policy == "full"
+    assert row.agreement == 1
+    assert row.nll == pytest.approx(row.nll_full, abs=1e-4)
+    assert row.involuntary_stays == row.involuntary_exits == 0
+    assert row.speedup_ideal is None
+    cost = token_cost(model.decoder, model.params)
+    per_layer = cost.query + cost.keys_values + 64 * cost.attention_per_key
+    flops = layers * per_layer + 3 * (1 + rounds * (3 + 4)) * cost.head
+    full = 120 * (4 * per_layer + cost.head)
+    assert row.flops_ratio == pytest.approx(flops / full, rel=1e-6)
+    assert row.gate_pct == pytest.approx(100 * 3 * (rounds * 7 - 39) * cost.head / full)
+
+
+def test_emitted_tokens_are_read_at_full_depth(model: Any) -> None:
+    table = depth_table(DEPTHS, shape=(3, 64))
+    mode = Adaptive(policy=Charged(table=table, depths=DEPTHS))
+    result = run(model, mode=mode)
+    found = read_emitted(model.decoder, model.params, PROMPTS, result)
+    nll, shortfall, agrees = [], [], []
+    for prompt, new in zip(PROMPTS, result.token_ids, strict=True):
+        logits = true_logits(model, prompt, new, np.full(40, 4), "full")
+        logp = np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
+        mine = logp[np.arange(40), new]
+        nll.append(-mine)
+        shortfall.append(logp.max(axis=-1) - mine)
+        agrees.append(logp.argmax(axis=-1) == new)
+    np.testing.assert_allclose(found.nll, np.concatenate(nll), atol=1e-4)
+    np.testing.assert_allclose(found.shortfall, np.concatenate(shortfall), atol=1e-4)
+    np.testing.assert_array_equal(found.agrees, np.concatenate(agrees))
+    row = ledger(model, mode, result)
+    assert row.nll_full == pytest.approx(np.mean(np.concatenate(nll)), abs=1e-5)
+    assert row.agreement == pytest.approx(np.mean(np.concatenate(agrees)))
+    assert 0 < row.agreement < 1
+    assert row.nll != pytest.approx(row.nll_full, abs=1e-3)
+
+
+def test_drawn_tokens_have_no_agreement(model: Any) -> None:
+    assert ledger(model, Plain(), plain_run(), sampling=Temperature(1.0)).agreement is None
+
+
+def test_batches_add_up(model: Any) -> None:
+    result = plain_run()
+    once = spent_on(model.decoder, model.params, Plain(), PROMPTS, result)
+    twice = generation_ledger(model.decoder, model.params, Plain(), [PROMPTS] * 2, [result] * 2)
+    assert twice.tokens == 2 * once.tokens
+    assert twice.depth_executed_mean == once.executed / once.tokens
+    one = run(model, max_new_tokens=1)
+    assert ledger(model, Plain(), one).flops_ratio == 1  # Nothing ran but prefill.
+
+
+def test_modes_take_turns_on_the_same_prompts(model: Any) -> None:
+    modes = {"plain": Plain(), "drafts": Lossless(exit=2, max_draft=3)}
+    steps = []
+    eos = int(plain_run().token_ids[0][9])
+    found = measure_modes(
+        model.decoder,
+        model.params,
+        [PROMPTS],
+        modes,
+        run=lambda prompts, mode: run(model, prompts, mode=mode, eos_ids=(eos,)),
+        rounds=2,
+        progress=lambda: steps.append(1),
+    )
+    assert len(steps) == 3 * 3  # Two modes and prefill, a warm-up and two rounds.
+    plain, drafts = found["plain"], found["drafts"]
+    assert plain.ledger.speedup == 1
+    # The ideal has no rows that have ended, and prefill at its own time.
+    padding, ideal = plain.ledger.padding_ratio, plain.ledger.speedup_ideal
+    assert padding is not None
+    assert ideal is not None
+    assert 1 <= ideal <= padding, "whatever share of the time prefill took"
+    assert plain.ledger.efficiency == pytest.approx(1 / ideal, abs=1e-6)
+    assert plain.acceptance is None
+    assert drafts.acceptance == drafts.results[0].acceptance
+    assert drafts.ledger.compiles == plain.ledger.compiles == 0
+    assert drafts.ledger.efficiency is None
+    record = drafts.to_dict()
+    assert record["tokens_per_second"] == pytest.approx(
+        record["tokens"] / record["seconds"], rel=1e-3
+    )
+    with pytest.raises(ValueError, match='modes with "plain" as the baseline'):
+        measure_modes(
+            model.decoder, model.params, [PROMPTS], {"other": Plain()}, run=lambda p, m: plain_run()
+        )
+
+
+def test_repetition_counts_what_was_there_before() -> None:
+    assert repetition([np.arange(9)]) == 0
+    assert repetition([np.zeros(8, int), np.arange(8)]) == 4 / 10
+    assert repetition([np.arange(3)]) == 0
+
+
+def test_prompts_come_from_the_middles_of_long_documents() -> None:
+    documents = [np.arange(100), np.arange(10), np.arange(1000, 1040)]
+    found = middles(documents, tokens=8, count=5)
+    assert [prompt[0] for prompt in found] == [50, 1020, 58, 1028, 66]
+    assert all(prompt == list(range(prompt[0], prompt[0] + 8)) for prompt in found)
+    with pytest.raises(ValueError, match="document of at least 4000 tokens.*The longest has 100"):
+        middles(documents, tokens=1000, count=1)
+
+
+def test_once_the_longest_row_has_ended_plain_steps_read_fewer_keys(model: Any) -> None:
+    # Prompts of 3, 7 and 1 tokens: the second crosses slot 32 in round 26, and ends; the third does
+    # so in round 32 of 39.
+    sizes = (27, 27, 40)
+    rows = tuple(row[:size] for row, size in zip(plain_run().token_ids, sizes, strict=True))
+    result = dataclasses.replace(plain_run(), token_ids=rows, key_widths=(32, 64))
+    spent = spent_on(model.decoder, model.params, Plain(), PROMPTS, result)
+    cost = token_cost(model.decoder, model.params)
+    narrow, wide = (4 * cost.layer(width) + cost.head for width in (32, 64))
+    assert spent.flops_plain == pytest.approx(3 * ((1 + 25 + 5) * narrow + (1 + 8) * wide))
+
+
+@pytest.mark.parametrize("lengths", [SMALL, CROSSING])
+def test_attended_slots_are_what_queries_see(model: Any, lengths: Any) -> None:
+    result = run(model, lengths=lengths)
+    widths = np.asarray(result.key_widths)
+    reach = max(map(len, PROMPTS)) + np.arange(1, 40)  # Of the longest row, its own token included.
+    expected = 4 * widths[np.searchsorted(widths, reach)].sum()
+    np.testing.assert_array_equal(result.attended, [expected] * 3)

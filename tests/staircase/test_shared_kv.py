@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that read keys and values made below (`DecoderConfig.kv_source`): values and cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import cases
+from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, lively_model, run
+from helpers.models import Model, assert_close, live_params
+from helpers.shared_kv import KINDS
+
+from utio_jax import Adaptive, CapacityPrefix, Lossless, Plain, given_depths, staircase, uniform
+from utio_jax.attention.cache import init_cache
+from utio_jax.models import TINY, Transformer
+from utio_jax.staircase.reference import dense_states, reference_states
+
+
+def model_of(kind: str) -> Model:
+    decoder = Transformer(dataclasses.replace(TINY, **KINDS[kind]))
+    return Model(decoder, live_params(decoder))
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: Any) -> Model:
+    return model_of(request.param)
+
+
+def by_hand(model: Model, ids: jax.Array) -> np.ndarray:
+    """Returns full-depth states, from the layers' own pieces and a plain softmax."""
+    decoder, params, config = model.decoder, model.params, model.decoder.config
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    places, x = decoder.encode_positions(positions), decoder.embed(params, ids, positions)
+    made: dict[int, Any] = {}
+    # K/V of layer r: of the states before it, or of those before the first layer that shares.
+    first = next(i for i, rows in enumerate(config.kv_source) if rows != (i,))
+    for index, rows in enumerate(config.kv_source):
+        for row in range(4):
+            if min(row, first) == index and row not in made:
+                kernels = params["layers"]["k_proj"]["kernel"]
+                if row < kernels.shape[0]:
+                    layer = jax.tree.map(lambda leaf, row=row: leaf[row], params["layers"])
+                    made[row] = decoder.keys_values(layer, x, places)
+        keys, values = (
+            jnp.concatenate([made[row][kind] for row in rows], axis=-2) for kind in (0, 1)
+        )
+        layer = {
+            name: jax.tree.map(lambda leaf: leaf[index], leaf)  # noqa: B023
+            for name, leaf in params["layers"].items()
+            if name not in ("k_proj", "v_proj")
+        }
+        queries = decoder.queries(layer, x, places)
+        group = config.num_heads // keys.shape[-2]
+        keys, values = (jnp.repeat(each, group, axis=-2) for each in (keys, values))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys)
+        ahead = positions[0][:, None] - positions[0][None, :]
+        window = config.windows[index] if config.windows else 0
+        seen = (ahead >= 0) & ((ahead < window) | (window == 0))
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        x = decoder.finish_layer(layer, x, jnp.einsum("bhqk,bkhd->bqhd", weights, values))
+    return np.asarray(x)
+
+
+def test_the_dense_program_and_the_reference_are_what_is_meant(model: Model) -> None:
+    ids, lengths = model.tokens(2, 17), jnp.asarray([17, 17])
+    wanted = by_hand(model, ids)
+    (dense,) = dense_states(model.decoder, model.params, ids, lengths, depths=(4,))
+    assert_close(dense, wanted)
+    for kv in ("propagate", "drop", "full"):
+        full = jnp.full(ids.shape, 4)
+        found = reference_states(model.decoder, model.params, ids, lengths, full, kv=kv)
+        assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda s: f"{s.batch}x{s.token}-{s.kv}")
+def test_equals_the_oracle(model: Model, shape: cases.Shape) -> None:
+    if shape.token == 33:
+        pytest.skip("Two depths of the four-segment shape.")
+    assert max(error for _, error in cases.compare_cases(model, shape, range(40))) < 1e-4
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_the_static_prefix_equals_the_oracle(model: Model, kv: str) -> None:
+    executor = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
+    shape = dataclasses.replace(cases.SHAPES[1], kv=kv, executor=executor)
+    assert max(error for _, error in cases.compare_cases(model, shape, range(12))) < 1e-4
+
+
+def test_a_token_that_has_made_all_its_keys_and_values_changes_no_other(model: Model) -> None:
+    config = model.decoder.config
+    complete = config.kv_complete
+    assert complete == (2 if config.kv_layers == 4 else 1)
+    ids, lengths = model.tokens(2, 24, seed=3), jnp.asarray([24, 19])
+    rng = np.random.default_rng(0)
+    depths = jnp.asarray(rng.choice([complete, 4], (2, 24)))
+    found = staircase(
+        model.decoder, model.params, ids, lengths,
+        given_depths(depths, depths=(complete, 4)), executor=cases.EXECUTOR,
+    )  # fmt: skip
+    real = np.arange(24)[None, :] < np.asarray(lengths)[:, None]
+    deep = (np.asarray(depths) == 4) & real
+    assert_close(np.asarray(found.x)[deep], by_hand(model, ids)[deep])
+    # One layer less, and it does change them: the law is not vacuous.
+    early = jnp.where(depths == 4, 4, complete - 1) if complete > 1 else depths * 0 + 4
+    other = reference_states(model.decoder, model.params, ids, lengths, early)
+    if complete > 1:
+        assert np.abs(np.asarray(other)[deep] - by_hand(model, ids)[deep]).max() > 1e-2
+
+
+def test_keys_and_values_are_made_once_and_counted(model: Model) -> None:
+    config, ids = model.decoder.config, model.tokens(2, 16)
+    found = staircase(
+        model.decoder, model.params, ids, jnp.asarray([16, 16]), uniform(4),
+        executor=cases.EXECUTOR,
+    )  # fmt: skip
+    assert int(found.work.keys_values.sum()) == 32 * config.kv_layers
+    cache = init_cache(config, batch=2, slots=16)
+    assert cache.keys.shape[0] == config.kv_layers
+    assert found.cache is None
+
+
+DEPTHS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def lively(request: Any) -> Model:
+    return lively_model(**KINDS[request.param])
+
+
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_decoding_is_the_oracle_at_the_decided_depths(lively: Model, kv: str) -> None:
+    mode = Adaptive(policy=DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS), kv=kv)
+    assert_greedy(lively, run(lively, mode=mode), kv=kv)
+
+
+@pytest.mark.parametrize(
+    "mode", [Plain(), Lossless(exit=2, max_draft=3), Lossless(exit=1)], ids=str
+)
+def test_exact_modes_are_the_full_model(lively: Model, mode: Any) -> None:
+    assert_greedy(lively, run(lively, mode=mode), kv="full")
+
+
+def test_packed_rows_are_the_same_rows(lively: Model) -> None:
+    policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
+    together, packed = (run(lively, mode=Adaptive(policy=policy, pack=p)) for p in ((), (1, 2)))
+    for one, other in zip(together.token_ids, packed.token_ids, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert len(PROMPTS) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"kv_source": ((0,), (1,), (0,))}, "a kv_source for each of its 4 layers"),
+        ({"kv_source": ((0,), (1,), (0,), (0,)), "kv_depth": (0, 0)}, "made of the states before"),
+        ({"kv_source": ((0,), (1,), (0, 1), (0, 1))}, "as divide num_heads=4. Got 2 x 2"),
+        ({"kv_source": ((0,), (1,), (0,), (0, 1))}, "as many layers' each"),
+    ],
+)
+def test_sources_that_cannot_be_are_refused(changes: Any, wanted: str) -> None:
+    if "2 x 2" in wanted:
+        changes = changes | {"num_kv_heads": 4}
+        wanted = wanted.replace("2 x 2", "2 x 4")
+    with pytest.raises(ValueError, match=wanted):
+        dataclasses.replace(TINY, **changes)

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding modes on the same prompts, timed in turns against plain decoding.
+
+    prompts = middles(model.encode(texts), tokens=64, count=8)
+    run = lambda prompts, mode: generate(model.decoder, model.params, prompts, mode=mode)
+    modes = {"plain": Plain(), "lossless": Lossless(exit=4)}
+    rows = measure_modes(model.decoder, model.params, [prompts], modes, run=run)
+
+Then `rows["lossless"].ledger.speedup` and `rows["lossless"].tokens_per_second`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from utio_jax.bench.timing import Timing, time_programs
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.base import Mode
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.evaluation.generation import generation_ledger
+from utio_jax.evaluation.ledger import Ledger
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """What one mode wrote, and what that cost in work; its times are None.
+
+    Attributes:
+      results: what came out of each batch.
+      ledger: of all of them.
+    """
+
+    results: tuple[Generated, ...]
+    ledger: Ledger
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens over seconds; None where nothing was timed."""
+        return None
+
+    @property
+    def acceptance(self) -> float | None:
+        """Accepted drafts per verified draft; None where nothing was drafted."""
+        drafts = sum(int(result.drafts.sum()) for result in self.results)
+        accepted = sum(int(result.accepted.sum()) for result in self.results)
+        return accepted / drafts if drafts else None
+
+    @property
+    def repetition(self) -> float:
+        """Share of 4-grams that the same text has had before; loops inflate acceptance."""
+        return repetition([row for result in self.results for row in result.token_ids])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns rates and ledger as JSON-ready values."""
+        rate = self.tokens_per_second
+        rates = {
+            "tokens_per_second": None if rate is None else round(rate, 1),
+            "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
+            "repetition": round(self.repetition, 4),
+        }
+        return rates | self.ledger.to_dict()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Written):
+    """One mode on the same prompts as the others, with times and speed-up in its ledger.
+
+    Attributes:
+      timing: of all batches, prefill included.
+      ratios: `[round]`, plain decoding's seconds per new token over this mode's.
+    """
+
+    timing: Timing
+    ratios: np.ndarray
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over seconds of prefill and decoding, after a warm-up at the same shapes."""
+        return (self.ledger.tokens or 0) / self.timing.median
+
+
+def measure_modes(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Prompts],
+    modes: Mapping[str, Mode],
+    *,
+    run: Callable[[Prompts, Mode], Generated],
+    sampling: Sampling = Greedy(),
+    budgets: Mapping[str, float] | None = None,
+    rounds: int = 3,
+    progress: Callable[[], None] | None = None,
+) -> dict[str, Measured]:
+    """Returns every mode's text, cost and time; modes take turns, after a warm-up.
+
+    Texts may end at different lengths, so `speedup` compares seconds per new token, and
+    `seconds_full` is plain decoding's time for as many tokens as the mode's own. Prefill, at full
+    depth, is part of all times: `speedup_ideal` is what would come out if prefill took its own
+    time, measured in turns with the rest, and decoding went with its FLOPs.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      batches: prompts that are decoded together.
+      modes: by a name of the caller's choice; "plain" is the baseline.
+      run: generates: called with a batch's prompts and a mode.
+      sampling: how `run` draws tokens.
+      budgets: that adaptive modes' policies were calibrated for, by name.
+      rounds: timed turns of each mode.
+      progress: called `(len(modes) + 1) * (rounds + 1)` times.
+
+    Raises:
+      ValueError: no prompts, or no mode is called "plain".
+    """
+    if "plain" not in modes or not batches:
+        raise ValueError(
+            'Wanted at least one batch of prompts, and modes with "plain" as the baseline. '
+            f"Got {len(batches)} batches and modes {sorted(modes)}."
+        )
+    results: dict[str, tuple[Generated, ...]] = {}
+
+    def take_turn(name: str) -> None:
+        results[name] = tuple(run(prompts, modes[name]) for prompts in batches)
+
+    def fill_caches() -> None:
+        for prompts in batches:
+            generate(decoder, params, prompts, max_new_tokens=1, eos_ids=())
+
+    programs = {name: partial(take_turn, name) for name in modes} | {"": fill_caches}
+    times = time_programs(programs, rounds=rounds, progress=progress)
+    plain_tokens = sum(row.size for result in results["plain"] for row in result.token_ids)
+    measured = {}
+    for name, mode in modes.items():
+        budget = (budgets or {}).get(name)
+        row = generation_ledger(
+            decoder, params, mode, batches, results[name], sampling=sampling, budget=budget
+        )
+        share = (row.tokens or 0) / plain_tokens
+        ratios = times[name].ratios_over(times["plain"]) * share
+        speedup = float(np.median(ratios))
+        ideal = row.speedup_ideal
+        if ideal is not None:
+            prefill = min(1.0, times[""].median / times["plain"].median)
+            ideal = 1.0 / (prefill + (1.0 - prefill) / ideal)
+        row = dataclasses.replace(
+            row,
+            seconds_full=times["plain"].median * share,
+            seconds=times[name].median,
+            speedup=speedup,
+            speedup_ideal=ideal,
+            efficiency=None if ideal is None else speedup / ideal,
+            compiles=times[name].compiles,
+        )
+        measured[name] = Measured(
+            results=results[name], timing=times[name], ratios=ratios, ledger=row
+        )
+    return measured
+
+
+def repetition(texts: Sequence[np.ndarray], *, length: int = 4) -> float:
+    """Returns the share of n-grams of tokens that the same text has had before.
+
+    >>> repetition([np.array([1, 2, 3, 1, 2, 3, 1, 2])])
+    0.4
+    """
+    repeated = total = 0
+    for ids in texts:
+        grams = [tuple(ids[i : i + length].tolist()) for i in range(ids.size - length + 1)]
+        repeated += len(grams) - len(set(grams))
+        total += len(grams)
+    return repeated / max(total, 1)
+
+
+def middles(documents: Sequence[np.ndarray], *, tokens: int, count: int) -> list[list[int]]:
+    """Returns prompts of equal length from the middles of documents, long ones only.
+
+    Openings are licence texts and imports. One prompt per document, then a second one, and so on.
+
+    Raises:
+      ValueError: no document has four times as many tokens.
+    """
+    longer = [ids for ids in documents if ids.size >= 4 * tokens]
+    if not longer:
+        raise ValueError(
+            f"Wanted a document of at least {4 * tokens} tokens, to take prompts of {tokens} from. "
+            f"The longest has {max((ids.size for ids in documents), default=0)}."
+        )
+    prompts = []
+    for index in range(count):
+        turn, which = divmod(index, len(longer))
+        ids = longer[which]
+        start = (ids.size // 2 + turn * tokens) % (ids.size - tokens)
+        prompts.append([int(i) for i in ids[start : start + tokens]])
+    return prompts

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Suites: which parts, at which sizes; and the run that keeps every row it has measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from utio_jax.bench.engines import engine_group
+from utio_jax.bench.parts import decode_group, lossless_group, score_group
+from utio_jax.bench.prompts import prompt_group
+from utio_jax.bench.results import Recorder
+from utio_jax.bench.rows import Group, Row
+from utio_jax.bench.subjects import Subject
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suite:
+    """What is measured, for each model.
+
+    Attributes:
+      name: of the suite.
+      parts: in the order of measuring.
+      models: that are measured unless others are named.
+      policies: see `methods_of`; controls join them by themselves.
+      score: batches and tokens per row of scoring.
+      decode: batches, prompt and output lengths.
+      prompts: batches, prompt and output lengths, of prompts that mostly stop early.
+      rounds: timed turns of each program.
+      minutes: after which no further group begins; None has no end.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    models: tuple[str, ...] = ("shipped",)
+    policies: tuple[str, ...] = ("learned@0.6",)
+    score: tuple[tuple[int, int], ...] = ((16, 512),)
+    decode: tuple[tuple[int, int, int], ...] = ((1, 64, 56),)
+    prompts: tuple[tuple[int, int, int], ...] = ((1, 448, 64),)
+    rounds: int = 5
+    minutes: float | None = None
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of the largest cache that the suite decodes from."""
+        return max((batch * (prompt + output) for batch, prompt, output in self.decode), default=0)
+
+
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite(name="quick", parts=("score", "decode", "lossless", "prompt")),
+        Suite(
+            name="cpu",
+            parts=("score", "decode", "lossless", "engine", "prompt"),
+            policies=("learned@0.5", "learned@0.6", "learned@0.75", "utio_surrogate@0.6"),
+            score=((4, 128), (1, 512), (16, 512)),
+            decode=((1, 64, 120), (8, 64, 120), (32, 64, 120)),
+            prompts=((1, 448, 64), (8, 448, 64)),
+            rounds=7,
+        ),
+        Suite(
+            name="accelerator",
+            parts=("score", "decode"),
+            models=("mistral-7b",),
+            policies=("random@0.6",),
+            score=((1, 2048), (16, 512)),
+            decode=((1, 64, 64), (8, 64, 64), (32, 64, 64), (128, 64, 64), (256, 64, 64)),
+            minutes=9.0,
+        ),
+    )
+}
+
+
+def tiny(suite: Suite) -> Suite:
+    """Returns the same suite at sizes that any machine runs at once: for a dry run."""
+    return dataclasses.replace(
+        suite,
+        models=("tiny",),
+        policies=("random@0.6",),
+        score=((2, 64),),
+        decode=((1, 16, 8), (2, 16, 8)),
+        prompts=((2, 48, 8),),
+        rounds=2,
+    )
+
+
+def groups_of(suite: Suite, subject: Subject) -> list[Group]:
+    """Returns all groups of a model, in order."""
+    named, rounds = suite.policies, suite.rounds
+    makers: dict[str, Callable[[], list[Group]]] = {
+        "score": lambda: [score_group(subject, shape, named, rounds) for shape in suite.score],
+        "decode": lambda: [decode_group(subject, shape, named, rounds) for shape in suite.decode],
+        "lossless": lambda: [lossless_group(subject, shape, rounds) for shape in suite.decode],
+        "engine": lambda: [
+            engine_group(subject, shape, named, rounds) for shape in suite.decode if shape[0] > 1
+        ],
+        "prompt": lambda: [prompt_group(subject, shape, rounds) for shape in suite.prompts],
+    }
+    return [group for part in suite.parts for group in makers[part]()]
+
+
+def run_groups(
+    groups: Iterable[Group],
+    recorder: Recorder,
+    *,
+    started: float,
+    say: Callable[[str], None],
+    note: str = "",
+    minutes: float | None = None,
+) -> bool:
+    """Measures groups that the recorder does not have; returns whether all are measured.
+
+    What cannot run is recorded as that: a group's ValueErrors and the device's errors become notes
+    of its rows.
+
+    Args:
+      groups: in order.
+      recorder: keeps each group's rows as soon as they are known.
+      started: when the run began, of `time.perf_counter`.
+      say: is given a line of progress.
+      note: of every row.
+      minutes: after which no further group begins.
+    """
+    complete = True
+    for group in groups:
+        if all(row.key in recorder.rows for row in group.rows):
+            continue
+        if minutes is not None and time.perf_counter() - started > 60 * minutes:
+            say(f"out of time: {group.title} is left to --resume")
+            complete = False
+            continue
+        say(group.title)
+        rows: Sequence[Row]
+        try:
+            rows = group.measure()
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            say(f"  did not run: {reason}")
+            rows = [row.failed(reason) for row in group.rows]
+        recorder.add([row.noting(note) for row in rows], seconds=time.perf_counter() - started)
+        # The programs of a whole suite use up a process' memory maps; no group needs another's.
+        jax.clear_caches()
+    return complete
+
+
+def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the run in a line: counts, and the speed-ups of scoring and decoding."""
+    rows = results["rows"]
+    return {
+        "row_count": len(rows),
+        "did_not_run": sum(not row["ran"] for row in rows),
+        "fell_back": sum(bool(row["fallbacks"]) for row in rows),
+        "speedups": {
+            row["key"]: row["speedup"]["median"]
+            for row in rows
+            if row["speedup"] is not None and row["part"] in ("score", "decode", "lossless")
+        },
+    }

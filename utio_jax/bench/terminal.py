@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of measurements, and text coloured by depth. Needs the extra `cli` (rich)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.evaluation.evaluate import DocumentScore
+from utio_jax.evaluation.ledger import Ledger
+
+# Rows of a table of documents; the JSON has all.
+_MOST_DOCUMENTS = 40
+
+_LEDGER_COLUMNS = (
+    *("policy", "budget", "FLOPs", "layers", "loss +%", "hull +%", "agree"),
+    *("speed-up", "ideal", "effic."),
+)
+_COMPARISON_COLUMNS = (
+    *("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
+    *("corr. KL", "corr. depth", "Gini", "of oracle"),
+)
+
+# Shallow to deep, on any background.
+_SHADES = ("#2f9e8f", "#7fb83d", "#d8b02a", "#e07b2e", "#d1495b", "#a44ac2")
+
+
+def ledger_table(
+    rows: Sequence[Ledger], *, title: str, hull: Callable[[float], float | None]
+) -> Table:
+    """Returns a terminal table; `hull` is the control that every row is read against."""
+    table = _table(
+        _LEDGER_COLUMNS,
+        title=title,
+        caption="hull: loss increase of randomly mixed exits at the row's own FLOPs",
+    )
+    for row in rows:
+        at_hull = hull(row.flops_ratio) if row.flops_ratio is not None else None
+        better = (
+            row.policy not in ("uniform", "uniform_hull", "full")
+            and at_hull is not None
+            and row.nll_increase_pct is not None
+            and row.nll_increase_pct < at_hull
+        )
+        table.add_row(
+            _named(row),
+            _show(row.budget, "g"),
+            _show(row.flops_ratio, ".3f"),
+            _show(row.depth_decided_mean, ".2f"),
+            _show(row.nll_increase_pct, "+.2f"),
+            _show(at_hull, "+.2f"),
+            _show(row.agreement, ".3f"),
+            _show(row.speedup, ".2f"),
+            _show(row.speedup_ideal, ".2f"),
+            _show(row.efficiency, ".2f"),
+            style="bold green" if better else None,
+        )
+    return table
+
+
+def bench_table(results: Mapping[str, Any]) -> Table:
+    """Returns a terminal table of what `utio-jax bench` measured."""
+    table = _table(
+        ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "effic.", "loss +%"),
+        title=f"{results['suite']} suite, {results['environment']['device']}",
+        padding=(0, 0),
+        caption="speed-up: median of the rounds' ratios over the fastest full-depth program, and "
+        "quartiles; none where the method fell back or did not run",
+    )
+    for row in results["rows"]:
+        speedup, seconds, quality = row["speedup"], row["seconds"], row["quality"] or {}
+        if not row["ran"]:
+            table.add_row(row["key"], "did not run", style="dim")
+            continue
+        table.add_row(
+            row["key"],
+            _show(None if seconds is None else seconds["median"], ".3g"),
+            _show(row["flops_ratio"], ".3f"),
+            _show(None if speedup is None else speedup["median"], ".2f"),
+            "" if speedup is None else f"{speedup['low']:.2f}-{speedup['high']:.2f}",
+            _show(row["speedup_ideal"], ".2f"),
+            _show(row["efficiency"], ".2f"),
+            _show(quality.get("nll_increase_pct"), "+.2f"),
+        )
+    return table
+
+
+def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
+    """Returns a terminal table of `utio_jax.calibration.compare.compare`'s rows."""
+    table = _table(
+        _COMPARISON_COLUMNS,
+        title=title,
+        padding=(0, 0),
+        caption="below hull: loss that mixed exits would have more at the row's own FLOPs, and its "
+        "95 % interval over documents; bold where that excludes zero",
+    )
+    for column in table.columns:
+        column.no_wrap = True
+    for row in rows:
+        ledger, margin = row.ledger, row.hull_margin_pct
+        table.add_row(
+            _named(ledger),
+            _show(ledger.budget, "g"),
+            _show(ledger.flops_ratio, ".3f"),
+            _show(ledger.gate_pct, ".2f"),
+            _show(ledger.nll_increase_pct, "+.2f"),
+            "" if margin is None else f"{margin[1]:+.2f} [{margin[0]:+.2f}, {margin[2]:+.2f}]",
+            _show(ledger.agreement, ".3f"),
+            _show(row.rank_correlation_kl, ".2f"),
+            _show(row.rank_correlation_depth, ".2f"),
+            _show(row.harm_gini, ".2f"),
+            _show(row.oracle_recovered, ".2f"),
+            style="bold green" if margin is not None and margin[0] > 0 else None,
+        )
+    return table
+
+
+def documents_table(scored: Sequence[tuple[str, Any, DocumentScore]], total: Ledger) -> Table:
+    """Returns a terminal table of scored documents, the first of many, and what all of them cost.
+
+    Args:
+      scored: name, token ids and score of each.
+      total: over all of them.
+    """
+    table = _table(
+        ("document", "tokens", "log-likelihood", "nats per token", "layers"),
+        title=f"{total.policy}: {total.nll:.4f} nats per token over {total.tokens:,} tokens, at "
+        f"full depth {total.nll_full:.4f}; {total.flops_ratio:.3f} of its FLOPs",
+        caption="layers: mean of those behind each prediction",
+    )
+    for name, ids, score in scored[:_MOST_DOCUMENTS]:
+        table.add_row(
+            Text(name),
+            f"{len(ids):,}",
+            f"{score.log_likelihood.sum():,.2f}",
+            f"{-score.log_likelihood.mean():.4f}",
+            f"{score.depths.mean():.2f}",
+        )
+    more = scored[_MOST_DOCUMENTS:]
+    if more:
+        tokens = sum(len(ids) for _, ids, _ in more)
+        table.add_row(f"and {len(more):,} more", f"{tokens:,}", style="dim")
+    return table
+
+
+def generation_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
+    """Returns a terminal table of rows as `Measured.to_dict` makes them, with mode and batch."""
+    columns = {
+        "mode": ("mode", ""),
+        "batch": ("batch", "d"),
+        "tokens_per_second": ("tokens/s", ".0f"),
+        "speedup": ("speed-up", ".2f"),
+        "acceptance": ("acceptance", ".2f"),
+        "depth_executed_mean": ("layers", ".2f"),
+        "flops_ratio": ("FLOPs", ".3f"),
+        "agreement": ("agree", ".3f"),
+        "repetition": ("repeats", ".2f"),
+    }
+    table = _table(
+        [name for name, _ in columns.values()],
+        title=title,
+        caption="layers: executed per new token; repeats: 4-grams that the text has had before",
+    )
+    for row in rows:
+        table.add_row(*(_show(row[name], form) for name, (_, form) in columns.items()))
+    return table
+
+
+def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence[int]) -> Text:
+    """Returns text with each token's piece in the colour of its depth.
+
+    Args:
+      pieces: of the text, one per token.
+      depths: layers behind each.
+      levels: all depths that can occur, ascending.
+    """
+    text = Text()
+    for piece, depth in zip(pieces, depths, strict=True):
+        # An escape sequence in generated text could do anything to the terminal.
+        text.append(
+            piece.replace("\x1b", "\u241b"), style=_shade(list(levels).index(depth), len(levels))
+        )
+    return text
+
+
+def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) -> Text:
+    """Returns one line that names each depth in its colour.
+
+    Args:
+      depths: to name.
+      levels: all depths that can occur, ascending, as `depth_text` had them; None means `depths`.
+    """
+    text = Text("layers behind each token: ")
+    among = list(depths if levels is None else levels)
+    for depth in depths:
+        text.append(f" {depth} ", style=_shade(among.index(depth), len(among)))
+    return text
+
+
+def _table(names: Sequence[str], **options: Any) -> Table:
+    """Returns an empty table, its first column left of the others' numbers; nothing is cut off."""
+    table = Table(**options)
+    for number, name in enumerate(names):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _named(row: Ledger) -> str:
+    """Returns the policy, and of a uniform one the depth: no two rows shall share a name."""
+    (depth, *others) = row.depth_histogram or ("",)
+    return f"uniform {depth}" if row.policy == "uniform" and not others else row.policy
+
+
+def _shade(index: int, levels: int) -> str:
+    return _SHADES[round(index * (len(_SHADES) - 1) / max(levels - 1, 1))]
+
+
+def _show(value: Any, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders: rows that leave as a whole when their class or embedding is known, or token by token.
+
+    found = encode_rows(encoder, params, inputs, lengths, policy)   # rows leave at exits
+    found.logits, found.pooled, found.depths                        # [row, ...]
+
+At an exit a row is one token to a policy: its pooled state, with the exit's classifier for a head.
+So every signal serves: `Entropy` is DeeBERT (Xin et al. 2020), `Patience` PABEE (Zhou et al. 2020),
+`StateSimilarity` compares successive pooled states (LGViT, Xu et al. 2023, and CALM), and
+`Thresholded` makes policies of them. Rows see nothing of each other, so those that are left run in
+blocks of rows under loops with traced trip counts: a batch of any size skips what it does not need,
+and new inputs compile nothing. `read_exits` runs all rows to all exits: the definition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.products import NOWHERE
+from utio_jax.contrib.encoders.protocol import Classifier, Encoder
+from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
+from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
+from utio_jax.core.layer import layer_at
+from utio_jax.core.lens import Wrapped
+from utio_jax.core.pytrees import pytree
+from utio_jax.core.work import Work, stack_work
+from utio_jax.policies.base import Boundary, Policy, Signal
+from utio_jax.staircase.base import Executor, Tokens, over_blocks
+from utio_jax.staircase.loop import check_policy, staircase
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import FrozenKV, apply_layer, dense_states, positions_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowBlocks:
+    """Blocks of rows that run a segment together: whole ones first, small ones for what remains.
+
+    Attributes:
+      block: rows of a whole block, a multiple of `min_rows`.
+      min_rows: the unit of padding; fewer than this are padded in each segment.
+    """
+
+    block: int = 32
+    min_rows: int = 4
+
+    def __post_init__(self) -> None:
+        if self.min_rows < 1 or self.block < 1 or self.block % self.min_rows:
+            raise ValueError(
+                "Wanted a block of rows that is a multiple of min_rows, at least 1. Got "
+                f"block={self.block}, min_rows={self.min_rows}. For example: block=32, min_rows=4."
+            )
+
+    def rows_run(self, live: Bool[Array, " row"]) -> Int[Array, ""]:
+        """Returns the rows that run, padding included."""
+        return -(-jnp.sum(live, dtype=jnp.int32) // self.min_rows) * self.min_rows
+
+
+@pytree
+class Encoded:
+    """What an encoder made of rows.
+
+    Attributes:
+      pooled: each row's pooled state where it left; of rows of length 0, nothing to be used.
+      logits: the classifier's there; None of an encoder without one.
+      depths: layers that each row has run, or of `encode_tokens` each token; 0 for what is absent.
+      work: what was executed, padding included, by segment; `heads` are rows that were classified,
+        of `encode_tokens` also tokens that were read.
+    """
+
+    pooled: Float[Array | np.ndarray, "row dim"]
+    logits: Float[Array | np.ndarray, "row label"] | None
+    depths: Int[Array | np.ndarray, "*lead"]
+    work: Work
+
+    def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
+        """Returns the FLOPs of all matrix products, padding included, and of a policy's scores."""
+        cost = token_cost(encoder, params)
+        if isinstance(encoder, Classifier):
+            one = jax.ShapeDtypeStruct((1, self.pooled.shape[-1]), self.pooled.dtype)
+            depth = encoder.config.num_layers
+            head = count_matmul_flops(lambda p, x: encoder.classify(p, x, depth), params, one)
+            cost = dataclasses.replace(cost, head=head)
+        asked = np.asarray(self.work.decisions, np.float64)
+        gates = 0.0
+        if policy is not None:
+            for index in range(len(policy.depths) - 1):
+                gates += float(asked[index]) * policy.flops(index, encoder, params)
+        return pass_flops(cost, self.work, gates=gates)
+
+
+@dataclasses.dataclass(frozen=True)
+class _RowsAsTokens(Wrapped):
+    """An encoder to policies: each row is one token, whose input is its pooled embedding."""
+
+    def embed(self, params: Params, token_ids: Inputs, positions: jax.Array) -> jax.Array:
+        return token_ids
+
+
+def encode_rows(
+    encoder: Encoder,
+    params: Params,
+    inputs: Inputs,
+    lengths: Int[Array, " row"],
+    policy: Policy,
+    *,
+    blocks: RowBlocks = RowBlocks(),
+) -> Encoded:
+    """Returns each row's embedding and class, from as many layers as the policy gives the row.
+
+    Equals `read_exits` at the depth where each row left, which its own inputs alone decide. Pure;
+    jit it with `encoder` and `blocks` static. A classifier reads every row at every exit that it
+    reaches, once.
+
+    Args:
+      encoder: the model; policies that look at predictions need a `Classifier`.
+      params: its parameters.
+      inputs: right-padded rows of token ids, or `[row, token, *input_shape]`.
+      lengths: real tokens per row; 0: there is no such row.
+      policy: decides at each of its depths which rows go on; a row is one token to it, whose state
+        is the pooled one, and whose state before the first layer the pooled embedding. Signals that
+        look token ids up do not fit.
+      blocks: in which rows run.
+
+    Raises:
+      TypeError: no policy, but the name of one.
+      ValueError: a model that is causal, rows of another shape than it reads, lengths beyond them,
+        depths that it does not have, a policy that asks for predictions it does not make, or,
+        outside jit, ids that the model does not have.
+    """
+    check_inputs(encoder, inputs, lengths)
+    depths = check_policy(policy, encoder)
+    tokens, rows = Tokens.embed(encoder, params, inputs, lengths), inputs.shape[0]
+    read = _reader(encoder, params)
+    pooled = encoder.pool(params, tokens.x, tokens.live)
+    first = jax.eval_shape(lambda x: read(x, depths[0]), pooled)
+    logits = None if first is None else jnp.zeros(first.shape, first.dtype)
+    live, depth = lengths > 0, jnp.zeros(rows, jnp.int32)
+    memory = policy.start(pooled[:, None], jnp.zeros((rows, 1), jnp.int32))
+    x, work = tokens.x, []
+    for index, (start, stop) in enumerate(itertools.pairwise((0, *depths))):
+        with jax.named_scope(f"rows_{start}_{stop}"):
+            x, pooled, logits = _run_rows(
+                encoder, params, tokens, (x, pooled, logits), live, (start, stop), blocks
+            )
+        asks = False if stop == depths[-1] else policy.asks(index)
+        spent = _work(blocks, live, tokens.x.shape[1], stop - start, reads=logits is not None)
+        stops = live
+        if stop != depths[-1]:
+            seen = _boundary(encoder, params, pooled, logits, live, stop)
+            goes, memory = policy.go_deeper(index, seen, memory)
+            stops = live & ~goes[:, 0]
+            spent += Work.of(decisions=jnp.where(asks, rows, 0).astype(jnp.int32))
+        depth, live = jnp.where(stops, stop, depth), live & ~stops
+        work.append(spent)
+    return Encoded(pooled=pooled, logits=logits, depths=depth, work=stack_work(work))
+
+
+def encode_tokens(
+    encoder: Encoder,
+    params: Params,
+    inputs: Inputs,
+    lengths: Int[Array, " row"],
+    policy: Policy,
+    *,
+    kv: FrozenKV = "propagate",
+    executor: Executor = MicroBatches(),
+) -> Encoded:
+    """Returns each row's embedding and class, from tokens of which each has a depth of its own.
+
+    That is `utio_jax.staircase`, pooled over tokens where each has stopped, and read by the
+    classifier of full depth. A policy that looks at predictions sees `unembed` of each token.
+
+    Args:
+      encoder: the model.
+      params: its parameters.
+      inputs: right-padded rows of token ids, or `[row, token, *input_shape]`.
+      lengths: real tokens per row.
+      policy: decides at each of its depths which tokens go on.
+      kv: what others see of a token that has stopped.
+      executor: how live tokens are run.
+
+    Raises:
+      ValueError: as `encode_rows`.
+    """
+    check_inputs(encoder, inputs, lengths)
+    found = staircase(encoder, params, inputs, lengths, policy, kv=kv, executor=executor)
+    _, real = positions_of(inputs, lengths)
+    pooled = encoder.pool(params, found.x, real)
+    logits = _reader(encoder, params)(pooled, encoder.config.num_layers)
+    last = Work.of(heads=jnp.int32(0 if logits is None else inputs.shape[0]))
+    work = jax.tree.map(lambda many, one: jnp.append(many, one), found.work, last)
+    return Encoded(pooled=pooled, logits=logits, depths=found.depths, work=work)
+
+
+@pytree
+class Exits:
+    """All rows at all depths.
+
+    Attributes:
+      start: pooled embeddings.
+      pooled: pooled states at each depth.
+      logits: the classifiers'; None of an encoder without one.
+    """
+
+    start: Float[Array, "row dim"]
+    pooled: Float[Array, "depth row dim"]
+    logits: Float[Array, "depth row label"] | None
+
+
+def read_exits(
+    encoder: Encoder,
+    params: Params,
+    inputs: Inputs,
+    lengths: Int[Array, " row"],
+    *,
+    depths: tuple[int, ...],
+) -> Exits:
+    """Returns all rows at all depths, by the plain full-width program; differentiable.
+
+    Args:
+      encoder: the model.
+      params: its parameters.
+      inputs: right-padded rows of token ids, or `[row, token, *input_shape]`.
+      lengths: real tokens per row.
+      depths: in layers, ascending. Static.
+
+    Raises:
+      ValueError: as `encode_rows`.
+    """
+    check_inputs(encoder, inputs, lengths)
+    depths = check_depths(depths)
+    _, real = positions_of(inputs, lengths)
+    states = dense_states(encoder, params, inputs, lengths, depths=(0, *depths))
+    start, *pooled = [encoder.pool(params, x, real) for x in states]
+    read = _reader(encoder, params)
+    logits = [read(each, depth) for each, depth in zip(pooled, depths, strict=True)]
+    known = [each for each in logits if each is not None]
+    return Exits(start=start, pooled=jnp.stack(pooled), logits=jnp.stack(known) if known else None)
+
+
+def score_exits(
+    encoder: Encoder, params: Params, exits: Exits, signal: Signal, *, depths: tuple[int, ...]
+) -> Float[Array, "boundary row"]:
+    """Returns a signal's scores of all rows at all depths but the last, as if none had left.
+
+    A row's scores do not depend on others, nor on which have left: all thresholds follow from them.
+
+    Args:
+      encoder: the model.
+      params: its parameters.
+      exits: of `read_exits` at these depths.
+      signal: scores rows.
+      depths: in layers, ending where all rows leave. Static.
+    """
+    rows = exits.pooled.shape[1]
+    all_rows = jnp.ones(rows, jnp.bool_)
+    memory = signal.start(exits.start[:, None], jnp.zeros((rows, 1), jnp.int32))
+    scores = []
+    for index, depth in enumerate(depths[:-1]):
+        logits = None if exits.logits is None else exits.logits[index]
+        seen = _boundary(encoder, params, exits.pooled[index], logits, all_rows, depth)
+        score, memory = signal(index, seen, memory)
+        scores.append(score[:, 0])
+    return jnp.stack(scores)
+
+
+def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
+    """Checks the rows of an encoder: their shape; of values that are not traced, lengths and ids.
+
+    Ids lie below `vocab_size`, or below each of `id_limits` where the config has these: one for
+    each number of a token's input.
+
+    Raises:
+      ValueError: see `encode_rows`.
+    """
+    config = encoder.config
+    if config.causal or not isinstance(encoder, Encoder):
+        raise ValueError(
+            "Wanted an encoder: causal=False in its config, and a method pool. Got "
+            f"{type(encoder).__name__} with causal={config.causal}. Score text of a causal model: "
+            "utio_jax.score."
+        )
+    shape, wanted = tuple(inputs.shape), config.input_shape
+    most = config.context_length
+    if len(shape) < 2 or shape[2:] != wanted or shape[1] > most:
+        axes = ", ".join(map(str, ("row", "token", *wanted)))
+        raise ValueError(
+            f"Wanted inputs [{axes}] of at most {most} tokens, the model's context. Got {shape}."
+        )
+    if tuple(lengths.shape) != shape[:1]:
+        raise ValueError(
+            f"Wanted one length per row, shape {shape[:1]}. Got shape {tuple(lengths.shape)}."
+        )
+    if not isinstance(lengths, Tracer):
+        ends = np.asarray(lengths)
+        if ends.size and (ends.min() < 0 or ends.max() > shape[1]):
+            raise ValueError(
+                f"Wanted lengths between 0 and {shape[1]}. Got {ends.min()} to {ends.max()}."
+            )
+        limits = getattr(config, "id_limits", () if wanted else (config.vocab_size,))
+        if limits and not isinstance(inputs, Tracer):
+            _check_ids(np.asarray(inputs).reshape(*shape[:2], len(limits)), ends, limits)
+
+
+def _check_ids(
+    ids: Int[np.ndarray, "row token id"], lengths: np.ndarray, limits: tuple[int, ...]
+) -> None:
+    real = ids[np.arange(ids.shape[1]) < lengths[:, None]]
+    if real.size and (real.min() < 0 or (real.max(axis=0) >= limits).any()):
+        raise ValueError(
+            f"Wanted ids from 0 to below {', '.join(map(str, limits))}, as the model has. Got "
+            f"{real.min(axis=0).tolist()} to {real.max(axis=0).tolist()}. Is the tokenizer another "
+            "model's? Ids of -1 for padding are not needed: lengths say what is real."
+        )
+
+
+def _reader(
+    encoder: Encoder, params: Params
+) -> Callable[[jax.Array, int], Float[Array, "row label"] | None]:
+    """Returns what reads pooled states at a depth: the classifier in float32, or nothing."""
+    if not isinstance(encoder, Classifier):
+        return lambda pooled, depth: None
+    return lambda pooled, depth: encoder.classify(params, pooled, depth).astype(jnp.float32)
+
+
+def _run_rows(
+    encoder: Encoder,
+    params: Params,
+    tokens: Tokens,
+    states: tuple[jax.Array, jax.Array, jax.Array | None],
+    live: Bool[Array, " row"],
+    layers: tuple[int, int],
+    blocks: RowBlocks,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns token states, pooled states and logits after the live rows' layers [start, stop)."""
+    rows, read = live.shape[0], _reader(encoder, params)
+    # Slots behind the live ones name no row: they run the last one again, and are not written.
+    row_of_slot = jnp.flatnonzero(live, size=rows + blocks.block, fill_value=rows)
+    hidden = jnp.where(tokens.shown, tokens.positions, NOWHERE)
+
+    def step(first: jax.Array, size: int, carry: Any) -> Any:
+        mine = jax.lax.dynamic_slice_in_dim(row_of_slot, first, size)
+        of_rows = lambda leaf: leaf.at[mine].get(mode="clip")  # noqa: E731
+        positions, keys, real = (of_rows(y) for y in (tokens.positions, hidden, tokens.shown))
+        places = jax.tree.map(of_rows, tokens.places)
+
+        def run_one(index: jax.Array, x: jax.Array) -> jax.Array:
+            mix = mixer_at(encoder, index)
+            layer = layer_at(encoder, params, index)
+            return apply_layer(encoder, layer, x, places, mix, mix.visible(positions, keys))
+
+        x = jax.lax.fori_loop(*layers, run_one, of_rows(carry[0]))
+        pooled = encoder.pool(params, x, real)
+        new = (x, pooled, read(pooled, layers[1]))
+        return jax.tree.map(lambda all_, some: all_.at[mine].set(some, mode="drop"), carry, new)
+
+    total = jnp.sum(live, dtype=jnp.int32)
+    return over_blocks(total, (blocks.block, blocks.min_rows), step, states)
+
+
+def _work(
+    blocks: RowBlocks, live: Bool[Array, " row"], width: int, layers: int, *, reads: bool
+) -> Work:
+    """Returns what a segment of the live rows executes."""
+    rows = blocks.rows_run(live)
+    slots = rows * width * layers
+    return Work.of(
+        queries=slots,
+        keys_values=slots,
+        key_slots=slots.astype(jnp.float32) * width,
+        heads=rows * reads,
+    )
+
+
+def _boundary(
+    encoder: Encoder,
+    params: Params,
+    pooled: Float[Array, "row dim"],
+    logits: Float[Array, "row label"] | None,
+    live: Bool[Array, " row"],
+    depth: int,
+) -> Boundary:
+    """Returns what a policy may look at when rows have come to an exit: each is one token."""
+
+    def each_row(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+        found = function(*(y.reshape(-1, *y.shape[2:]) for y in arrays))
+        return jax.tree.map(lambda y: y[:, None], found)
+
+    def map_logits(function: Callable[..., Any], *arrays: jax.Array) -> Any:
+        if logits is None:
+            raise ValueError(
+                "Wanted an encoder with a classifier, for a policy that looks at predictions. Got "
+                f"{type(encoder).__name__}, which has embeddings alone. Take StateSimilarity."
+            )
+        return each_row(function, logits[:, None], *arrays)
+
+    view: Decoder = _RowsAsTokens(encoder)
+    return Boundary(
+        x=jax.lax.stop_gradient(pooled[:, None]),
+        positions=jnp.zeros((pooled.shape[0], 1), jnp.int32),
+        live=live[:, None],
+        params={"model": jax.lax.stop_gradient(params)},
+        depth=depth,
+        decoder=view,
+        map_live=each_row,
+        map_logits=map_logits,
+    )

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer skipping (SkipDecode, FiRST, FlexiDepth): each token runs a set of segments.
+
+What it is worth: hardly anything on the shipped model, see results/layer_sets.md.
+"""
+
+from __future__ import annotations
+
+from utio_jax.contrib.layer_skipping.fitting import fit_prompt_sets
+from utio_jax.contrib.layer_skipping.policies import (
+    LayerSets,
+    given_sets,
+    random_sets,
+    skip_decode,
+)
+from utio_jax.contrib.layer_skipping.reference import reference_layer_sets
+from utio_jax.contrib.layer_skipping.scoring import generate_layer_sets, score_layer_sets
+
+__all__ = [
+    "LayerSets",
+    "fit_prompt_sets",
+    "generate_layer_sets",
+    "given_sets",
+    "random_sets",
+    "reference_layer_sets",
+    "score_layer_sets",
+    "skip_decode",
+]

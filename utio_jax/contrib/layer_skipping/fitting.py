@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits which layers a row skips to its prompt: FiRST's routers, without training the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.calibration.gates import fit_linear_gates
+from utio_jax.calibration.studies import ExitStudy
+from utio_jax.contrib.layer_skipping.policies import LayerSets, given_sets
+from utio_jax.contrib.layer_skipping.scoring import run_sets
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import Batch
+from utio_jax.policies.learned import PromptRouter
+from utio_jax.staircase.base import Executor
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.score import compare_states, full_depth, score
+
+
+def fit_prompt_sets(
+    decoder: Decoder,
+    params: Params,
+    studies: Sequence[ExitStudy],
+    *,
+    layers: float,
+    prompt: int = 32,
+    executor: Executor = MicroBatches(),
+) -> LayerSets:
+    """Returns sets of layers that a row's first tokens choose for all later ones (FiRST).
+
+    Jain et al. 2024 (arXiv 2410.12513) train a router per layer and LoRA weights that make up for
+    what is skipped. Here the model stays as it is: a gate at the beginning of every segment but the
+    first learns, from the mean state of a row's first tokens, how much it harms the tokens behind
+    them to skip this segment alone (the root of their mean KL to full depth, in nats ** 0.5). A row
+    is one example, and a text has few, so gates are linear: ridge regression, its penalty by the
+    error on rows left out, up to one at which all rows choose alike. One threshold for all gates
+    meets the number of layers on the same text.
+
+    Args:
+      decoder: the model; its exits are where segments end.
+      params: its parameters.
+      studies: of a text, by `utio_jax.calibration.studies.study_exits`.
+      layers: to run on average, of tokens behind the prompt.
+      prompt: tokens of a row that run everything, and choose.
+      executor: how live slots are run.
+
+    Raises:
+      ValueError: fewer layers than the first segment has, or more than there are, or no row with
+        tokens behind its prompt.
+    """
+    depths = decoder.config.exits
+    if not depths[0] <= layers <= depths[-1] or prompt < 1:
+        raise ValueError(
+            f"Wanted a prompt of at least 1 token, and from {depths[0]} layers, which all tokens "
+            f"run, to {depths[-1]}. Got prompt={prompt} and layers={layers}."
+        )
+    harm = skipping_harm(
+        decoder, params, [study.batch for study in studies], prompt=prompt, executor=executor
+    )
+    means = np.concatenate(
+        [study.states[:, :, :prompt].astype(np.float32).mean(axis=2) for study in studies], axis=1
+    )
+    long = np.isfinite(harm).all(axis=0)
+    if not long.any():
+        raise ValueError(
+            f"Wanted rows of more than {prompt + 1} tokens. Got none. Take a smaller prompt, or a "
+            "longer text."
+        )
+    gates = fit_linear_gates(means[:, long], np.sqrt(harm[:, long]))
+    scores = np.stack(
+        [
+            np.asarray(gates.at(index)(jnp.asarray(mean)))
+            for index, mean in enumerate(means[:, long])
+        ]
+    )
+    signal = PromptRouter(gates=gates, exits=depths[:-1], prompt=prompt, name="first")
+    threshold = _threshold(scores, np.diff(depths), wanted=layers - depths[0])
+    return LayerSets(
+        signal=signal,
+        thresholds=jnp.full(len(depths) - 1, threshold, jnp.float32),
+        depths=depths,
+    )
+
+
+def skipping_harm(
+    decoder: Decoder,
+    params: Params,
+    batches: Sequence[Batch],
+    *,
+    prompt: int,
+    executor: Executor = MicroBatches(),
+) -> np.ndarray:
+    """Returns the mean KL to full depth, in nats, of skipping one segment alone behind a prompt.
+
+    `[boundary, row]`, over the rows of all batches; NaN for rows that predict nothing behind their
+    first `prompt` tokens. Segments end at the model's exits; the first is always run.
+    """
+    depths = decoder.config.exits
+    full, compare = (
+        jax.jit(function, static_argnums=0, static_argnames="executor")
+        for function in (score, compare_states)
+    )
+    found: list[np.ndarray] = []
+    for batch in batches:
+        ids, lengths = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
+        deep = full(decoder, params, ids, lengths, full_depth(decoder), executor=executor).x
+        behind = np.arange(ids.shape[1]) < batch.lengths[:, None] - 1
+        behind[:, :prompt] = False
+        count, rows = behind.sum(axis=1), []
+        for segment in range(1, len(depths)):
+            runs = np.ones((len(depths), *ids.shape), bool)
+            runs[segment, :, prompt:] = False
+            sets = given_sets(jnp.asarray(runs), depths=depths)
+            x = run_sets(decoder, params, ids, lengths, sets, executor=executor).x
+            kl = np.asarray(compare(decoder, params, ids, lengths, x, deep).kl)
+            total = np.where(behind, np.maximum(kl, 0), 0).sum(axis=1)
+            rows.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
+        found.append(np.stack(rows))
+    return np.concatenate(found, axis=1)
+
+
+def _threshold(scores: np.ndarray, layers: np.ndarray, *, wanted: float) -> float:
+    """Returns a threshold at which rows run as many layers on average as may be, up to `wanted`.
+
+    It lies midway between two scores, so that rounding moves no row over it.
+
+    Args:
+      scores: `[boundary, row]`.
+      layers: of each segment behind the first.
+      wanted: layers, those of the first segment not counted.
+    """
+    if wanted >= layers.sum():
+        return -np.inf
+    candidates = np.unique(scores)
+    means = [(layers[:, None] * (scores > each)).sum(axis=0).mean() for each in candidates]
+    first = int(np.argmax(np.asarray(means) <= wanted))
+    return float(np.mean(candidates[first : first + 2])) + (first + 1 == candidates.size)

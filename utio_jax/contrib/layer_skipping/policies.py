@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layer skipping: each token runs a set of segments, not only the first few of them.
+
+A token that leaves a segment out passes it by unchanged and may run a later one. `LayerSets` says
+which; `score_layer_sets` and `generate_layer_sets` run them. The sets of the literature:
+
+    SkipDecode    skip_decode(ends, ...)                later tokens skip lower and middle layers
+    FiRST         LayerSets(signal=PromptRouter(...))   the prompt says which layers are skipped
+    FlexiDepth    LayerSets(signal=Learned(...))        each token's state says it at every segment
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from utio_jax.core.decoder import check_depths
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies.base import Boundary, Signal
+from utio_jax.policies.depth import Thresholded
+from utio_jax.policies.signals import Position, SignalBase, draw_per_token
+
+
+@pytree
+class LayerSets:
+    """Tokens run the next segment where a signal's score exceeds the boundary's threshold.
+
+    The first segment is run by all. At the end of each, every token is asked again, those that have
+    just skipped one included; all are read after the model's last layer. Weights of a signal that
+    belong to a depth are those of the segment's beginning.
+
+    Attributes:
+      signal: scores tokens at the end of each segment.
+      thresholds: one per segment but the first.
+      depths: at which segments end, the last one being the model's last layer. Static.
+    """
+
+    signal: Signal
+    thresholds: Float[Array, " boundary"]
+    depths: tuple[int, ...] = static()
+
+    @property
+    def name(self) -> str:
+        return self.signal.name
+
+    @property
+    def causal(self) -> bool:
+        return self.signal.causal
+
+    @property
+    def rule(self) -> Thresholded:
+        """The policy of depths with the same answers, each of which here is for one segment."""
+        return Thresholded(signal=self.signal, thresholds=self.thresholds, depths=self.depths)
+
+
+@pytree
+class SetTable(SignalBase):
+    """Which segments each token runs, decided by the caller: a score of 1 for yes, 0 for no. Free.
+
+    Attributes:
+      runs: of every segment but the first; one column per token, or one for all tokens of a row,
+        in whatever block they come.
+    """
+
+    runs: Bool[Array, "boundary batch token"] = dataclasses.field(metadata={"row_axis": 1})
+    name: str = static(default="given_sets")
+    causal: bool = static(default=False)
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> None:
+        if self.runs.shape[1] != token_ids.shape[0] or self.runs.shape[2] not in (
+            1,
+            token_ids.shape[1],
+        ):
+            raise ValueError(
+                f"Wanted sets of {token_ids.shape[0]} rows, of {token_ids.shape[1]} tokens each "
+                f"or one for all. Got runs of shape {self.runs.shape}: boundary, batch, token."
+            )
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: None
+    ) -> tuple[Float[Array, "batch token"], None]:
+        runs = jnp.broadcast_to(self.runs[index], boundary.live.shape)
+        return runs.astype(jnp.float32), None
+
+
+@pytree
+class ChanceOfSegment(SignalBase):
+    """The control: a draw from [0, 1) per token and boundary, independent of all others. Free.
+
+    Attributes:
+      key: a PRNG key.
+    """
+
+    key: PRNGKeyArray
+    name: str = static(default="random_sets")
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Any:
+        return token_ids, positions
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: Any
+    ) -> tuple[Float[Array, "batch token"], Any]:
+        return draw_per_token(jax.random.fold_in(self.key, index), *memory), memory
+
+
+def given_sets(
+    runs: Bool[Array, "segment batch token"], *, depths: Sequence[int], name: str = "given_sets"
+) -> LayerSets:
+    """Returns the policy of sets that the caller has decided beforehand.
+
+    Args:
+      runs: which tokens run which segment; those of the first one are not read: all run it. With
+        one column per row, all tokens of the row run the same, new ones too.
+      depths: at which segments end.
+      name: of the policy.
+
+    Raises:
+      ValueError: not as many segments as depths.
+    """
+    depths, runs = check_depths(depths), jnp.asarray(runs)
+    if runs.shape[0] != len(depths):
+        raise ValueError(
+            f"Wanted sets of {len(depths)} segments, which end at depths={depths}. Got runs of "
+            f"shape {runs.shape}: segment, batch, token."
+        )
+    # A set for a whole row was chosen by its prompt at most.
+    signal = SetTable(runs=runs[1:], name=name, causal=runs.shape[2] == 1)
+    return LayerSets(signal=signal, thresholds=jnp.full(len(depths) - 1, 0.5), depths=depths)
+
+
+def random_sets(
+    shares: Sequence[float], *, key: PRNGKeyArray, depths: Sequence[int], name: str = "random_sets"
+) -> LayerSets:
+    """Returns the control: each token runs each segment by chance, whatever it is.
+
+    A draw depends on the key, the segment, the token's position and its id alone: causal.
+
+    Args:
+      shares: probability of each segment but the first, which all tokens run.
+      key: a PRNG key.
+      depths: at which segments end.
+      name: of the policy.
+    """
+    chance = jnp.asarray(shares, jnp.float32)
+    # Draws lie in [0, 1), and run where they exceed: none may at 0, all must at 1.
+    thresholds = jnp.where(chance > 0, jnp.where(chance < 1, 1 - chance, -jnp.inf), jnp.inf)
+    signal = ChanceOfSegment(key=key, name=name)
+    return LayerSets(signal=signal, thresholds=thresholds, depths=check_depths(depths))
+
+
+def skip_decode(
+    depths: Sequence[int],
+    *,
+    most: int,
+    least: int,
+    span: int,
+    name: str = "skip_decode",
+) -> LayerSets:
+    """Returns SkipDecode's sets: later tokens run fewer layers, and skip lower and middle ones.
+
+    SkipDecode (Del Corro et al. 2023, arXiv 2307.02628, section 3): the number of layers falls
+    linearly with the position from `most` to `least`; the lowest layers are run by all (its
+    warm-up layers), and of the others each token runs the uppermost. A segment is run by tokens
+    whose number reaches it, counted from above. Known before the pass, free.
+
+    Args:
+      depths: at which segments end; the first segment is the warm-up.
+      most: layers of the first token.
+      least: layers of a token at `span` and beyond.
+      span: tokens over which the number falls.
+      name: of the policy.
+
+    Raises:
+      ValueError: numbers that do not fit each other or the depths.
+
+    >>> skip_decode((2, 4, 8), most=8, least=4, span=100).thresholds.tolist()
+    [-0.5, -50.5]
+    """
+    depths = check_depths(depths)
+    if not depths[0] <= least < most <= depths[-1] or span < 1:
+        raise ValueError(
+            f"Wanted a span of at least 1 token, and {depths[0]} <= least < most <= {depths[-1]}, "
+            f"in layers: the first segment is run by all. Got most={most}, least={least}, "
+            f"span={span}."
+        )
+    thresholds = []
+    for start in depths[:-1]:
+        # Layers of a token that runs this segment: the warm-up, and all from here to the top.
+        needed = depths[0] + depths[-1] - start
+        if needed <= least:
+            thresholds.append(-math.inf)
+        elif needed > most:
+            thresholds.append(math.inf)
+        else:  # Up to and with this position, which minus the position has to exceed.
+            last = (most - needed) * span // (most - least)
+            thresholds.append(-last - 0.5)
+    signal = Position(name=name)
+    return LayerSets(signal=signal, thresholds=jnp.asarray(thresholds, jnp.float32), depths=depths)

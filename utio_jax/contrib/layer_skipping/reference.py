@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The definition of layer skipping: a full-width program under masks."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.products import NOWHERE
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.layer import layer_at
+from utio_jax.staircase.reference import FrozenKV, apply_layer, check_kv, positions_of
+
+
+def reference_layer_sets(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    runs: Bool[Array, "layer batch token"],
+    *,
+    kv: FrozenKV = "propagate",
+) -> Float[Array, "batch token dim"]:
+    """Returns every token's last state where each runs a set of layers. Slow and obvious.
+
+    All layers run on all tokens under masks.
+    Where a token does not run a layer, its state passes by unchanged, and others see in that layer
+    the K/V of this state (`"propagate"`), or nothing of it (`"drop"`).
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      token_ids: right-padded rows.
+      lengths: real tokens per row.
+      runs: which tokens run which layer.
+      kv: `"propagate"` or `"drop"`.
+    """
+    check_kv(kv, ("propagate", "drop"))
+    positions, valid = positions_of(token_ids, lengths)
+    places = decoder.encode_positions(positions)
+    x = decoder.embed(params, token_ids, positions)
+    for index in range(decoder.config.num_layers):
+        layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
+        mine = valid & runs[index]
+        key_positions = jnp.where(mine if kv == "drop" else valid, positions, NOWHERE)
+        new = apply_layer(decoder, layer, x, places, mix, mix.visible(positions, key_positions))
+        x = jnp.where(mine[..., None], new, x)
+    return x

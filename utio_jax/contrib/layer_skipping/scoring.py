@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores rows, and writes new tokens, where every token runs a set of segments.
+
+    token    0 1 2 3 4 5 6 7          # one row
+    [8,16)   # # # . # # # .          # "#" computed, "." passed by: K/V only (or nothing)
+    [4, 8)   . # . # . # . .
+    [0, 4)   # # # # # # # #
+
+The loop of `utio_jax.staircase.loop`, with tokens that come back. States never move
+(`utio_jax.staircase.base`), so that a token sits out a segment by having no slot in it. It equals
+`reference_layer_sets`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.contrib.layer_skipping.policies import LayerSets
+from utio_jax.core.arrays import next_token_nll
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.pytrees import pytree
+from utio_jax.core.work import Work, stack_work
+from utio_jax.decoding.loop import Prompts, check_prompts
+from utio_jax.staircase.base import Executor, Tokens
+from utio_jax.staircase.exit_head import Head, Model
+from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.reference import FrozenKV, check_kv
+from utio_jax.staircase.score import check_rows, labels_of
+
+
+@pytree
+class SetScores:
+    """What `score_layer_sets` returns. Token `i` of these has read tokens 0..i, predicts i + 1.
+
+    Attributes:
+      log_likelihood: log p(token i+1 | tokens 0..i) in nats; 0 where there is no token i+1.
+      ran: which tokens ran which segment.
+      depths: how many layers each token ran; 0 for padding.
+      work: what was executed, padding included.
+      x: states after the last layer; padding holds undefined ones.
+    """
+
+    log_likelihood: Float[Array, "batch token"]
+    ran: Bool[Array, "segment batch token"]
+    depths: Int[Array, "batch token"]
+    work: Work
+    x: Float[Array, "batch token dim"]
+
+
+def score_layer_sets(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    policy: LayerSets,
+    *,
+    kv: FrozenKV = "propagate",
+    executor: Executor = MicroBatches(),
+    whole: Int[Array, " batch"] | int = 0,
+) -> SetScores:
+    """Returns every token's log-likelihood with the set of segments that the policy gives it.
+
+    Pure; jit it with `decoder`, `kv` and `executor` static.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      token_ids: right-padded rows, no wider than the model's context.
+      lengths: real tokens per row.
+      policy: decides at the end of each segment which tokens run the next one.
+      kv: what others see of a token in layers that it passes by: the K/V of its state
+        (`"propagate"`), or nothing (`"drop"`).
+      executor: how live slots are run.
+      whole: first tokens of each row that run everything, whatever the policy says.
+
+    Raises:
+      ValueError: unknown kv, a policy that ends before the model does, or rows that do not fit it.
+    """
+    check_kv(kv, ("propagate", "drop"))
+    check_rows(decoder, token_ids, lengths)
+    if policy.depths[-1] != decoder.config.num_layers:
+        raise ValueError(
+            "Wanted sets of layers whose depths end at the model's last layer, "
+            f"{decoder.config.num_layers}. Got policy {policy.name!r} with depths={policy.depths}."
+        )
+    depths, model, alone = policy.depths, Model(decoder, params, executor), kv == "drop"
+    tokens = Tokens.embed(decoder, params, token_ids, lengths)
+    real, all_slots = tokens.live, executor.pack(0, tokens.live)
+    always = tokens.positions < jnp.broadcast_to(jnp.asarray(whole), lengths.shape)[:, None]
+    rule = policy.rule
+    memory = rule.start(token_ids, tokens.positions)
+    ran: list[jax.Array] = []
+    work: list[Work] = []
+    for index, (start, stop) in enumerate(itertools.pairwise((0, *depths))):
+        # 1. Pack the tokens that run this segment into slots, and 2. run its layers on these alone.
+        slots = executor.pack(index, tokens.live)
+        x, _ = executor.run_layers(
+            decoder, params, tokens, slots, (start, stop), only_live_keys=alone
+        )
+        ran.append(tokens.live)
+        spent = executor.work(slots, stop - start, kv_layers=stop - start, only_live_keys=alone)
+
+        # 3. Ask which tokens run the next segment: every token, whether or not it ran this one.
+        asked = dataclasses.replace(tokens, x=x, live=real)
+        goes = real
+        if stop < depths[-1]:
+            head = Head(model, asked, all_slots, depth=stop, asks=rule.asks(index))
+            goes, memory = rule.go_deeper(index, head.boundary(), memory)
+            spent += Work.of(decisions=head.slots_asked) + head.work
+
+        # 4. The others sit it out. Under "drop" they are not seen there.
+        live = real & (goes | always)
+        tokens = dataclasses.replace(
+            asked,
+            live=live,
+            shown=live if alone else real,
+            depth=tokens.depth + (stop - start) * tokens.live,
+        )
+        work.append(spent)
+    labels, predicted = labels_of(token_ids, lengths)
+    nll = model.map_head(all_slots, next_token_nll, tokens.x, labels)
+    work.append(Work.of(heads=executor.heads_run(all_slots)))
+    return SetScores(
+        log_likelihood=jnp.where(predicted, -nll, 0.0),
+        ran=jnp.stack(ran),
+        depths=tokens.depth,
+        work=stack_work(work),
+        x=tokens.x,
+    )
+
+
+run_sets = jax.jit(score_layer_sets, static_argnums=0, static_argnames=("kv", "executor"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Written:
+    """What `generate_layer_sets` returns, one entry per prompt.
+
+    Attributes:
+      token_ids: the new tokens.
+      log_probabilities: of these, in nats.
+      decided: layers that the token before each has run; the first one is the prompt's last token.
+    """
+
+    token_ids: Sequence[np.ndarray]
+    log_probabilities: Sequence[np.ndarray]
+    decided: Sequence[np.ndarray]
+
+
+def generate_layer_sets(
+    decoder: Decoder,
+    params: Params,
+    prompts: Prompts,
+    policy: LayerSets,
+    *,
+    max_new_tokens: int,
+    executor: Executor = MicroBatches(),
+) -> Written:
+    """Returns the most probable continuations, each new token with a set of segments of its own.
+
+    Slow and obvious: no cache, every round is a pass over all that is there. Prompts run in full;
+    a `PromptRouter` has them before it, and chooses by them for the new tokens.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      prompts: token ids of each.
+      policy: causal.
+      max_new_tokens: of each prompt; nothing ends a text earlier.
+      executor: how live slots are run.
+
+    Raises:
+      ValueError: a policy that looks at later tokens, or prompts that do not fit the model.
+    """
+    if not policy.causal:
+        raise ValueError(
+            "Wanted a causal policy: decoding cannot look at later tokens. Got policy "
+            f"{policy.name!r}."
+        )
+    rows = check_prompts(prompts, config=decoder.config, max_new_tokens=max_new_tokens)
+    starts = np.asarray([row.size for row in rows], np.int32)
+    ids = np.stack([np.pad(row, (0, starts.max() + max_new_tokens - row.size)) for row in rows])
+    each, found = np.arange(len(rows)), []
+    for number in range(max_new_tokens):
+        lengths = starts + number
+        scores = run_sets(
+            decoder,
+            params,
+            jnp.asarray(ids),
+            jnp.asarray(lengths),
+            policy,
+            executor=executor,
+            whole=jnp.asarray(starts),
+        )
+        token, probability = _most_probable(decoder, params, scores.x[each, lengths - 1])
+        ids[each, lengths] = token
+        found.append((token, probability, scores.depths[each, lengths - 1]))
+    columns = [
+        np.stack([np.asarray(x) for x in column], axis=1) for column in zip(*found, strict=True)
+    ]
+    return Written(token_ids=[*columns[0]], log_probabilities=[*columns[1]], decided=[*columns[2]])
+
+
+@partial(jax.jit, static_argnums=0)
+def _most_probable(
+    decoder: Decoder, params: Params, x: Float[Array, "batch dim"]
+) -> tuple[Int[Array, " batch"], Float[Array, " batch"]]:
+    likely = jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
+    token = jnp.argmax(likely, axis=1)
+    return token, jnp.take_along_axis(likely, token[:, None], axis=1)[:, 0]

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Margins for picking 1 of many, with a guarantee: in most queries the winner is full depth's.
+
+    seen = see_all(decoder, params, queries, depths=decoder.config.exits[:-1])
+    fitted = fit_select(decoder, params, seen, depths=..., tokens=16, slots=128)
+    how = fitted.select          # for `select`; None: only full depth keeps it
+
+Decisions follow from scores alone, and survivors' scores from nothing but their own tokens. So one
+pass in which none leaves says what any margins would have done. Half of the queries make a
+ladder: depths and margins that cost least at 0, 1, 2, ... lost winners. The other half tests it
+from the safe end, by `fit_with_guarantee`; a query is one unit, its risk 0 or 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.calibration.guarantee import fit_with_guarantee, halves
+from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select, survivors
+from utio_jax.core.decoder import Decoder, Params
+
+_WIDER = (2.0, 1.5, 1.25)  # Margins over the widest that any winner needed: the ladder's safe end.
+_STEPS = (1, 3)  # Winners that a step of the ladder gives up at one depth.
+
+Query = tuple[Any, np.ndarray, np.ndarray]
+"""Token ids of a context, candidates `[row, token]`, their lengths `[row]`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rung:
+    """Depths and margins that were tried.
+
+    Attributes:
+      depths: in layers.
+      margins: in nats.
+      flops_ratio: over full depth for all candidates, the context's pass apart, on the fitting
+        half.
+      disagreement: share of the testing half whose winner it loses.
+      p_value: of that being above the bound by the draw of the queries alone.
+    """
+
+    depths: tuple[int, ...]
+    margins: tuple[float, ...]
+    flops_ratio: float
+    disagreement: float
+    p_value: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FittedSelect:
+    """What `fit_select` found.
+
+    Attributes:
+      select: the cheapest that has the guarantee; None: nothing short of full depth does.
+      ladder: what was tested, safest first.
+      fitted: queries that the ladder was made of.
+      tested: queries that it was tested on.
+    """
+
+    select: Select | None
+    ladder: tuple[Rung, ...]
+    fitted: int
+    tested: int
+
+
+def see_all(
+    decoder: Decoder,
+    params: Params,
+    queries: Iterable[Query],
+    *,
+    depths: Sequence[int],
+    mean: bool = True,
+    slots: int | None = None,
+) -> Float[np.ndarray, "query boundary row"]:
+    """Returns all candidates' scores at some depths and at full depth; NaN where there is none.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      queries: contexts with candidates, all of one shape.
+      depths: where candidates might leave, see `Select.depths`.
+      mean: as in `Select`.
+      slots: that contexts are padded to.
+    """
+    none = Select(depths=tuple(depths), margins=np.full(len(depths), np.inf), mean=mean)
+    tables = []
+    for ids, candidates, lengths in queries:
+        context = read_context(decoder, params, ids, slots=slots)
+        tables.append(select(decoder, params, context, candidates, lengths, none).seen)
+    return np.stack(tables)
+
+
+def fit_select(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    seen: Float[np.ndarray, "query boundary row"],
+    *,
+    depths: Sequence[int],
+    tokens: int,
+    slots: int,
+    max_disagreement: float = 0.01,
+    confidence: float = 0.95,
+    top: int = 1,
+    mean: bool = True,
+    widths: tuple[int, ...] | None = None,
+    groups: Int[np.ndarray, " query"] | None = None,
+    at_most: int = 3,
+    seed: int = 0,
+) -> FittedSelect:
+    """Returns the cheapest margins whose winners are full depth's, at a confidence.
+
+    The guarantee is about queries like these, each drawn on its own: of one document, draw one or a
+    few. It holds over the draw of the queries, with the chosen depths and margins fixed afterwards.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      seen: scores of queries on which nothing else was fitted, from `see_all`.
+      depths: of `seen`, full depth apart.
+      tokens: static width of candidates.
+      slots: static width of contexts.
+      max_disagreement: share of queries whose winner may be lost, in (0, 1).
+      confidence: in (0, 1).
+      top: how many are wanted; lost is a query of which any of these leaves.
+      mean: as `seen` was made.
+      widths: as in `Select`.
+      groups: of queries that stay on one side, as those of one document; None: each on its own.
+      at_most: depths of a rung.
+      seed: of the draw of the halves.
+
+    Raises:
+      ValueError: scores of another shape than depths and queries say, or fewer queries than the
+        guarantee takes.
+    """
+    depths = tuple(depths)
+    _check(seen, depths, groups)
+    chance = Select(depths=depths, margins=np.zeros(len(depths)), top=top, widths=widths)
+    sizes = np.asarray(chance.check(decoder, rows=seen.shape[2]))
+    fits = halves(
+        np.arange(len(seen)) if groups is None else groups,
+        units="queries",
+        max_risk=max_disagreement,
+        confidence=confidence,
+        seed=seed,
+    )
+    prices = _Prices(decoder, params, tokens=tokens, slots=slots, sizes=sizes)
+    limit = int(np.ceil(2 * max_disagreement * fits.sum())) + 1
+    ladder = _ladder(seen[fits], depths, prices, top=top, limit=limit, at_most=at_most)
+    tried = seen[~fits]
+    lost = np.stack(
+        [replay(tried[:, _of(mine, depths)], margins, top=top)[1] for mine, margins, _ in ladder]
+    )
+    result = fit_with_guarantee(lost, max_risk=max_disagreement, confidence=confidence)
+    chosen = None
+    if result.chosen is not None:
+        mine, margins, _ = ladder[result.chosen]
+        chosen = Select(depths=mine, margins=margins, top=top, mean=mean, widths=widths)
+    rungs = [
+        Rung(
+            depths=mine,
+            margins=tuple(margins.tolist()),
+            flops_ratio=ratio,
+            disagreement=lost_of,
+            p_value=p_value,
+        )
+        for (mine, margins, ratio), lost_of, p_value in zip(
+            ladder, result.means, result.p_values, strict=True
+        )
+    ]
+    return FittedSelect(
+        select=chosen, ladder=tuple(rungs), fitted=int(fits.sum()), tested=len(tried)
+    )
+
+
+def replay(
+    seen: Float[np.ndarray, "query boundary row"],
+    margins: Float[Array | np.ndarray, " margin"],
+    *,
+    top: int = 1,
+) -> tuple[Int[np.ndarray, "query boundary"], Bool[np.ndarray, " query"]]:
+    """Returns how many candidates run each segment under some margins, and which queries are lost.
+
+    Lost is one of whose full-depth `top` a candidate leaves.
+
+    Args:
+      seen: scores at the margins' depths, and at full depth; NaN where there is no candidate.
+      margins: one for each depth but full depth.
+      top: how many are wanted.
+    """
+    full = seen[:, -1]
+    alive = ~np.isnan(full)
+    counts = []
+    for index, margin in enumerate(np.asarray(margins).tolist()):
+        counts.append(alive.sum(axis=1))
+        alive = survivors(seen[:, index], alive, margin, top=top)
+    counts.append(alive.sum(axis=1))
+    kept = np.take_along_axis(alive, _best(full, top), 1).all(axis=1)
+    return np.stack(counts, axis=1), np.logical_not(kept)
+
+
+def _best(full: np.ndarray, top: int) -> np.ndarray:
+    """Returns the best `top` of each query, `[query, top]`; of equals the earlier."""
+    return np.argsort(np.where(np.isnan(full), np.inf, -full), axis=1, kind="stable")[:, :top]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prices:
+    """FLOPs of queries, whose candidates are padded to widths."""
+
+    decoder: Decoder
+    params: Params
+    tokens: int
+    slots: int
+    sizes: np.ndarray
+
+    def ratio(self, counts: np.ndarray, depths: tuple[int, ...]) -> float:
+        layers = self.decoder.config.num_layers
+        each, whole = (
+            row_flops(self.decoder, self.params, ends, tokens=self.tokens, slots=self.slots)
+            for ends in ((*depths, layers), (layers,))
+        )
+        padded = self.sizes[np.searchsorted(self.sizes, counts)]
+        return float((padded @ each).sum() / (len(counts) * self.sizes[-1] * whole[0]))
+
+
+_Try = tuple[tuple[int, ...], np.ndarray, float]
+
+
+def _ladder(
+    seen: np.ndarray,
+    depths: tuple[int, ...],
+    prices: _Prices,
+    *,
+    top: int,
+    limit: int,
+    at_most: int,
+) -> list[_Try]:
+    """Returns depths, margins and costs, safest first, each cheaper than those before."""
+    best: dict[int, _Try] = {}
+    for size in range(1, min(at_most, len(depths)) + 1):
+        for mine in itertools.combinations(depths, size):
+            some = seen[:, _of(mine, depths)]
+            for margins, ratio, lost in _path(some, mine, prices, top=top, limit=limit):
+                if lost not in best or ratio < best[lost][2]:
+                    best[lost] = (mine, margins, ratio)
+    safe, widest, _ = best[0]
+    rungs: list[_Try] = []
+    for factor in _WIDER:
+        counts, _ = replay(seen[:, _of(safe, depths)], widest * factor, top=top)
+        rungs.append((safe, widest * factor, prices.ratio(counts, safe)))
+    for lost in sorted(best):
+        if best[lost][2] < rungs[-1][2]:
+            rungs.append(best[lost])
+    return rungs
+
+
+def _path(
+    seen: np.ndarray, depths: tuple[int, ...], prices: _Prices, *, top: int, limit: int
+) -> Iterator[tuple[np.ndarray, float, int]]:
+    """Yields margins, their cost and lost winners: from none lost on, greedily.
+
+    Each step gives up the winners that are farthest behind at one depth: where a lost winner buys
+    most.
+    """
+    full = seen[:, -1]
+    behind = _best(full, top)
+    gaps = []
+    for scores in (seen[:, index] for index in range(len(depths))):
+        known = np.where(np.isnan(full), -np.inf, scores)
+        bar = np.partition(known, -top, axis=1)[:, -top]
+        last = np.take_along_axis(scores, behind, 1).min(axis=1)
+        gaps.append(np.sort(np.maximum(bar - last, 0))[::-1])
+    steps = np.stack(gaps)  # [depth, given up]
+
+    def tried(given: tuple[int, ...]) -> tuple[np.ndarray, float, int]:
+        margins = steps[np.arange(len(depths)), np.asarray(given)]
+        counts, lost = replay(seen, margins, top=top)
+        return margins, prices.ratio(counts, depths), int(lost.sum())
+
+    given = (0,) * len(depths)
+    now = tried(given)
+    yield now
+    while True:
+        ahead = []
+        for index, step in itertools.product(range(len(depths)), _STEPS):
+            more = tuple(n + step * (i == index) for i, n in enumerate(given))
+            if more[index] < len(seen):
+                found = tried(more)
+                if found[2] <= limit:
+                    gain = (now[1] - found[1]) / max(found[2] - now[2], 0.5)
+                    ahead.append((gain, more, found))
+        if not ahead:
+            return
+        _, given, now = max(ahead, key=lambda each: each[0])
+        yield now
+
+
+def _of(mine: tuple[int, ...], depths: tuple[int, ...]) -> list[int]:
+    """Returns where some depths, and full depth, are among all."""
+    return [*(depths.index(depth) for depth in mine), len(depths)]
+
+
+def _check(
+    seen: np.ndarray,
+    depths: tuple[int, ...],
+    groups: np.ndarray | None,
+) -> None:
+    if seen.ndim != 3 or seen.shape[1] != len(depths) + 1:
+        raise ValueError(
+            f"Wanted scores [query, boundary, row] at each of depths={depths} and at full depth. "
+            f"Got shape {seen.shape}. Make them with see_all."
+        )
+    if groups is not None and groups.shape != seen.shape[:1]:
+        raise ValueError(
+            f"Wanted a group for each of {len(seen)} queries. Got shape {groups.shape}."
+        )

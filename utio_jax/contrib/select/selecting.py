@@ -1,0 +1,382 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Picks 1 of many candidates behind a shared context; those that cannot win leave early.
+
+    context = read_context(decoder, params, prompt)                  # full depth, cached once
+    found = select(decoder, params, context, candidates, lengths, how)
+    found.winners[0], found.scores
+
+A cascade that ranks: early-exit reranking, successive halving with margins in place of fixed
+shares. At each depth of `Select.depths` the head reads every candidate that is left, and those
+that lie more than a margin behind the best leave. The others are packed into a smaller static
+batch. One that stays to the end has run all layers on all its tokens, behind a context at full
+depth: its score is full depth's. What a margin risks is that the winner leaves;
+`utio_jax.contrib.select.fitting` finds margins that guarantee how rarely it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.attention.cache import KVCache, init_cache, read
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.products import NOWHERE
+from utio_jax.core.arrays import executed_heads, flat, map_head, next_token_nll
+from utio_jax.core.decoder import (
+    Decoder,
+    LayerParams,
+    Params,
+    apply_exit_lens,
+    check_depths,
+    has_exit_lens,
+)
+from utio_jax.core.documents import check_ids, check_tokens
+from utio_jax.core.flops import pass_flops, token_cost
+from utio_jax.core.layer import over_layers
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.work import Work, stack_work
+from utio_jax.decoding.segments import prefill
+from utio_jax.staircase.reference import apply_layer, dense_keys_values
+
+_SLOT_STEP = 64
+
+
+@pytree
+class Context:
+    """What candidates share, read once at full depth; serves any number of `select`s.
+
+    Attributes:
+      cache: keys and values of all layers, one row.
+      length: tokens.
+      log_probs: of the token behind it, in nats.
+    """
+
+    cache: KVCache
+    length: Int[Array, ""]
+    log_probs: Float[Array, " vocab"]
+
+
+@pytree
+class Select:
+    """Which go on: the best `top` candidates, and those less than a margin behind them.
+
+    A candidate's score is the log-likelihood of its tokens behind the context, in nats. Its first
+    token is predicted by the context alone, so that term is full depth's at every depth. At depth 0
+    it is all that is known: there it is compared as it is, never divided by a number of tokens.
+
+    Attributes:
+      margins: of scores, one for each depth. A candidate leaves when the `top`-th best score
+        exceeds its own by more. Infinity: none leaves.
+      depths: in layers, strictly increasing, below the model's; 0: before the first layer.
+      top: how many are wanted. Static.
+      mean: scores are means over a candidate's tokens, otherwise sums. Static.
+      widths: candidates of a batch, ascending; one program for each depth and width. None: those
+        given, and halves of that down to 1. Static.
+    """
+
+    margins: Float[Array | np.ndarray, " boundary"]
+    depths: tuple[int, ...] = static()
+    top: int = static(default=1)
+    mean: bool = static(default=True)
+    widths: tuple[int, ...] | None = static(default=None)
+
+    def check(self, decoder: Decoder, *, rows: int) -> tuple[int, ...]:
+        """Returns the widths of batches for so many candidates.
+
+        Raises:
+          ValueError: depths that are no boundaries of this model, margins of another number or
+            below 0, a `top` that there are not candidates for, or widths that do not hold them.
+        """
+        layers = decoder.config.num_layers
+        margins = np.asarray(self.margins)
+        inner = self.depths[1:] if self.depths[:1] == (0,) else self.depths
+        check_depths((*inner, layers), num_layers=layers)
+        if margins.shape != (len(self.depths),) or not (margins >= 0).all():
+            raise ValueError(
+                f"Wanted a margin of at least 0 for each of depths={self.depths}, in nats. Got "
+                f"{margins.tolist()}. Use infinity where none shall leave."
+            )
+        if not 1 <= self.top <= rows:
+            raise ValueError(f"Wanted a top from 1 to the {rows} candidates. Got top={self.top}.")
+        if self.widths is None:
+            found = {rows}
+            while (least := min(found)) > 1:
+                found.add(-(-least // 2))
+            return tuple(sorted(found))
+        if list(self.widths) != sorted({*self.widths}) or self.widths[:1] < (1,):
+            raise ValueError(f"Wanted widths from 1 on, ascending. Got widths={self.widths}.")
+        if self.widths[-1] < rows:
+            raise ValueError(
+                f"Wanted widths up to the {rows} candidates. Got widths={self.widths}. Add {rows}."
+            )
+        return self.widths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Selected:
+    """What `select` found, on the host.
+
+    Attributes:
+      winners: the best `top` candidates, the best first; of equals the earlier.
+      scores: the last that was seen of each; full depth's of those whose depth is the model's. NaN
+        for candidates of length 0.
+      depths: layers that each has run.
+      seen: scores at each of `Select.depths`, and at full depth; NaN of those that had left.
+      work: what was executed behind the context, padding included, by segment.
+    """
+
+    winners: Int[np.ndarray, " top"]
+    scores: Float[np.ndarray, " row"]
+    depths: Int[np.ndarray, " row"]
+    seen: Float[np.ndarray, "boundary row"]
+    work: Work
+
+    def flops(self, decoder: Decoder, params: Params) -> float:
+        """Returns the FLOPs of all matrix products behind the context, padding included."""
+        return pass_flops(token_cost(decoder, params), self.work)
+
+
+def read_context(
+    decoder: Decoder, params: Params, token_ids: Any, *, slots: int | None = None
+) -> Context:
+    """Returns a context at full depth, for any number of candidates behind it.
+
+    Args:
+      decoder: the model; causal.
+      params: its parameters.
+      token_ids: `[token]`, at least one.
+      slots: static width that it is padded to, for one program over contexts of many lengths. By
+        default the next multiple of 64.
+
+    Raises:
+      ValueError: no token, ids outside the vocabulary, more than the model's context or `slots`
+        hold, or a model that is not causal: its context would depend on the candidates.
+    """
+    config = decoder.config
+    if not config.causal:
+        raise ValueError(
+            "Wanted a causal model, whose context does not depend on what follows. Got one with "
+            "causal=False. Score whole rows: utio_jax.score."
+        )
+    ids = check_ids(token_ids, vocab_size=config.vocab_size, what="the context")
+    most = config.context_length
+    slots = min(-(-max(ids.size, 1) // _SLOT_STEP) * _SLOT_STEP, most) if slots is None else slots
+    if not 1 <= ids.size <= min(slots, most):
+        raise ValueError(
+            f"Wanted a context of 1 to {min(slots, most)} tokens. Got {ids.size}. Cut it at its "
+            "beginning."
+        )
+    return _read_context(decoder, params, np.pad(ids, (0, slots - ids.size)), np.int32(ids.size))
+
+
+@partial(jax.jit, static_argnames=("decoder",))
+def _read_context(
+    decoder: Decoder, params: Params, token_ids: Int[Array, " token"], length: Int[Array, ""]
+) -> Context:
+    ids, lengths = token_ids[None], length[None]
+    dtype = jax.eval_shape(decoder.embed, params, ids, ids).dtype
+    cache = init_cache(decoder.config, batch=1, slots=token_ids.size, dtype=dtype)
+    logits, cache = prefill(decoder, params, ids, lengths, cache)
+    return Context(cache=cache, length=length, log_probs=jax.nn.log_softmax(logits[0]))
+
+
+def select(
+    decoder: Decoder,
+    params: Params,
+    context: Context,
+    candidates: Int[Array | np.ndarray, "row token"],
+    lengths: Int[Array | np.ndarray, " row"],
+    how: Select,
+) -> Selected:
+    """Returns the best candidates behind a context, most of them read by few layers.
+
+    Waits for the device at each depth, to learn how many are left. Compiles a program for each
+    segment and width at most, per shape of the candidates.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      context: of this model, from `read_context`.
+      candidates: right-padded.
+      lengths: tokens of each; 0: there is none.
+      how: which go on.
+
+    Raises:
+      ValueError: see `Select.check`; ids outside the vocabulary, no candidates, or ones that do not
+        fit behind the context.
+    """
+    config = decoder.config
+    ids, ends = check_tokens(candidates, lengths, vocab_size=config.vocab_size)
+    rows, width = ids.shape
+    widths = how.check(decoder, rows=rows)
+    if how.top > (ends > 0).sum():
+        raise ValueError(
+            f"Wanted a top of at most the {(ends > 0).sum()} candidates whose length is above 0. "
+            f"Got top={how.top}."
+        )
+    known = int(context.length)
+    if known + int(ends.max()) > config.context_length:
+        raise ValueError(
+            f"Wanted candidates of at most {config.context_length - known} tokens behind a context "
+            f"of {known}. Got one of {int(ends.max())}. Cut the context at its beginning."
+        )
+    # Every program knows the static width of the last token, which itself is never run.
+    ids = np.pad(ids, ((0, 0), (0, max(0, 2 - width))))
+    tokens = ids.shape[1] - 1
+    x, first = _embed(decoder, params, context, ids)
+    first = np.asarray(first)
+    alive = ends > 0
+    depths = np.zeros(rows, np.int32)
+    scores = np.full(rows, np.nan, np.float32)
+    seen, work = [], []
+    boundaries = (*how.depths, config.num_layers)
+    margins = (*np.asarray(how.margins).tolist(), np.inf)
+    start = 0
+    for stop, margin in zip(boundaries, margins, strict=True):
+        chosen = np.flatnonzero(alive)
+        if stop == 0:
+            scores[chosen] = first[chosen]
+        else:
+            size = next(each for each in widths if each >= chosen.size)
+            packed = np.pad(chosen, (0, size - chosen.size), constant_values=rows).astype(np.int32)
+            x, rest = _run(decoder, params, context, x, ids, ends, packed, start=start, stop=stop)
+            scores[chosen] = first[chosen] + np.asarray(rest)[: chosen.size]
+            if how.mean:
+                scores[chosen] /= ends[chosen]
+            depths[chosen] = stop
+            slots = context.cache.num_slots
+            work.append(_work(decoder, size * tokens, slots + tokens, start=start, stop=stop))
+        seen.append(np.where(alive, scores, np.nan))
+        alive = survivors(scores, alive, margin, top=how.top)
+        start = stop
+    order = np.argsort(-np.where(alive & ~np.isnan(scores), scores, -np.inf), kind="stable")
+    order = order[alive[order]]
+    return Selected(
+        winners=order[: how.top].astype(np.int32),
+        scores=scores,
+        depths=depths,
+        seen=np.stack(seen),
+        work=jax.tree.map(np.asarray, stack_work(work)),
+    )
+
+
+def survivors(
+    scores: Float[np.ndarray, "*lead row"],
+    alive: Bool[np.ndarray, "*lead row"],
+    margin: float,
+    *,
+    top: int = 1,
+) -> Bool[np.ndarray, "*lead row"]:
+    """Returns which candidates go on: those at most `margin` behind the `top`-th best.
+
+    A score that is NaN decides nothing, and its candidate goes on.
+
+    Args:
+      scores: of candidates.
+      alive: those that are left, at least `top`; scores of the others are not looked at.
+      margin: in the scores' unit.
+      top: how many are wanted.
+    """
+    known = np.where(alive & ~np.isnan(scores), scores, -np.inf)
+    bar = np.partition(known, -top, axis=-1)[..., -top, None]
+    with np.errstate(invalid="ignore"):
+        return alive & ~(bar - scores > margin)
+
+
+def row_flops(
+    decoder: Decoder, params: Params, depths: Sequence[int], *, tokens: int, slots: int
+) -> Float[np.ndarray, " segment"]:
+    """Returns the FLOPs of a candidate in each segment: its layers, and the head at their end.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      depths: ends of the segments, in layers; the first may be 0, which costs nothing.
+      tokens: static width of candidates.
+      slots: of the context.
+    """
+    cost, runs = token_cost(decoder, params), max(1, tokens - 1)
+    layers = np.diff([0, *depths]).astype(np.float64)
+    reads = np.where(np.asarray(depths) > 0, cost.read(np.asarray(depths)), 0.0)
+    return runs * (layers * cost.layer(slots + runs) + reads)
+
+
+@partial(jax.jit, static_argnames=("decoder",))
+def _embed(
+    decoder: Decoder, params: Params, context: Context, ids: Int[Array, "row token"]
+) -> tuple[Float[Array, "row input dim"], Float[Array, " row"]]:
+    """Returns the states at depth 0 of all tokens but the last, and the first ones' likelihood."""
+    positions = jnp.minimum(_positions(context, ids), decoder.config.context_length - 1)
+    return decoder.embed(params, ids[:, :-1], positions), context.log_probs[ids[:, 0]]
+
+
+def _positions(context: Context, ids: Int[Array, "row token"]) -> Int[Array, "row input"]:
+    ahead = jnp.arange(ids.shape[1] - 1, dtype=jnp.int32)[None, :]
+    return jnp.broadcast_to(context.length + ahead, (ids.shape[0], ids.shape[1] - 1))
+
+
+@partial(jax.jit, static_argnames=("decoder", "start", "stop"), donate_argnames="x")
+def _run(  # noqa: PLR0913 (arrays of one segment)
+    decoder: Decoder,
+    params: Params,
+    context: Context,
+    x: Float[Array, "row input dim"],
+    ids: Int[Array, "row token"],
+    lengths: Int[Array, " row"],
+    rows: Int[Array, " packed"],
+    *,
+    start: int,
+    stop: int,
+) -> tuple[Float[Array, "row input dim"], Float[Array, " packed"]]:
+    """Returns the states after layers [start, stop) of some rows, and what the head makes of them.
+
+    That is the log-likelihood of all tokens but the first, summed. A row past the end fills up.
+    Own keys and values live for one layer: all of a candidate's tokens run side by side.
+    """
+    mine, labels, ends = (a.at[rows].get(mode="fill", fill_value=0) for a in (x, ids, lengths))
+    real = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :] < ends[:, None] - 1
+    positions = jnp.where(real, _positions(context, labels), 0)
+    slots = context.cache.num_slots
+    before = jnp.arange(slots, dtype=jnp.int32)
+    before = jnp.where(before < context.length, before, NOWHERE)
+    before = jnp.broadcast_to(before, (rows.size, slots))
+    key_positions = jnp.concatenate([before, jnp.where(real, positions, NOWHERE)], axis=1)
+
+    places = decoder.encode_positions(positions)
+
+    def run(index: jax.Array, layer: LayerParams, x: jax.Array) -> jax.Array:
+        shared = read(context.cache, (index,), width=slots)
+        keys, values = (
+            jnp.concatenate([jnp.broadcast_to(old, (rows.size, *old.shape[1:])), new], axis=1)
+            for old, new in zip(shared, dense_keys_values(decoder, layer, x, places), strict=True)
+        )
+        mix = mixer_at(decoder, index)
+        visible = mix.visible(positions, key_positions)
+        return apply_layer(decoder, layer, x, places, mix, visible, (keys, values))
+
+    with jax.named_scope("select"):
+        mine = over_layers(decoder, params, run, mine, start=start, stop=stop)
+    with jax.named_scope("head"):
+        states = apply_exit_lens(decoder, params, flat(mine), stop)
+        nll = map_head(decoder, params, next_token_nll, states, flat(labels[:, 1:]))
+    nll = jnp.where(real, nll.reshape(real.shape), 0.0)
+    return x.at[rows].set(mine, mode="drop"), -jnp.sum(nll, axis=1)
+
+
+def _work(decoder: Decoder, slots: int, keys: int, *, start: int, stop: int) -> Work:
+    layers = stop - start
+    return Work.of(
+        queries=np.int32(slots * layers),
+        keys_values=np.int32(slots * layers),
+        key_slots=np.float32(slots * layers * keys),
+        decisions=np.int32(0),
+        heads=np.int32(executed_heads(slots)),
+        exit_maps=np.int32(slots * has_exit_lens(decoder, stop)),
+    )

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of generated text: what emitted tokens cost, and what full depth thinks of them.
+
+    result = generate(decoder, params, prompts, mode=mode)
+    generation_ledger(decoder, params, mode, [prompts], [result]).flops_ratio
+
+Times are measured elsewhere: `utio_jax.bench.decoding`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.files import conditions
+from utio_jax.core.flops import token_cost
+from utio_jax.core.pytrees import pytree
+from utio_jax.decoding.base import Mode
+from utio_jax.decoding.generate import Generated
+from utio_jax.decoding.loop import Prompts
+from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.evaluation.ledger import Ledger
+from utio_jax.staircase.reference import dense_states
+
+
+@pytree
+class FullReading:
+    """What full depth, teacher-forced, thinks of each token's successor.
+
+    Attributes:
+      nll: its negative log-likelihood, in nats.
+      shortfall: by how many nats it is less probable than the most probable one; 0 if it is that.
+      agrees: whether it is that.
+    """
+
+    nll: Float[Array | np.ndarray, "*lead token"]
+    shortfall: Float[Array | np.ndarray, "*lead token"]
+    agrees: Bool[Array | np.ndarray, "*lead token"]
+
+
+@partial(jax.jit, static_argnums=0)
+def read_full(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+) -> FullReading:
+    """Reads whole texts at full depth; what stands at and beyond a row's last token means nothing.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      token_ids: right-padded.
+      lengths: tokens of each row.
+    """
+    (x,) = dense_states(decoder, params, token_ids, lengths, depths=(decoder.config.num_layers,))
+    labels = jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
+
+    def row(x: jax.Array, label: jax.Array) -> FullReading:  # One row's logits at a time.
+        logp = jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32))
+        mine = jnp.take_along_axis(logp, label[:, None], axis=-1)[:, 0]
+        return FullReading(
+            nll=-mine,
+            shortfall=jnp.max(logp, axis=-1) - mine,
+            agrees=jnp.argmax(logp, axis=-1) == label,
+        )
+
+    return jax.lax.map(lambda both: row(*both), (x, labels))
+
+
+def read_emitted(
+    decoder: Decoder, params: Params, prompts: Prompts, generated: Generated, *, step: int = 64
+) -> FullReading:
+    """Returns full depth's reading of the emitted tokens, all rows joined: `[new]` each.
+
+    For greedy `Plain` and `Lossless` every `agrees` is True but for ties: where two tokens are
+    equally probable up to rounding, which depends on the shapes of a pass, `shortfall` is tiny.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      prompts: what was given.
+      generated: what came out.
+      step: texts are padded to a multiple of this many tokens, so that few lengths compile.
+    """
+    starts = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    ends = starts + np.asarray([new.size for new in generated.token_ids], np.int32)
+    ids = np.zeros((len(ends), -(-int(ends.max()) // step) * step), np.int32)
+    for row, prompt, new in zip(ids, prompts, generated.token_ids, strict=True):
+        row[: len(prompt)], row[len(prompt) : len(prompt) + new.size] = prompt, new
+    found = jax.tree.map(np.asarray, read_full(decoder, params, ids, ends))
+    places = np.arange(ids.shape[1])
+    emitted = (places >= starts[:, None] - 1) & (places < ends[:, None] - 1)
+    return jax.tree.map(lambda leaf: leaf[emitted], found)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spent:
+    """Sums over batches of generated text. Rows that have ended go on costing: the batch runs on.
+
+    A row's first token is prefill's. It is charged as one token at full depth, in `executed`,
+    `flops` and `flops_plain` alike; the rest of prefill is the same in every mode and left out.
+
+    Attributes:
+      tokens: emitted.
+      decided: token-layers behind the distributions that they were taken from.
+      throttled: of these, those that saw a compact view of the history only.
+      executed: token-layers computed, rejected drafts and rows that have ended included.
+      flops: executed: layers, frozen K/V, heads, gates.
+      flops_plain: executed by plain decoding of as many tokens of each row, in the same batch.
+      flops_extra: of gates, and of heads beyond plain decoding's.
+      kv_bytes: of keys and values, read by rows that had not ended.
+      kv_bytes_plain: read by plain decoding of as many tokens.
+      flops_ideal: of decided layers, frozen K/V and one head per emitted token.
+    """
+
+    tokens: int = 0
+    decided: int = 0
+    throttled: int = 0
+    executed: float = 0.0
+    flops: float = 0.0
+    flops_plain: float = 0.0
+    flops_extra: float = 0.0
+    kv_bytes: float = 0.0
+    kv_bytes_plain: float = 0.0
+    flops_ideal: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            **{
+                field.name: getattr(self, field.name) + getattr(other, field.name)
+                for field in dataclasses.fields(self)
+            }
+        )
+
+
+def spent_on(
+    decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
+) -> Spent:
+    """Returns what one batch cost, beside what plain decoding of the same tokens costs.
+
+    On a mesh, of the rows of each device by themselves; those that only fill it up are charged.
+    """
+    total, rows = Spent(), generated.group
+    for start in range(0, len(prompts), rows):
+        part = slice(start, start + rows)
+        total += _spent_on_group(decoder, params, mode, prompts[part], generated.only(part))
+    return total
+
+
+def _spent_on_group(
+    decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
+) -> Spent:
+    cost, layers = token_cost(decoder, params), decoder.config.num_layers
+    rows = generated.group
+    # All rows of a group run until the last one ends, and that one was charged in every round.
+    steps, token_layers, frozen, mapped, heads, draft_heads, exit_maps, attended = (
+        rows * float(np.max(amounts))
+        for amounts in (
+            generated.steps,
+            generated.token_layers,
+            generated.frozen_layers,
+            generated.mapped_layers,
+            generated.heads,
+            generated.draft_heads,
+            generated.exit_maps,
+            generated.attended,
+        )
+    )
+    plain_steps, plain_attended, plain_read = _plain_steps(prompts, generated)
+    plain_steps, plain_attended = rows * plain_steps, rows * layers * plain_attended
+    extra = cost.head * (heads - plain_steps) + cost.exit_map * exit_maps
+    shown = cost.keys_values * frozen + cost.kv_map * mapped
+    emitted = np.concatenate(generated.decided)
+    deepest = np.maximum(emitted, mode.projected_depth)
+    extra += mode.gate_flops(decoder, params) * steps
+    extra += mode.draft_head_flops(decoder, params) * draft_heads
+    first = rows * (cost.layer(generated.key_widths[0]) * layers + cost.head)
+    width = attended / token_layers if token_layers else generated.key_widths[0]
+
+    def flops(token_layers: float, attended: float, heads: float) -> float:
+        return (
+            first
+            + (cost.query + cost.keys_values) * token_layers
+            + cost.attention_per_key * attended
+            + cost.head * heads
+        )
+
+    return Spent(
+        tokens=emitted.size,
+        decided=int(emitted.sum()),
+        throttled=int(sum(row.sum() for row in generated.throttled)),
+        executed=token_layers + rows * layers,
+        flops=flops(token_layers, attended, plain_steps) + shown + extra,
+        flops_plain=flops(plain_steps * layers, plain_attended, plain_steps),
+        flops_extra=extra,
+        kv_bytes=float(np.sum(generated.kv_bytes_read)),
+        kv_bytes_plain=layers * plain_read * generated.bytes_per_slot,
+        flops_ideal=float(
+            emitted.sum() * (cost.query + cost.attention_per_key * width)
+            + deepest.sum() * cost.keys_values
+            + emitted.size * cost.head
+        ),
+    )
+
+
+def _plain_steps(prompts: Prompts, generated: Generated) -> tuple[int, float, float]:
+    """Returns plain decoding's rounds for as many tokens, and the key widths that they sum to.
+
+    Once for a row that takes part in all rounds, and once for all rows while they have not ended.
+    """
+    starts = np.asarray([len(prompt) for prompt in prompts])
+    new = np.asarray([ids.size for ids in generated.token_ids])
+    rounds = np.arange(1, new.max())
+    if not rounds.size:
+        return 0, 0.0, 0.0
+    running = new[:, None] > rounds
+    reach = np.max(np.where(running, starts[:, None] + rounds, 0), axis=0)
+    widths = np.asarray(generated.key_widths)
+    widths = widths[np.searchsorted(widths, reach)]
+    return rounds.size, float(widths.sum()), float((running * widths).sum())
+
+
+def generation_ledger(
+    decoder: Decoder,
+    params: Params,
+    mode: Mode,
+    batches: Sequence[Prompts],
+    results: Sequence[Generated],
+    *,
+    sampling: Sampling = Greedy(),
+    budget: float | None = None,
+) -> Ledger:
+    """Returns the record of generated text, layers counted per emitted token; times are left None.
+
+    - `policy` is the adaptive mode's; "full" for plain and lossless decoding, whose tokens are the
+      full model's.
+    - `nll`: of the emitted tokens under the distributions that they were taken from. `nll_full`: of
+      the same tokens under full depth, teacher-forced. Each mode is read on the text that it chose
+      itself, so neither says which text is better, and `nll_increase_pct` stays None.
+    - `agreement`: share of emitted tokens that full depth finds most probable; None where tokens
+      are drawn, which even full depth's own often are not.
+    - `flops_ratio`: over plain decoding of as many tokens; above 1 for lossless decoding, which
+      saves weight reads and launches, not FLOPs. `gate_pct`: gates, and heads beyond one per token.
+    - `speedup_ideal` is None for lossless decoding: in FLOPs there is nothing to gain.
+    - `kl_full` is None: it would need a second pass at the decided depths.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      mode: that generated.
+      batches: prompts of each batch.
+      results: what came out of each.
+      sampling: how tokens were drawn.
+      budget: that the policy was calibrated for.
+    """
+    pairs = list(zip(batches, results, strict=True))
+    spent = sum((spent_on(decoder, params, mode, *pair) for pair in pairs), start=Spent())
+    readings = [read_emitted(decoder, params, *pair) for pair in pairs]
+    decided, executed, likelihood = (
+        np.concatenate([row for result in results for row in getattr(result, name)])
+        for name in ("decided", "executed", "log_probabilities")
+    )
+    depths, counts = np.unique(decided, return_counts=True)
+    agrees = np.concatenate([reading.agrees for reading in readings])
+    return Ledger(
+        policy="full" if mode.depth_policy is None else mode.depth_policy.name,
+        budget=budget,
+        tokens=spent.tokens,
+        num_layers=decoder.config.num_layers,
+        depth_decided_mean=spent.decided / spent.tokens,
+        depth_executed_mean=spent.executed / spent.tokens,
+        depth_histogram={
+            str(depth): round(count / spent.tokens, 6)
+            for depth, count in zip(depths.tolist(), counts.tolist(), strict=True)
+        },
+        # Drafts run all layers because they are verified: that is lossless decoding, not a stay.
+        involuntary_stays=0 if mode.exact else int(np.sum(executed > decided)),
+        involuntary_exits=int(np.sum(executed < decided)),
+        nll_full=float(np.mean(np.concatenate([reading.nll for reading in readings]))),
+        nll=-float(np.mean(likelihood)),
+        agreement=float(np.mean(agrees)) if isinstance(sampling, Greedy) else None,
+        throttled_ratio=spent.throttled / spent.decided,
+        kv_bytes_ratio=spent.kv_bytes / spent.kv_bytes_plain if spent.kv_bytes_plain else None,
+        flops_ratio=spent.flops / spent.flops_plain,
+        gate_pct=100 * spent.flops_extra / spent.flops_plain,
+        padding_ratio=spent.executed / spent.decided,
+        speedup_ideal=None if mode.block > 1 else spent.flops_plain / spent.flops_ideal,
+        **conditions(params),
+    )

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guardrail: whether routing can pay at a shape at all by counted FLOPs, asked before a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.flops import expected_flops, token_cost
+from utio_jax.policies.base import Policy
+from utio_jax.staircase.base import Executor
+from utio_jax.staircase.microbatches import MicroBatches
+
+
+def check_worthwhile(
+    decoder: Decoder,
+    params: Params,
+    policy: Policy,
+    *,
+    batch: int,
+    width: int,
+    executor: Executor = MicroBatches(),
+    fractions: Sequence[float] | None = None,
+    min_tokens: int = 0,
+) -> str | None:
+    """Returns why routing cannot pay at a shape, or None where it can.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      policy: what would route.
+      batch: rows.
+      width: tokens per row.
+      executor: how it would run.
+      fractions: expected share of tokens at each of the policy's depths; by default the best case,
+        in which everybody stops at the first.
+      min_tokens: smallest pass that is routed at all. FLOPs say nothing of what short passes
+        wait for.
+    """
+    if len(policy.depths) == 1:
+        return None  # Truncated or full: nothing is routed.
+    if batch * width < min_tokens:
+        return f"{batch} x {width} tokens are fewer than the minimum of {min_tokens}"
+    cost = token_cost(decoder, params)
+    shares = fractions if fractions is not None else [1.0] + [0.0] * (len(policy.depths) - 1)
+    layers = decoder.config.num_layers
+    expected = partial(
+        expected_flops, cost, batch=batch, width=width, min_bucket=executor.min_bucket
+    )
+    full = expected(depths=(layers,), fractions=(1.0,))
+    boundaries = range(len(policy.depths) - 1)
+    routed = expected(
+        depths=policy.depths,
+        fractions=shares,
+        gates=[policy.flops(index, decoder, params) for index in boundaries],
+        reads=[policy.reads_logits(index) for index in boundaries],
+    )
+    at = f"at {batch} x {width} tokens in buckets of {executor.min_bucket} routing would"
+    if routed >= full:
+        return f"{at} cost {routed / full:.2f} of the full pass' FLOPs"
+    return None

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a policy does to a text, summed over its tokens, and how such sums travel."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from utio_jax.devices.processes import Arrays
+from utio_jax.evaluation.ledger import Ledger
+from utio_jax.staircase.score import Comparison
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Sums over a text, from which a ledger's quality and cost follow.
+
+    Attributes:
+      tokens: real tokens.
+      predicted: tokens that were predicted.
+      nll: summed negative log-likelihood, nats.
+      nll_full: the same at full depth.
+      kl: summed KL(full || policy), nats.
+      agree: predicted tokens with the full model's most probable token.
+      histogram: tokens by decided depth.
+      query_layers: query slots computed, times layers.
+      flops: executed.
+      flops_full: executed by the full-depth pass.
+      flops_ideal: of decided layers, frozen K/V and one head per token.
+      flops_gates: of all decisions, and of heads beyond one per token.
+    """
+
+    tokens: int = 0
+    predicted: int = 0
+    nll: float = 0.0
+    nll_full: float = 0.0
+    kl: float = 0.0
+    agree: int = 0
+    histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    query_layers: float = 0.0
+    flops: float = 0.0
+    flops_full: float = 0.0
+    flops_ideal: float = 0.0
+    flops_gates: float = 0.0
+
+    def __add__(self, other: Quality) -> Quality:
+        added: dict[str, Any] = {
+            field.name: getattr(self, field.name) + getattr(other, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "histogram"
+        }
+        depths = sorted({*self.histogram, *other.histogram})
+        added["histogram"] = {
+            d: self.histogram.get(d, 0) + other.histogram.get(d, 0) for d in depths
+        }
+        return Quality(**added)
+
+    def ledger(self, policy: str, *, budget: float | None, num_layers: int) -> Ledger:
+        """Returns the record's quality and cost; times are left None.
+
+        Raises:
+          ValueError: nothing was predicted, so that no loss exists.
+        """
+        if not self.predicted:
+            raise ValueError(
+                "Wanted a text in which something is predicted: a document of at least two tokens. "
+                f"Got {self.tokens} tokens that predict nothing. Add text."
+            )
+        decided = sum(depth * count for depth, count in self.histogram.items())
+        return Ledger(
+            policy=policy,
+            budget=budget,
+            tokens=self.tokens,
+            num_layers=num_layers,
+            depth_decided_mean=decided / self.tokens,
+            depth_executed_mean=self.query_layers / self.tokens,
+            depth_histogram={
+                str(d): round(n / self.tokens, 6) for d, n in self.histogram.items() if n
+            },
+            involuntary_stays=0,
+            involuntary_exits=0,
+            nll_full=self.nll_full / self.predicted,
+            nll=self.nll / self.predicted,
+            nll_increase_pct=100 * (self.nll / self.nll_full - 1),
+            kl_full=self.kl / self.predicted,
+            agreement=self.agree / self.predicted,
+            flops_ratio=self.flops / self.flops_full,
+            gate_pct=100 * self.flops_gates / self.flops_full,
+            padding_ratio=self.query_layers / decided,
+            speedup_ideal=self.flops_full / self.flops_ideal,
+        )
+
+
+def pack(index: int, quality: Quality, comparison: Comparison, depths: np.ndarray) -> Arrays:
+    """Returns what is known of one batch under the `index`-th policy as arrays."""
+    fields = {**dataclasses.asdict(quality), "histogram": list(quality.histogram.items())}
+    arrays = {**vars(comparison), "depths": depths, "quality": np.asarray(json.dumps(fields))}
+    return {f"{index}/{name}": array for name, array in arrays.items()}
+
+
+def unpack(index: int, results: Arrays) -> tuple[Quality, Comparison, np.ndarray]:
+    """Returns what `pack` was given."""
+    compared = [field.name for field in dataclasses.fields(Comparison)]
+    fields = json.loads(str(results[f"{index}/quality"]))
+    return (
+        Quality(**{**fields, "histogram": dict(fields["histogram"])}),
+        Comparison(**{name: results[f"{index}/{name}"] for name in compared}),
+        results[f"{index}/depths"],
+    )
