@@ -115,7 +115,7 @@ class Server:
 
     def found(self, row: int) -> dict[str, np.ndarray]:
         """Returns what a row has decoded so far."""
-        found = _collect(self.state, self.mode, SMALL, rows=BATCH, devices=1)
+        found = _collect(self.state, self.mode, SMALL, rows=BATCH, devices=1, num_layers=4)
         return {name: np.array(getattr(found, name)[row]) for name in WHAT}
 
 
