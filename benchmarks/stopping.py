@@ -23,9 +23,16 @@ from typing import Any
 import numpy as np
 
 import utio_jax
-from utio_jax.calibration import StopTrace, fit_stop, replay_stops, trace_stops
+from utio_jax.contrib.stopping import (
+    Steady,
+    StopTrace,
+    fit_stop,
+    generate_steadily,
+    replay_stops,
+    trace_stops,
+)
 from utio_jax.core.files import versions
-from utio_jax.decoding import Confidence, Lengths, Steady, Thinking
+from utio_jax.decoding import Confidence, Lengths, Thinking
 
 KINDS = {
     "an animal": "tiger horse rabbit eagle salmon spider goat whale monkey duck snake wolf",
@@ -223,18 +230,23 @@ def steadily(
     for name, steady in ways.items():
         words[name], thought, asked, causes = [], 0, 0, []
         for first in range(0, len(prompts), 8):
-            result = utio_jax.generate(
-                model.decoder,
-                model.params,
-                prompts[first : first + 8],
-                thinking=rule,
-                steady=steady,
-                max_new_tokens=args.budget + 8 + args.answer,
-                eos_ids=(),
-                lengths=Lengths(prompt_step=96, key_step=144),
-            )
-            asked += int(result.asked.sum())
-            for new, told in zip(result.token_ids, result.thought, strict=True):
+            options: dict[str, Any] = {
+                "thinking": rule,
+                "max_new_tokens": args.budget + 8 + args.answer,
+                "eos_ids": (),
+                "lengths": Lengths(prompt_step=96, key_step=144),
+            }
+            some = prompts[first : first + 8]
+            if steady is None:
+                full = utio_jax.generate(model.decoder, model.params, some, **options)
+                rows = zip(full.token_ids, full.thought, strict=True)
+            else:
+                steadied = generate_steadily(
+                    model.decoder, model.params, some, steady=steady, **options
+                )
+                asked += sum(each.asked for each in steadied)
+                rows = ((each.token_ids, each.thought) for each in steadied)
+            for new, told in rows:
                 thought += told.tokens
                 causes.append(told.ended_by)
                 words[name].append(word(model, new[told.answer]))

@@ -54,8 +54,10 @@ def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
         ("docs/contrib/edge.md", 1),
         ("docs/contrib/encoders.md", 1),
         ("docs/contrib/layer_skipping.md", 1),
+        ("docs/contrib/recall.md", 1),
         ("docs/contrib/recurrent.md", 1),
         ("docs/contrib/select.md", 1),
+        ("docs/contrib/stopping.md", 1),
         ("docs/engine.md", 3),
     ],
 )

@@ -11,13 +11,6 @@ from utio_jax.calibration.guarantee import fit_with_guarantee
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.positions import margins_by_position, sums_by_position
 from utio_jax.calibration.risk import split_documents
-from utio_jax.calibration.stopping import (
-    FittedStop,
-    StopTrace,
-    fit_stop,
-    replay_stops,
-    trace_stops,
-)
 from utio_jax.calibration.studies import ExitStudy, harm_gini, rank_correlation, study_exits
 
 __all__ = [
@@ -26,24 +19,19 @@ __all__ = [
     "ComparisonRow",
     "EngineClock",
     "ExitStudy",
-    "FittedStop",
     "Goal",
     "LensConfig",
     "MaxDisagreement",
     "MaxLoss",
-    "StopTrace",
     "advise",
     "calibrate",
     "compare",
     "fit_lens",
-    "fit_stop",
     "fit_with_guarantee",
     "harm_gini",
     "margins_by_position",
     "rank_correlation",
-    "replay_stops",
     "split_documents",
     "study_exits",
     "sums_by_position",
-    "trace_stops",
 ]

@@ -17,7 +17,6 @@ from utio_jax.decoding.sampling import (
     TopK,
     TopP,
 )
-from utio_jax.decoding.steady import Steady
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.thinking import Confidence, Thinking, Thought
 from utio_jax.decoding.throttle import Throttle
@@ -41,7 +40,6 @@ __all__ = [
     "Plain",
     "Prefill",
     "Setting",
-    "Steady",
     "Temperature",
     "TextChunk",
     "Thinking",

@@ -27,9 +27,7 @@ from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.state import REASONS, DecodeState
-from utio_jax.decoding.steady import Asking, Steady
 from utio_jax.decoding.thinking import Thinking, Thought, thought_of
-from utio_jax.decoding.thinking_state import rules_of
 from utio_jax.devices.rows import check_mesh
 
 
@@ -124,8 +122,6 @@ class Generated:
       thought: how each row has thought; empty where none was given a `Thinking`.
       uncertainty: of the distribution that each new token was taken from, `[new]`: the measure of
         its row's `Thinking`; likewise.
-      asked: tokens decoded for questions of `steady` and thrown away, per row, counted nowhere
-        else; empty without it.
     """
 
     token_ids: tuple[np.ndarray, ...]
@@ -157,7 +153,6 @@ class Generated:
     group: int
     thought: tuple[Thought, ...] = ()
     uncertainty: tuple[np.ndarray, ...] = ()
-    asked: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
 
     @property
     def acceptance(self) -> float | None:
@@ -231,7 +226,6 @@ def generate(  # noqa: PLR0913 (options, each named)
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     chunk: int = 16,
     thinking: Thinking | Sequence[Thinking | None] | None = None,
-    steady: Steady | None = None,
     mesh: Mesh | None = None,
 ) -> Generated:
     """Returns new tokens for each prompt.
@@ -259,26 +253,15 @@ def generate(  # noqa: PLR0913 (options, each named)
       chunk: new tokens per row between two such calls. None are made without `stop_when`.
       thinking: how long rows may think before their answer, or a list with a rule, or None, for
         each prompt; see `utio_jax.decoding.Thinking`.
-      steady: ends thought whose answer stays the same, see `utio_jax.decoding.Steady`; None: none.
-        Asks on the host, between chunks: not with `stop_when` or a mesh.
       mesh: splits the rows over its axis "data"; those of one device step together, and wait for no
         others.
 
     Raises:
       TypeError: no mode, but the name or the class of one.
       ValueError: no prompts, an empty one, ids outside the vocabulary, more tokens than the model's
-        context, a mode or prefill that do not fit the model or each other, lists for more or
-        fewer prompts, or `steady` where nobody thinks or with `stop_when` or a mesh.
+        context, a mode or prefill that do not fit the model or each other, or lists for more or
+        fewer prompts.
     """
-    asking = None
-    if steady is not None:
-        if stop_when is not None or mesh is not None:
-            raise ValueError(
-                "Wanted steady without stop_when and without a mesh: its questions are what the "
-                f"host does between chunks. Got stop_when={stop_when}, mesh={mesh}. Leave one out."
-            )
-        asking = Asking(steady, rules_of(thinking, rows=len(prompts)))
-        chunk = steady.every
     *_, state = run_chunks(
         decoder,
         params,
@@ -291,16 +274,14 @@ def generate(  # noqa: PLR0913 (options, each named)
         seeds=seeds,
         lengths=lengths,
         prefill=prefill,
-        chunk=max_new_tokens if stop_when is None and steady is None else chunk,
+        chunk=max_new_tokens if stop_when is None else chunk,
         stop_when=stop_when,
         thinking=thinking,
-        asking=asking,
         mesh=mesh,
     )
     rows, devices = len(prompts), check_mesh(mesh)
     layers = decoder.config.num_layers
-    found = _collect(state, mode, lengths, rows=rows, devices=devices, num_layers=layers)
-    return found if asking is None else dataclasses.replace(found, asked=asking.tokens)
+    return _collect(state, mode, lengths, rows=rows, devices=devices, num_layers=layers)
 
 
 def stream(

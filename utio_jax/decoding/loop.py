@@ -33,7 +33,6 @@ from utio_jax.decoding.state import (
     empty_tally,
     end_rows,
 )
-from utio_jax.decoding.steady import Asking
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.decoding.thinking_state import ThinkingState, check_thinking
 from utio_jax.devices.rows import PerDevice, Rows, check_mesh, over_rows, place
@@ -116,14 +115,13 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     prefill: Prefill | None = None,
     stop_when: Callable[[int, np.ndarray], bool] | None = None,
     thinking: Thinking | Sequence[Thinking | None] | None = None,
-    asking: Asking | None = None,
     mesh: Mesh | None = None,
 ) -> Iterator[DecodeState]:
     """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
 
     On a mesh, further rows may follow those of the prompts: empty ones, which end at once.
 
-    After each chunk `stop_when`, see `generate`, may end rows on the host, and `asking` thought.
+    After each chunk `stop_when`, see `generate`, may end rows on the host.
     """
     config = decoder.config
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
@@ -172,18 +170,13 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
     layers = None if mesh is not None else split_layers(decoder, params)
 
-    def go_on(state: DecodeState, until: int) -> DecodeState:
-        return advance(*fixed, state, np.int32(until), layers, widths=widths, mesh=mesh)
-
     until = 1
     while True:
         if until < max_new_tokens:  # The first new token is prefill's.
             until = min(until + chunk, max_new_tokens)
-            state = go_on(state, until)
+            state = advance(*fixed, state, np.int32(until), layers, widths=widths, mesh=mesh)
         if stop_when is not None:
             state = end_rows(state, stop_when)
-        if asking is not None and until < max_new_tokens:
-            state = asking.ask(state, go_on)
         yield state
         if until == max_new_tokens or np.all(np.asarray(state.reason)):
             return

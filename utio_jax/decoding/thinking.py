@@ -31,9 +31,9 @@ LONGEST_SEQUENCE, MOST_CUES, LONGEST_WINDOW = 32, 64, 64
 NEVER = 2**30
 """A position that no row comes to."""
 
-CAUSES = ("open", "model", "budget", "confidence", "steady")
+CAUSES = ("open", "model", "budget", "confidence")
 """Why thinking ended; `"open"`: it has not."""
-OPEN, BY_MODEL, BY_BUDGET, BY_CONFIDENCE, BY_STEADY = range(5)
+OPEN, BY_MODEL, BY_BUDGET, BY_CONFIDENCE = range(4)
 
 Measure = Literal["entropy", "doubt"]
 """Of the distribution a token was drawn from: its entropy in nats, or 1 - its largest chance."""
@@ -44,7 +44,7 @@ class Confidence:
     """When a row is sure enough to stop thinking.
 
     Asked behind each cue: whether the measure's mean over the last `window` thought tokens lies
-    below `threshold`. `utio_jax.calibration.fit_stop` fits one with a promise.
+    below `threshold`. `utio_jax.contrib.stopping.fit_stop` fits one.
 
     Attributes:
       threshold: in the measure's unit. Infinity: sure at every cue.

@@ -12,7 +12,7 @@ import pytest
 from helpers.generation import SMALL, lively_model, run
 from scipy import stats
 
-from utio_jax.calibration import StopTrace, fit_stop, replay_stops, trace_stops
+from utio_jax.contrib.stopping import StopTrace, fit_stop, replay_stops, trace_stops
 from utio_jax.decoding import Confidence, Thinking
 
 SURE = Confidence(threshold=0.0, window=2, cue_ids=tuple(range(0, 64, 3)), min_tokens=3)
