@@ -158,10 +158,9 @@ def draw_losses(rows: Sequence[Row]) -> Figure | None:
         right.set_xlabel("measured time / full depth's", fontsize=8)
         left.set_title(plain(name), fontsize=9, loc="left")
     figure.supylabel("loss increase over full depth (%)", fontsize=9)
-    _legend_above(
-        figure,
-        [Line2D([], [], color=colour_of(n, names), marker="o", label=plain(n)) for n in names],
-    )
+    colours = {name: colour_of(name, names) for name in ("uniform", *names)}
+    lines = [Line2D([], [], color=c, marker="o", label=plain(n)) for n, c in colours.items()]
+    _legend_above(figure, lines)
     return figure
 
 
