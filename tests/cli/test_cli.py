@@ -236,7 +236,9 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     assert rows["throttled"]["throttled"][0] == [0, *[4] * 19]
     assert 0.9 < rows["throttled"]["throttled_ratio"] < 1
     assert rows["throttled"]["kv_bytes_ratio"] < 0.5
-    assert rows["adaptive"]["prompt"] is None
+    read = rows["adaptive"]["prompt"]
+    assert (read["exact"], read["flops_ratio"], read["cache_ratio"]) == (True, 1.0, 1.0)
+    assert rows["prompts"]["prompt"]["exact"] is False
     assert rows["prompts"]["prompt"]["tokens"] > 2
     assert rows["prompts"]["prompt"]["depth_mean"] <= 4
     assert 0 < rows["prompts"]["prompt"]["flops_ratio"] < 1.1

@@ -178,7 +178,7 @@ def test_what_cannot_be_used_is_named(
         (["generate", "a", *model, "--prompt-budget", "0"], "above 0 and at most 1"),
         (
             ["generate", "a", *model, "--prompt-budget", "0.9", "--lossless"],
-            "which promises the full model's keys and values",
+            "whose keys and values are the full model's",
         ),
         (
             ["generate", "a", *model, "--prompt-budget", "0.9", *routed],

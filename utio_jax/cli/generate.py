@@ -41,7 +41,6 @@ class Generate(OfDecoding, OfThinking):
         """Runs the command and returns its JSON."""
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.text import generate_until, read_text
-        from utio_jax.evaluation.prompt_cost import prompt_cost
 
         self._check()
         model, sampling = self.load(), self.sampling()
@@ -77,14 +76,6 @@ class Generate(OfDecoding, OfThinking):
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
         _show(shown, found, model.decoder.config.num_layers)
         measured = self._measured(model, modes, prompts, generated, decode, sampling, budget)
-        prompt = None
-        if prefill is not None:
-            spent = prompt_cost(model.decoder, model.params, prefill, prompts, generated)
-            prompt = {
-                "tokens": spent.tokens,
-                "depth_mean": round(spent.depth_mean, 4),
-                "flops_ratio": round(spent.flops_ratio, 4),
-            }
         return {
             "command": "generate",
             "mode": mode.name,
@@ -92,7 +83,9 @@ class Generate(OfDecoding, OfThinking):
             "token_ids": [ids.tolist() for ids in generated.token_ids],
             "texts": list(found.texts),
             "depths": [depths.tolist() for depths in generated.decided],
-            "prompt": prompt,
+            "prompt": _prompt_record(
+                model.decoder, model.params, mode, prefill, prompts, generated
+            ),
             "throttled": [layers.tolist() for layers in generated.throttled],
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
@@ -171,6 +164,34 @@ class Generate(OfDecoding, OfThinking):
                 rounds=self.rounds,
                 progress=step,
             )[label]
+
+
+def _prompt_record(
+    decoder: Any, params: Any, mode: Any, prefill: Any, prompts: list[Any], generated: Any
+) -> dict[str, Any]:
+    """Returns how prompts were read: whether exactly, their FLOPs, and the cache they fill.
+
+    `flops_ratio` is over the same executor at full depth; `cache_ratio` over a cache of all layers.
+    """
+    import numpy as np
+
+    from utio_jax.decoding.prefill import Prefill, fastest_prefill
+    from utio_jax.evaluation.prompt_cost import prompt_cost
+
+    config, depths = decoder.config, np.concatenate(generated.prompt_depths)
+    how = prefill or fastest_prefill(
+        decoder, generated.group, generated.prompt_width, kv=mode.prompt_kv
+    )
+    ratio = 1.0
+    if how not in (None, Prefill()):
+        ratio = prompt_cost(decoder, params, how, prompts, generated).flops_ratio
+    return {
+        "tokens": depths.size,
+        "depth_mean": round(float(depths.mean()), 4),
+        "exact": how is None or how.exact(decoder),
+        "flops_ratio": round(ratio, 4),
+        "cache_ratio": round(config.kv_layers / config.num_layers, 4),
+    }
 
 
 class _Numbers:

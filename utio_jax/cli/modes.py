@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from utio_jax.cli.options import OfModel, calibration_of, policy_named, repeat_verdict
 
@@ -33,6 +33,8 @@ class OfDecoding(OfModel):
       sparse_prompt: prompt tokens that score at most this attend to the history alone, from the
         policy's first depth on; inf for all. In the unit of --throttle.
       route_prompt: prompt tokens, too, stop where the policy says.
+      prompt: full: every token of a prompt runs all layers. By default those that need not do not,
+        where upper layers read keys and values made below: the tokens are the same.
       prompt_budget: FLOPs of reading a prompt, over reading it in full: most of its tokens stop
         early. 1 is the plain program.
       prompt_maps: a file that `utio-jax fit-prompt` wrote: what a stock model needs for
@@ -55,6 +57,7 @@ class OfDecoding(OfModel):
     throttle: float | None = None
     sparse_prompt: float | None = None
     route_prompt: bool = False
+    prompt: Literal["full"] | None = None
     prompt_budget: float | None = None
     prompt_maps: Path | None = None
     history: tuple[int, int] | None = None
@@ -93,14 +96,19 @@ class OfDecoding(OfModel):
         """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
         from utio_jax.models.verbs import read_prompts_within
 
+        from utio_jax.decoding.prefill import Prefill
+
         mode, prefill, budget = self._mode(model)
+        given = [prefill, self.prompt, self.prompt_budget]
+        if sum(way is not None for way in given) > 1:
+            raise ValueError(
+                "Wanted one way of reading prompts. Got several of --prompt full, --prompt-budget, "
+                "and --route-prompt or --sparse-prompt. Leave out all but one."
+            )
+        if self.prompt is not None:
+            return mode, Prefill(), budget
         if self.prompt_budget is None:
             return mode, prefill, budget
-        if prefill is not None:
-            raise ValueError(
-                "Wanted one way of reading prompts. Got --prompt-budget beside --route-prompt or "
-                "--sparse-prompt. Leave out one or the other."
-            )
         prefill = read_prompts_within(
             model, self.prompt_budget, lambda: calibration_of(model, self.calibration)
         )

@@ -178,17 +178,23 @@ def _spent_on_group(
     plain_steps, plain_attended = rows * plain_steps, rows * layers * plain_attended
     extra = cost.head * (heads - plain_steps) + cost.exit_map * exit_maps
     shown = cost.keys_values * frozen + cost.kv_map * mapped
+    ran = np.concatenate(generated.executed)
+    # Keys and values per layer that ran: 1, but where upper layers read those of lower ones.
+    made = float(np.sum(cost.made(ran)) / max(1, np.sum(ran)))
+    all_made = float(cost.made(layers)) / layers
     emitted = np.concatenate(generated.decided)
     deepest = np.maximum(emitted, mode.projected_depth)
     extra += mode.gate_flops(decoder, params) * steps
     extra += mode.draft_head_flops(decoder, params) * draft_heads
-    first = rows * (cost.layer(generated.key_widths[0]) * layers + cost.head)
+    width = generated.key_widths[0]
+    first = rows * (cost.query + cost.attention_per_key * width) * layers
+    first += rows * (cost.keys_values * float(cost.made(layers)) + cost.head)
     width = attended / token_layers if token_layers else generated.key_widths[0]
 
-    def flops(token_layers: float, attended: float, heads: float) -> float:
+    def flops(token_layers: float, attended: float, heads: float, made: float) -> float:
         return (
             first
-            + (cost.query + cost.keys_values) * token_layers
+            + (cost.query + cost.keys_values * made) * token_layers
             + cost.attention_per_key * attended
             + cost.head * heads
         )
@@ -198,14 +204,14 @@ def _spent_on_group(
         decided=int(emitted.sum()),
         throttled=int(sum(row.sum() for row in generated.throttled)),
         executed=token_layers + rows * layers,
-        flops=flops(token_layers, attended, plain_steps) + shown + extra,
-        flops_plain=flops(plain_steps * layers, plain_attended, plain_steps),
+        flops=flops(token_layers, attended, plain_steps, made) + shown + extra,
+        flops_plain=flops(plain_steps * layers, plain_attended, plain_steps, all_made),
         flops_extra=extra,
         kv_bytes=float(np.sum(generated.kv_bytes_read)),
         kv_bytes_plain=layers * plain_read * generated.bytes_per_slot,
         flops_ideal=float(
             emitted.sum() * (cost.query + cost.attention_per_key * width)
-            + deepest.sum() * cost.keys_values
+            + np.sum(cost.made(deepest)) * cost.keys_values
             + emitted.size * cost.head
         ),
     )
