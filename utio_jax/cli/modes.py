@@ -94,9 +94,8 @@ class OfDecoding(OfModel):
 
     def decoding_mode(self, model: Any) -> tuple[Any, Any, float | None]:
         """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
-        from utio_jax.models.verbs import read_prompts_within
-
         from utio_jax.decoding.prefill import Prefill
+        from utio_jax.models.verbs import read_prompts_within
 
         mode, prefill, budget = self._mode(model)
         given = [prefill, self.prompt, self.prompt_budget]
