@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer dropout: none at the first layer, most at the last."""
+"""What training runs: layer dropout, and layers that read keys and values made below."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from helpers.models import live_params
+from helpers.models import assert_close, live_params
+from helpers.shared_kv import KINDS
 
+from utio_jax.models.presets import TINY
 from utio_jax.models.training.train import exit_states
 from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.reference import dense_states
 
 pytestmark = pytest.mark.check
 
@@ -27,3 +30,25 @@ def test_the_first_layer_always_runs_also_where_it_is_the_only_one(tiny: Any, la
     assert (states[0] != before).any(axis=(1, 2)).all(), "every row ran it"
     if layers > 1:
         np.testing.assert_array_equal(states[-1], states[-2], "the last one is dropped at 1.0")
+
+
+@pytest.mark.parametrize("kind", ["heads of two layers", "made once"])
+def test_training_runs_the_model_that_is_served(kind: str) -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **KINDS[kind]))
+    params = live_params(decoder)
+    ids = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
+    states = exit_states(decoder, params, ids, jax.random.key(0), 0.0)
+    depths = (1, 2, 3, 4)
+    wanted = dense_states(decoder, params, ids, np.asarray([16, 16]), depths=depths)
+    for depth, each in zip(depths, wanted, strict=True):
+        assert_close(states[depth - 1], each)
+    # K/V projections of layers that make none are not there to be trained.
+    assert params["layers"]["k_proj"]["kernel"].shape[0] == decoder.config.kv_layers < 5
+    assert params["layers"]["q_proj"]["kernel"].shape[0] == 4
+
+
+def test_sources_that_differ_between_upper_layers_are_not_trained() -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **KINDS["of the last of a kind"]))
+    ids = np.zeros((1, 4), np.int32)
+    with pytest.raises(ValueError, match="one kv_source for all upper layers"):
+        exit_states(decoder, live_params(decoder), ids, jax.random.key(0), 0.0)
