@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,10 @@ def test_generate_colours_a_terminal(
     monkeypatch.delenv("NO_COLOR", raising=False)
     arguments = ["generate", PROMPT, "import", "--model", str(folder), "--max-new-tokens", "20"]
     assert main([*arguments, "--rounds", "1", "--lossless"]) == 0
+    captured = capsys.readouterr()
+    assert "command" not in captured.out, "no JSON for people"
+    assert re.search(r"^[\d.]+ times as fast as plain decoding[:,] ", captured.err, re.MULTILINE)
+    assert main([*arguments, "--rounds", "0", "--lossless", "--json"]) == 0
     *shown, record = capsys.readouterr().out.splitlines()
     assert json.loads(record)["command"] == "generate"
     assert "\x1b[" in "".join(shown)

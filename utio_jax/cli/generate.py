@@ -76,6 +76,8 @@ class Generate(OfDecoding, OfThinking):
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
         _show(shown, found, model.decoder.config.num_layers)
         measured = self._measured(model, modes, prompts, generated, decode, sampling, budget)
+        if measured.speedup is not None and label != "plain":
+            print(verdict(measured.speedup, measured.agreement), file=sys.stderr)
         return {
             "command": "generate",
             "mode": mode.name,
@@ -164,6 +166,25 @@ class Generate(OfDecoding, OfThinking):
                 rounds=self.rounds,
                 progress=step,
             )[label]
+
+
+def verdict(speedup: float, agreement: float | None) -> str:
+    """Returns what a timed run says about a mode, in a sentence that one can act on.
+
+    >>> verdict(1.47, 1.0)
+    '1.47 times as fast as plain decoding, the same tokens.'
+    >>> verdict(0.91, 0.94)
+    '0.91 times as fast as plain decoding: slower. Leave it out.'
+    """
+    said = f"{speedup:.2f} times as fast as plain decoding"
+    if speedup < 1.0:
+        return f"{said}: slower. Leave it out."
+    if agreement is None:
+        return f"{said}."
+    same = (
+        "the same tokens" if agreement == 1.0 else f"{100 * agreement:.0f} % of full depth's tokens"
+    )
+    return f"{said}, {same}."
 
 
 def _prompt_record(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`utio-jax`: tables and progress go to stderr, one line of JSON goes last to stdout."""
+"""`utio-jax`: tables and progress on stderr; off a terminal, one line of JSON last on stdout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ COMMANDS = {
 
 _ABOUT = """Adaptive depth for transformers: tokens that are easy stop early.
 
-utio-jax COMMAND --help shows a command's options, utio-jax --version the versions."""
+utio-jax COMMAND --help shows a command's options, utio-jax --version the versions. What was found
+goes to stdout as one line of JSON, last, where that is no terminal, or with --json."""
 
 # What a shell reports of a program that Ctrl-C ended, or that wrote to a pipe nobody reads.
 _INTERRUPTED, _NOBODY_READS = 130, 141
@@ -103,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    """Runs a command and prints its JSON."""
+    """Runs a command and prints its JSON, unless a person would have to read it."""
     for argument in arguments:
         try:
             argument.encode()
@@ -114,13 +115,15 @@ def _run(arguments: list[str]) -> int:
         others = ", ".join(f"{name} {of}" for name, of in found.items() if name != "utio-jax")
         print(f"utio-jax {found.get('utio-jax', 'from a checkout')} ({others})")
         return 0
+    as_json = "--json" in arguments or not sys.stdout.isatty()
+    arguments = [argument for argument in arguments if argument != "--json"]
     command: Any = tyro.extras.subcommand_cli_from_dict(
         COMMANDS, prog="utio-jax", description=_ABOUT, args=_marked(arguments)
     )
     result = command.run()
     if isinstance(result, int):
         return result
-    if is_first():
+    if is_first() and as_json:
         print(json.dumps(result))
     return 0
 
