@@ -67,6 +67,7 @@ ROOMS = {
     "models": "Model families and checkpoints",
     "serving": "Models over HTTP",
     "bench": "Measuring, and saying what was measured",
+    "contrib": "Techniques outside the core",
 }
 
 

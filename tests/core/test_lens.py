@@ -182,7 +182,7 @@ def test_gradients_reach_the_maps_through_a_static_prefix(model: Model) -> None:
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(found["lens"]))
 
 
-@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "full", ["propagate", "drop", "full"]))
+@pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "drop", ["propagate", "drop"]))
 def test_decoding_at_an_exit_says_what_scoring_says(model: Model, kv: Any) -> None:
     prompts = [np.asarray(model.tokens(5)), np.asarray(model.tokens(3, seed=1))]
     policy = Thresholded(

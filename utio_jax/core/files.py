@@ -381,6 +381,7 @@ def load_owned(
         tensors = load(data)
     except (SafetensorError, KeyError, ValueError) as error:
         raise broken_file(beside, error) from error
+    _check_finite(tensors, beside)
     kinds = (jnp.floating, jnp.integer, jnp.bool_) if integers else (jnp.floating,)
     for name, leaf in tensors.items():
         if not any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds):
@@ -388,7 +389,6 @@ def load_owned(
                 f"Wanted floating-point weights in {beside}. Got {name} of {leaf.dtype}. Make them "
                 f"anew: {command}."
             )
-    _check_finite(tensors, beside)
     return stored, tensors
 
 

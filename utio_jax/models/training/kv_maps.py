@@ -309,6 +309,7 @@ class _Run:
             command="utio-jax fit-prompt --train",
             model_sha256=self.model_sha256,
             owner=lambda stored: stored["model_sha256"],
+            integers=True,  # Steps, and the optimizer's counts.
         )
         wanted = json.loads(json.dumps(self._identity()))
         other = [name for name, value in wanted.items() if stored.get(name) != value]
