@@ -26,6 +26,7 @@ _SDIST = (
     "tests/helpers/models.py",
     "tests/models/huggingface/qwen3/config.json",
     "models/stdlib_16/model.safetensors",
+    "models/shared_16/model.safetensors",
     "docs/bring_your_own.md",
     "constraints.txt",
 )
@@ -37,6 +38,8 @@ _WHEEL = (
     "utio_jax/models/stdlib_16/model.safetensors",
     "utio_jax/models/stdlib_16/policies.json",
     "utio_jax/models/stdlib_16/tokenizer.json",
+    "utio_jax/models/shared_16/config.json",
+    "utio_jax/models/shared_16/model.safetensors",
 )
 
 _BASE = """
@@ -59,6 +62,7 @@ model = utio_jax.load("stdlib-16")
 found = model.generate("def mean(values):", mode="adaptive", max_new_tokens=4)
 assert found.texts[0], found
 print("cli", repr(found.texts[0]))
+assert utio_jax.load("shared-16").generate("import", max_new_tokens=2).texts[0]
 """
 
 
