@@ -35,7 +35,7 @@ from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.positions import PositionSums, margins_by_position, sums_by_position
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
-from utio_jax.contrib.recall.recall import (
+from utio_jax.contrib.recall.distance import (
     RECALL_TASKS,
     Recall,
     RecallRows,

@@ -24,7 +24,7 @@ from utio_jax.contrib.recall import (
     stopped_part,
     table_policies,
 )
-from utio_jax.contrib.recall.recall import RecallCase, RecallRows
+from utio_jax.contrib.recall.distance import RecallCase, RecallRows
 from utio_jax.evaluation.prompts import continuations
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import uniform

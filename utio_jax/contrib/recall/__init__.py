@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recall over distance: what early exits lose of facts that were stated once, far back."""
 
-from utio_jax.contrib.recall.recall import (
+from utio_jax.contrib.recall.distance import (
     RECALL_TASKS,
     Recall,
     recall,
