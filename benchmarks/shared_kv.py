@@ -16,6 +16,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from utio_jax import Prefill, Temperature, generate
@@ -86,6 +87,7 @@ def main(arguments: list[str]) -> int:
     for name, options in (("greedy", {}), ("drawn", {"sampling": Temperature(1.0)})):
         for batch in (1, 4, 16):
             rows, worst = differing(model, prompts, batch, options)
+            jax.clear_caches()  # A process has room for so many programs only.
             found["exact"][f"{name} {batch}"] = {"rows_that_differ": rows, "log_probability": worst}
             print(name, batch, rows, worst, file=sys.stderr)
     for batch in (1, 8):
