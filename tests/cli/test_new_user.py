@@ -484,6 +484,7 @@ ELSEWHERE = {
     "environment.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
     "architectures.py": {"--merge"},  # llama.cpp's
     "actors.py": {"--head", "--xla"},  # Ray's and XLA's
+    "main.py": {"--json"},  # Taken out before a command reads its own.
 }
 
 
@@ -534,7 +535,12 @@ def texts_of(tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    ["generate x --lossless", "calibrate --text X", "compare --text X", "generate x --enable-utio"],
+    [
+        "generate x --lossless --drafter exit",
+        "calibrate --text X",
+        "compare --text X",
+        "generate x --enable-utio",
+    ],
 )
 def test_a_stock_model_is_told_how_to_get_exits(
     bare: Path,

@@ -76,8 +76,9 @@ class Generate(OfDecoding, OfThinking):
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
         _show(shown, found, model.decoder.config.num_layers)
         measured = self._measured(model, modes, prompts, generated, decode, sampling, budget)
-        if measured.speedup is not None and label != "plain":
-            print(verdict(measured.speedup, measured.agreement), file=sys.stderr)
+        record = measured.to_dict()
+        if label != "plain" and record.get("speedup") is not None:
+            print(verdict(record["speedup"], record["agreement"]), file=sys.stderr)
         return {
             "command": "generate",
             "mode": mode.name,
@@ -92,7 +93,7 @@ class Generate(OfDecoding, OfThinking):
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
             "thought": [dataclasses.asdict(told) for told in generated.thought],
-            **measured.to_dict(),
+            **record,
         }
 
     def _check(self) -> None:
