@@ -132,7 +132,7 @@ def test_generate_reads_prompts_within_a_budget(
         return last_line(capsys)
 
     plain = generate()
-    assert plain["prompt"] is None
+    assert (plain["prompt"]["exact"], plain["prompt"]["flops_ratio"]) == (True, 1.0)
     assert generate("--prompt-budget", "1")["token_ids"] == plain["token_ids"]
     found = generate("--prompt-budget", "0.9")
     assert found["mode"] == "plain"
