@@ -280,7 +280,7 @@ def test_generate_colours_a_terminal(
     assert main([*arguments, "--rounds", "1", "--lossless"]) == 0
     captured = capsys.readouterr()
     assert "command" not in captured.out, "no JSON for people"
-    assert re.search(r"^[\d.]+ times as fast as plain decoding[:,] ", captured.err, re.MULTILINE)
+    assert re.search(r"[\d.]+ times as fast as plain decoding[:,] ", captured.err)
     assert main([*arguments, "--rounds", "0", "--lossless", "--json"]) == 0
     *shown, record = capsys.readouterr().out.splitlines()
     assert json.loads(record)["command"] == "generate"
@@ -296,9 +296,9 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
     config = json.loads((stock / "config.json").read_text())
     (stock / "config.json").write_text(json.dumps(config | {"exits": [4]}))
     arguments = ["generate", "import", "--model", str(stock), "--lossless"]
-    assert main(arguments) == 2
+    assert main([*arguments, "--drafter", "exit"]) == 2
     assert "Wanted a model that can draft" in capsys.readouterr().err
-    assert main([*arguments, "--drafter", "ngram", "--rounds", "1", "--max-new-tokens", "20"]) == 0
+    assert main([*arguments, "--rounds", "1", "--max-new-tokens", "20"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mode"] == "lossless"
     assert set(found["depths"][0]) <= {0, 4}  # Copied, or the full model's own.
@@ -340,7 +340,6 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
         (["score", "SOURCE", "--calibration", "nowhere.json"], "There is none"),
         (["train", "--preset", "huge"], "Wanted a preset of"),
         (["generate"], "Wanted at least one prompt"),
-        (["generate", "x", ""], "Text 1 of 2 is empty"),
         (["generate", "x = 1\n" * 40], "within the model's context of 64. Got prompt 0 of"),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens of at least 1"),
         (["generate", "x", "--policy", "learned", "--kv", "drop"], "--enable-utio with --policy"),
