@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.models import assert_close, live_params
@@ -36,10 +37,10 @@ def test_the_first_layer_always_runs_also_where_it_is_the_only_one(tiny: Any, la
 def test_training_runs_the_model_that_is_served(kind: str) -> None:
     decoder = Transformer(dataclasses.replace(TINY, **KINDS[kind]))
     params = live_params(decoder)
-    ids = np.random.default_rng(0).integers(0, 64, (2, 16)).astype(np.int32)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
     states = exit_states(decoder, params, ids, jax.random.key(0), 0.0)
     depths = (1, 2, 3, 4)
-    wanted = dense_states(decoder, params, ids, np.asarray([16, 16]), depths=depths)
+    wanted = dense_states(decoder, params, ids, jnp.asarray([16, 16]), depths=depths)
     for depth, each in zip(depths, wanted, strict=True):
         assert_close(states[depth - 1], each)
     # K/V projections of layers that make none are not there to be trained.
@@ -49,6 +50,6 @@ def test_training_runs_the_model_that_is_served(kind: str) -> None:
 
 def test_sources_that_differ_between_upper_layers_are_not_trained() -> None:
     decoder = Transformer(dataclasses.replace(TINY, **KINDS["of the last of a kind"]))
-    ids = np.zeros((1, 4), np.int32)
+    ids = jnp.zeros((1, 4), jnp.int32)
     with pytest.raises(ValueError, match="one kv_source for all upper layers"):
         exit_states(decoder, live_params(decoder), ids, jax.random.key(0), 0.0)

@@ -210,13 +210,16 @@ def test_one_file_or_prompt_where_a_list_is_wanted(calibrated: Model) -> None:
         (lambda model: model.generate("a", max_tokens=3), "Got max_tokens. Say max_new_tokens"),
         (lambda model: next(model.stream("a", top_p=0.9)), r"Got top_p. Say sampling=TopP\(0.9\)"),
         (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
-        (lambda model: model.generate("a", sampling=0.7), "Wanted a sampling method. Got 0.7"),
+        (
+            lambda model: model.generate("a", sampling=0.7, max_new_tokens=4),
+            "Wanted a sampling method. Got 0.7",
+        ),
         (
             lambda model: model.generate("a", max_new_tokens=2.0),
             "an integer. Got max_new_tokens=2.0",
         ),
         (
-            lambda model: model.generate("a", seed=2**70),
+            lambda model: model.generate("a", seed=2**70, max_new_tokens=4),
             "at most 64 bits. Got 1180591620717411303424",
         ),
         (lambda model: model.generate(None), "Wanted a list of texts. Got None"),
