@@ -381,8 +381,7 @@ def load_config(file: str | Path) -> TransformerConfig:
     path = Path(file)
     try:
         settings: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in read_json(path, "a config").items()
+            key: _as_tuples(value) for key, value in read_json(path, "a config").items()
         }
         if settings.get("rope_scaling") is not None:
             settings["rope_scaling"] = RopeScaling(**settings["rope_scaling"])
@@ -391,6 +390,11 @@ def load_config(file: str | Path) -> TransformerConfig:
         raise ValueError(
             f"Wanted the fields of TransformerConfig in {path}. Got: {error}."
         ) from error
+
+
+def _as_tuples(value: Any) -> Any:
+    """Returns lists, and lists in lists, as tuples: configs are hashed."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def save(
