@@ -397,7 +397,7 @@ def _check_finite(tensors: Mapping[str, np.ndarray], file: Path) -> None:
     wrong = [
         name
         for name, leaf in tensors.items()
-        if leaf.dtype.kind not in "biu" and not np.isfinite(leaf.astype(np.float32)).all()
+        if leaf.dtype.kind not in "biuc" and not np.isfinite(leaf.astype(np.float32)).all()
     ]
     if wrong:
         raise ValueError(
