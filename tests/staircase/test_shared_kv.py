@@ -153,13 +153,25 @@ def test_packed_rows_are_the_same_rows(lively: Model) -> None:
     assert len(PROMPTS) == 3
 
 
+def test_a_config_is_made_again_of_its_own_fields() -> None:
+    config = dataclasses.replace(TINY, kv_source=((0,), (1,), (2,), (0,)))
+    assert config.kv_depth == (0, 1, 2)  # Layer 0 alone is read, and three make keys and values.
+    assert dataclasses.replace(config, context_length=32).kv_depth == (0, 1, 2)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize(
     ("changes", "wanted"),
     [
-        ({"kv_source": ((0,), (1,), (0,))}, "a kv_source for each of its 4 layers"),
+        ({"kv_source": ((0,), (1,), (0,))}, "a tuple for each of its 4 layers"),
         ({"kv_source": ((0,), (1,), (0,), (0,)), "kv_depth": (0, 0)}, "made of the states before"),
         ({"kv_source": ((0,), (1,), (0, 1), (0, 1))}, "as divide num_heads=4. Got 2 x 2"),
         ({"kv_source": ((0,), (1,), (0,), (0, 1))}, "as many layers' each"),
+        ({"kv_source": ((0,), (1,), (4,), (4,))}, "names layers below 4"),
+        ({"kv_source": ((0,), (1,), (-1,), (-1,))}, "names layers below 4"),
+        ({"kv_source": ((0,), (1,), (), ())}, "names layers below 4"),
+        ({"kv_source": ((0,), (1,), (1.0,), (1.0,))}, "names layers below 4"),
+        ({"kv_source": ((0,), (1,), (2**31,), (2**31,))}, "names layers below 4"),
     ],
 )
 def test_sources_that_cannot_be_are_refused(changes: Any, wanted: str) -> None:

@@ -107,22 +107,24 @@ class DecoderConfig:
         if not self.kv_source and not self.kv_depth:
             return
         name, layers = type(self).__name__, self.num_layers
-        source = tuple(tuple(rows) for rows in self.kv_source)
+        source = tuple(rows if isinstance(rows, tuple) else () for rows in self.kv_source)
+        named = all(is_integer(row) and row < layers for rows in source for row in rows)
         own = next((i for i, rows in enumerate(source) if rows != (i,)), len(source))
         above = source[own:]
-        if len(source) != layers or not above or len({len(rows) for rows in above}) != 1:
+        widths = {len(rows) for rows in above}
+        if len(source) != layers or not named or len(widths) != 1 or 0 in widths:
             raise ValueError(
-                f"{name} needs a kv_source for each of its {layers} layers: first those that read "
-                "their own keys and values, then those that read as many layers' each. Got "
-                f"kv_source={self.kv_source}."
+                f"{name} needs a kv_source that names layers below {layers}, a tuple for each of "
+                f"its {layers} layers: first those that read their own keys and values, then "
+                f"those that read as many layers' each. Got kv_source={self.kv_source!r:.200}."
             )
-        made = max(max(rows) for rows in above) + 1
-        depth = (*range(min(made, own)), *([own] * (made - own)))
-        if min(min(rows) for rows in above) < 0 or tuple(self.kv_depth or depth) != depth:
+        # Layers below that no other reads have keys and values for themselves all the same.
+        made = max(own, 1 + max(max(rows) for rows in above))
+        depth = (*range(own), *([own] * (made - own)))
+        if tuple(self.kv_depth or depth) != depth:
             raise ValueError(
-                f"{name} needs a kv_source of layers below {layers}, and keys and values made of "
-                f"the states before their layers, those from layer {own} on of the states before "
-                f"that one: kv_depth={depth}. Got kv_source={self.kv_source} and "
+                f"{name} needs keys and values made of the states before their layers, those from "
+                f"layer {own} on of the states before that one: kv_depth={depth}. Got "
                 f"kv_depth={self.kv_depth}."
             )
         if self.num_heads % (len(above[0]) * self.num_kv_heads):
@@ -131,9 +133,7 @@ class DecoderConfig:
                 f"num_heads={self.num_heads}. Got {len(above[0])} x {self.num_kv_heads} in those "
                 "that read others' keys and values."
             )
-        # Layers below that no other reads have keys and values for themselves all the same.
-        object.__setattr__(self, "kv_source", source)
-        object.__setattr__(self, "kv_depth", (*range(own), *([own] * max(0, made - own))))
+        object.__setattr__(self, "kv_depth", depth)
 
     @property
     def kv_layers(self) -> int:
