@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.core.arrays import flat, normalise
-from utio_jax.core.decoder import Decoder, Params, check_depths
+from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv
 from utio_jax.core.documents import Batch, batches_of, windows_of
 from utio_jax.core.kv_maps import KVMap
 from utio_jax.core.layer import layer_at
@@ -64,6 +64,7 @@ def fit_kv_maps(
       ValueError: stops that the model does not have, or too little text for them to be determined.
     """
     say = progress if progress is not None else lambda _: None
+    check_own_kv(decoder, what="maps of keys and values")
     depths = check_depths(tuple(sorted(set(stops))))
     layers, dim = decoder.config.num_layers, decoder.config.embed_dim
     if depths[-1] >= layers:

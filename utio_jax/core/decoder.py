@@ -363,6 +363,19 @@ def check_softmax(decoder: Decoder, *, why: str, remedy: str) -> None:
         )
 
 
+def check_own_kv(decoder: Decoder, *, what: str) -> None:
+    """Checks that each layer reads its own keys and values, for what knows no others.
+
+    Raises:
+      ValueError: the model has a `kv_source`.
+    """
+    if decoder.config.kv_source:
+        raise ValueError(
+            f"Wanted a model whose layers all have keys and values of their own, for {what}. Got "
+            "one whose upper layers read those made below (kv_source). Take another model."
+        )
+
+
 @runtime_checkable
 class HasKVMaps(Decoder, Protocol):
     """A decoder that predicts keys and values of skipped layers: what `kv="mapped"` needs.

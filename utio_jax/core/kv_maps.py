@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.arrays import normalise
-from utio_jax.core.decoder import Decoder, HasExitLens, Params, check_depths
+from utio_jax.core.decoder import Decoder, HasExitLens, Params, check_depths, check_own_kv
 from utio_jax.core.files import json_file, load_owned, save_owned
 from utio_jax.core.lens import Wrapped
 
@@ -102,6 +102,7 @@ def with_kv_maps(
       ValueError: the maps are of other sizes than the model, start where it has no layers to skip,
         or it cannot rotate keys.
     """
+    check_own_kv(decoder, what="maps of keys and values")
     config, stops = decoder.config, tuple(sorted(maps))
     outside = [stop for stop in stops if not 0 < stop < config.num_layers]
     if outside:

@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import attention_received
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, Params, check_depths, check_softmax
+from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv, check_softmax
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
@@ -188,6 +188,7 @@ class AttentionHeat(SignalBase):
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
         decoder, params, x = boundary.decoder, boundary.params, boundary.x
         check_softmax(decoder, why="whose heat is known", remedy="Choose by sinks_recent.")
+        check_own_kv(decoder, what="the attention that tokens receive")
         batch, width = boundary.live.shape
         lengths = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
         last = jnp.max(jnp.where(boundary.live, boundary.positions, -1), axis=1)

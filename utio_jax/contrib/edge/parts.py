@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from utio_jax.attention.cache import KVCache, init_cache, key_widths, read, write
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, LayerParams, Params, apply_exit_lens
+from utio_jax.core.decoder import Decoder, LayerParams, Params, apply_exit_lens, check_own_kv
 from utio_jax.core.files import hash_params
 from utio_jax.core.kv_maps import KVMapped
 from utio_jax.core.layer import keys_values_of, run_layer
@@ -107,6 +107,7 @@ def part_of(decoder: Decoder, params: Params, *, start: int = 0, stop: int | Non
     Raises:
       ValueError: no such layers.
     """
+    check_own_kv(decoder, what="a part of it in another process")
     layers = decoder.config.num_layers
     stop = layers if stop is None else stop
     if not 0 <= start < stop <= layers:

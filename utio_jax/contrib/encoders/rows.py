@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.contrib.encoders.protocol import Classifier, Encoder
-from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
+from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths, check_own_kv
 from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
 from utio_jax.core.layer import layer_at
 from utio_jax.core.lens import Wrapped
@@ -290,6 +290,7 @@ def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
             f"{type(encoder).__name__} with causal={config.causal}. Score text of a causal model: "
             "utio_jax.score."
         )
+    check_own_kv(encoder, what="rows that leave an encoder")
     shape, wanted = tuple(inputs.shape), config.input_shape
     most = config.context_length
     if len(shape) < 2 or shape[2:] != wanted or shape[1] > most:

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, check_own_kv
 from utio_jax.core.layer import layer_at
 from utio_jax.staircase.reference import FrozenKV, apply_layer, check_kv, positions_of
 
@@ -37,6 +37,7 @@ def reference_layer_sets(
       kv: `"propagate"` or `"drop"`.
     """
     check_kv(kv, ("propagate", "drop"))
+    check_own_kv(decoder, what="layers that are skipped")
     positions, valid = positions_of(token_ids, lengths)
     places = decoder.encode_positions(positions)
     x = decoder.embed(params, token_ids, positions)

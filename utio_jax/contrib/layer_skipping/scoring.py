@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.contrib.layer_skipping.policies import LayerSets
 from utio_jax.core.arrays import next_token_nll
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, check_own_kv
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.decoding.loop import Prompts, check_prompts
@@ -85,6 +85,7 @@ def score_layer_sets(
       ValueError: unknown kv, a policy that ends before the model does, or rows that do not fit it.
     """
     check_kv(kv, ("propagate", "drop"))
+    check_own_kv(decoder, what="layers that are skipped")
     check_rows(decoder, token_ids, lengths)
     if policy.depths[-1] != decoder.config.num_layers:
         raise ValueError(

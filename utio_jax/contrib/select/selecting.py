@@ -35,6 +35,7 @@ from utio_jax.core.decoder import (
     Params,
     apply_exit_lens,
     check_depths,
+    check_own_kv,
     has_exit_lens,
 )
 from utio_jax.core.documents import check_ids, check_tokens
@@ -165,6 +166,7 @@ def read_context(
             "Wanted a causal model, whose context does not depend on what follows. Got one with "
             "causal=False. Score whole rows: utio_jax.score."
         )
+    check_own_kv(decoder, what="a choice of candidates")
     ids = check_ids(token_ids, vocab_size=config.vocab_size, what="the context")
     most = config.context_length
     slots = min(-(-max(ids.size, 1) // _SLOT_STEP) * _SLOT_STEP, most) if slots is None else slots
