@@ -15,7 +15,18 @@ from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, liv
 from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import KINDS
 
-from utio_jax import Adaptive, CapacityPrefix, Lossless, Plain, given_depths, staircase, uniform
+from utio_jax import (
+    Adaptive,
+    CapacityPrefix,
+    History,
+    Lossless,
+    Plain,
+    Position,
+    Throttle,
+    given_depths,
+    staircase,
+    uniform,
+)
 from utio_jax.attention.cache import init_cache
 from utio_jax.calibration.prompt_maps import fit_kv_maps
 from utio_jax.contrib.edge.parts import part_of
@@ -185,6 +196,22 @@ def test_sources_that_cannot_be_are_refused(changes: Any, wanted: str) -> None:
         wanted = wanted.replace("2 x 2", "2 x 4")
     with pytest.raises(ValueError, match=wanted):
         dataclasses.replace(TINY, **changes)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("kv", ["propagate", "drop"])
+def test_a_view_of_the_whole_history_is_the_history(lively: Model, kv: Any) -> None:
+    policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
+    wanted = run(lively, mode=Adaptive(policy=policy, kv=kv))
+    for recent, same in ((64, True), (6, False)):
+        easy = Throttle(
+            signal=Position(),
+            thresholds=jnp.full(3, jnp.inf),
+            history=History(recent=recent, sinks=2),
+        )
+        found = run(lively, mode=Adaptive(policy=policy, kv=kv, throttle=easy))
+        rows = zip(wanted.token_ids, found.token_ids, strict=True)
+        assert all(np.array_equal(*pair) for pair in rows) == same
 
 
 @pytest.mark.check
