@@ -57,6 +57,7 @@ _PRESETS = {
     "plain-10": PLAIN_10,
     "plain-8": PLAIN_8,
     "late-16": STDLIB_16,
+    "late-shared-16": dataclasses.replace(SHARED_16, exits=(8, 10, 12, 16)),
     "grown-16": dataclasses.replace(STDLIB_16, exits=(8, 10, 12, 16)),
     "stacked-16": dataclasses.replace(STDLIB_16, exits=(8, 10, 12, 16)),
     "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
@@ -70,6 +71,7 @@ _PRESETS = {
 }
 _LATE = {
     "late-16": LateExits(),
+    "late-shared-16": LateExits(weights=(0.2, 0.2, 0.2)),
     "late-tiny": LateExits(weights=(0.0, 0.1), ramp=5),
     "grown-16": LateExits(weights=(0.0, 0.3, 0.3)),
     "grown-tiny": LateExits(weights=(0.0, 0.3), ramp=5),
@@ -80,6 +82,7 @@ _GROWN = ("grown-16", "grown-tiny")
 _STACKED = ("stacked-16", "stacked-tiny")
 _TRUNKS = {
     "late-16": "plain-16",
+    "late-shared-16": "shared-16",
     "late-tiny": "plain-tiny",
     "grown-16": "plain-8",
     "grown-tiny": "plain-tiny-2",
