@@ -8,16 +8,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from utio_jax.bench.rows import Group, Row, plan, timed
 from utio_jax.bench.subjects import Subject
 from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompts import prompt_choice
-from utio_jax.evaluation.prompt_cost import prompt_cost
-from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
+from utio_jax.prompts.budget import prompt_choice
+from utio_jax.prompts.evaluate import PromptSizes, continuations, cut_rows, prompt_cost
 from utio_jax.staircase.prompts import PromptChoice
 
 BUDGETS = (0.5, 0.6)
@@ -115,27 +112,17 @@ def _losses(
     subject: Subject, choices: dict[str, PromptChoice], *, prompt: int, output: int
 ) -> dict[str, dict[str, float | None]]:
     """Returns the quality of each method; nothing with random weights or too little text."""
-    config, width = subject.decoder.config, prompt + output
-    if subject.documents is None or width > config.context_length:
+    if subject.documents is None or prompt + output > subject.decoder.config.context_length:
         return {}
-    windows = [
-        np.asarray(document[start : start + width])
-        for document in subject.documents
-        for start in range(0, len(document) - width + 1, width)
-    ]
-    if not windows:
+    sizes = PromptSizes(prompt_tokens=prompt, continuation=output, rows=_ROWS)
+    try:
+        rows = cut_rows(subject.documents, sizes, decoder=subject.decoder)
+    except ValueError:  # Too little text.
         return {}
-    chosen = np.linspace(0, len(windows) - 1, min(_ROWS, len(windows))).round().astype(int)
-    rows = prompt_rows(
-        [windows[index] for index in chosen],
-        prompt_tokens=prompt,
-        batch=8,
-        decoder=subject.decoder,
-    )
-    full = float(continuation_losses(subject.decoder, subject.params, rows, None).sum())
-    found = {}
+    read = partial(continuations, subject.decoder, subject.params, rows)
+    full, found = read(None).loss, {}
     for method, choice in choices.items():
-        mine = float(continuation_losses(subject.decoder, subject.params, rows, choice).sum())
+        mine = read(choice).loss
         found[method] = {
             "nll_full": full / rows.tokens,
             "nll": mine / rows.tokens,

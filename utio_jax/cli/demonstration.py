@@ -20,7 +20,6 @@ from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure
 from utio_jax.bench.terminal import generation_table, ledger_table
 from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.goals import Budgets
-from utio_jax.calibration.prompt_choice import rows_of
 from utio_jax.core.documents import Batch
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
@@ -28,12 +27,11 @@ from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompts import prompt_choice
 from utio_jax.evaluation.controls import plain_hull
 from utio_jax.evaluation.ledger import uniform_hull
-from utio_jax.evaluation.prompt_cost import prompt_cost
-from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.policies.base import Policy
+from utio_jax.prompts.budget import prompt_choice
+from utio_jax.prompts.evaluate import PromptSizes, continuations, cut_rows, prompt_cost
 from utio_jax.staircase import base
 from utio_jax.staircase.score import score
 
@@ -263,11 +261,15 @@ def read_prompts(
     prompt, follow = width * 7 // 8, width // 8
     try:
         choice = prompt_choice(decoder, params, budget, choices=model.prompt_choices)
-        cut, _ = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_PROMPTS)
+        sizes = PromptSizes(
+            prompt_tokens=prompt, continuation=follow, rows=_PROMPTS, batch=_PROMPTS
+        )
+        rows = cut_rows(documents, sizes, decoder=decoder)
     except ValueError:
         return None
     shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
-    first = partial(generate, decoder, params, [cut[0][:prompt]], max_new_tokens=1, eos_ids=())
+    prompts = [rows.batches[0][0][0, :prompt]]
+    first = partial(generate, decoder, params, prompts, max_new_tokens=1, eos_ids=())
     programs = {
         "dense": first,
         "staircase": partial(first, prefill=Prefill()),
@@ -275,12 +277,9 @@ def read_prompts(
     }
     times = time_programs(programs, rounds=3 * rounds)
     full = min(("dense", "staircase"), key=lambda name: times[name].median)
-    cost = prompt_cost(decoder, params, shallow, [cut[0][:prompt]], programs["shallow"]())
-    rows = prompt_rows(cut, prompt_tokens=prompt, batch=_PROMPTS, decoder=decoder)
+    cost = prompt_cost(decoder, params, shallow, prompts, programs["shallow"]())
     everything = dataclasses.replace(choice, deep=1.0)  # The same program, every token deep.
-    losses = [
-        continuation_losses(decoder, params, rows, each).sum() for each in (choice, everything)
-    ]
+    losses = [continuations(decoder, params, rows, each).loss for each in (choice, everything)]
     return {
         "prompt_tokens": prompt,
         "continuation": follow,
@@ -290,7 +289,7 @@ def read_prompts(
         "seconds_to_first_token": round(times["shallow"].median, 5),
         "seconds_to_first_token_full": round(times[full].median, 5),
         "speedup": round(times["shallow"].speedup_over(times[full]), 3),
-        "nll_increase_pct": round(100 * float(losses[0] / losses[1] - 1), 4),
+        "nll_increase_pct": round(100 * (losses[0] / losses[1] - 1), 4),
     }
 
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from helpers.models import Model, live_params, with_random_maps
 
-from utio_jax.calibration.prompt_windows import (
+from utio_jax.models import TINY, Transformer
+from utio_jax.prompts.train import (
     WindowShape,
     continued_states,
     divergence_of,
     window_of,
 )
-from utio_jax.models import TINY, Transformer
 from utio_jax.staircase.reference import dense_states, reference_states
 
 SHAPE = WindowShape(width=32, continuation=12)
