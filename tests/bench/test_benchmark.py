@@ -29,7 +29,7 @@ from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.models.presets import SHAPES
 
-ENVIRONMENT = {"matmul_flops_per_second": 100.0, "copy_bytes_per_second": 10.0, "device": "cpu:x"}
+ENVIRONMENT = {"device": "cpu:x"}
 PLANNED = Row(key="score/m/full/b1", part="score", model="m", method="full", baseline="full dense")
 
 
@@ -100,8 +100,8 @@ def test_rows_about_speed_have_no_quality() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_rows_have_every_key_and_no_other() -> None:
     stored = PLANNED.to_dict()
-    for broken in ({**stored, "more": 1}, {k: v for k, v in stored.items() if k != "flops"}, []):
-        with pytest.raises(ValueError, match="every key of schema 2"):
+    for broken in ({**stored, "more": 1}, {k: v for k, v in stored.items() if k != "note"}, []):
+        with pytest.raises(ValueError, match="every key of schema 3"):
             Row.from_dict(broken)
     with pytest.raises(ValueError, match="Wanted a spread in seconds"):
         Row.from_dict({**stored, "seconds": {"median": 1.0}})
@@ -200,7 +200,7 @@ def test_a_run_is_resumed_on_the_same_terms_alone(tmp_path: Path) -> None:
         (tmp_path / "results.json").write_text(text)
         with pytest.raises(ValueError, match=match):
             recorder_at(tmp_path, resume=True)
-    (tmp_path / "results.json").write_text('{"command": "bench", "schema": 2, "rows": []}')
+    (tmp_path / "results.json").write_text('{"command": "bench", "schema": 3, "rows": []}')
     with pytest.raises(ValueError, match="missing: .*'suite'"):
         read_results(tmp_path / "results.json")
     with pytest.raises(ValueError, match="There is none. Measure again"):
@@ -220,12 +220,9 @@ def test_what_cannot_run_says_why_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert [*recorder.rows] == ["a", "b"]
 
 
-@pytest.mark.check
-def test_the_environment_says_what_the_machine_can_do() -> None:
-    found = describe(dtype="float32", small=True)
+def test_the_environment_says_on_what_it_ran() -> None:
+    found = describe(dtype="float32")
     assert found["device"] == f"{jax.devices()[0].platform}:{jax.devices()[0].device_kind}"
-    assert found["matmul_flops_per_second"] > 0
-    assert found["copy_bytes_per_second"] > 0
     assert {"cores", "commit", "versions", "xla_flags", "dtype", "persistent_cache"} <= set(found)
 
 

@@ -155,17 +155,17 @@ def broken(stored: dict[str, Any], **changes: Any) -> dict[str, Any]:
     [
         (lambda s: [1], "Wanted results .*schema None. Measure again: utio-jax bench"),
         (lambda s: {"command": "demo"}, "Wanted results .*Got what `utio-jax demo` printed"),
-        (lambda s: {**s, "schema": 1}, "schema 2 at .*schema 1. Measure again"),
+        (lambda s: {**s, "schema": 1}, "schema 3 at .*schema 1. Measure again"),
         (lambda s: {k: v for k, v in s.items() if k != "environment"}, "missing: .*environment"),
         (lambda s: {**s, "rows": [7]}, "or unknown: 7. Measure again"),
         (
-            lambda s: {**s, "rows": [{k: v for k, v in s["rows"][0].items() if k != "flops"}]},
-            r"Wanted a row with every key .*: \['flops'\]. Measure again",
+            lambda s: {**s, "rows": [{k: v for k, v in s["rows"][0].items() if k != "note"}]},
+            r"Wanted a row with every key .*: \['note'\]. Measure again",
         ),
         (lambda s: {**s, "rows": s["rows"][:1] * 2}, "two rows have the same key"),
         (lambda s: broken(s, part="speed"), "part 'speed' is none of score"),
         (
-            lambda s: broken(s, flops=float("nan")),
+            lambda s: broken(s, efficiency=float("nan")),
             "It is not JSON: NaN is no number of JSON. Measure again",
         ),
         (lambda s: broken(s, seconds={"median": 1.0}), "Wanted a spread in seconds. Got: "),

@@ -12,8 +12,6 @@ import numpy as np
 from utio_jax.bench.rows import SCHEMA, Row
 from utio_jax.bench.timing import Spread
 
-MATMUL, COPY = 2.5e11, 1.5e10  # FLOPs and bytes per second of the machine that is made up.
-
 # Share of the FLOPs, loss increase (%), agreement and efficiency of what the shipped model runs.
 SCORE = {
     "uniform:6": (0.41, 4.9, 0.82, 1.0),
@@ -141,8 +139,6 @@ def synthetic_results(seed: int = 0) -> dict[str, Any]:
             "device": "synthetic",
             "versions": {"jax": "0.10.2", "jaxlib": "0.10.2"},
             "commit": None,
-            "matmul_flops_per_second": MATMUL,
-            "copy_bytes_per_second": COPY,
         },
         "rows": [row.to_dict() for row in make.rows],
     }

@@ -5,20 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from utio_jax.bench import decoding, scoring
 from utio_jax.bench.rows import Group, Row, plan, quality_of, timed
 from utio_jax.bench.subjects import Method, Subject, controls_of, methods_of
-from utio_jax.core.flops import token_cost
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.evaluation.generation import spent_on
 from utio_jax.evaluation.guardrail import check_worthwhile
 
 PLAIN = "plain"
@@ -95,8 +92,7 @@ def _scored(row: Row, found: scoring.Scored) -> Row:
         against=found.fastest,
         speedup_ideal=found.ledger.speedup_ideal,
         flops_ratio=found.ledger.flops_ratio,
-        flops=found.quality.flops,
-        tokens=found.quality.tokens,
+        tokens=found.ledger.tokens,
         **quality_of(row, found.ledger),
     )
 
@@ -180,24 +176,18 @@ def _decoding_group(
             rounds=rounds,
         )
         done = {label: rows[label].failed(reason) for label, reason in missing.items()}
-        for label, mode in every.items():
-            done[label] = _written(subject, rows[label], mode, prompts, found)
+        for label in every:
+            done[label] = _written(rows[label], found)
         return [done[label] for label in rows]
 
     title = f"{part} {subject.name} {batch} x {prompt} + {output}"
     return Group(title=title, rows=tuple(rows.values()), measure=measure)
 
 
-def _written(
-    subject: Subject,
-    row: Row,
-    mode: Mode,
-    prompts: Prompts,
-    found: Mapping[str, decoding.Measured],
-) -> Row:
+def _written(row: Row, found: Mapping[str, decoding.Written]) -> Row:
     one, plain = found[row.method], found[PLAIN]
     (result,), (full,) = one.results, plain.results
-    spent = spent_on(subject.decoder, subject.params, mode, prompts, result)
+    assert one.timing is not None
     done = timed(
         row,
         one.timing,
@@ -205,21 +195,13 @@ def _written(
         ratios=one.ratios,
         speedup_ideal=one.ledger.speedup_ideal,
         flops_ratio=one.ledger.flops_ratio,
-        flops=spent.flops + _prefill_flops(subject, prompts),
-        tokens=spent.tokens,
+        tokens=one.ledger.tokens,
         **quality_of(row, one.ledger),
     )
     if one.acceptance is None:
         return done
     same = sum(map(np.array_equal, result.token_ids, full.token_ids))
     return done.noting(
-        f"{same} of {len(prompts)} rows like plain decoding's; acceptance {one.acceptance:.2f}; "
-        f"{one.repetition:.0%} of 4-grams repeated"
+        f"{same} of {len(full.token_ids)} rows like plain decoding's; acceptance "
+        f"{one.acceptance:.2f}; {one.repetition:.0%} of 4-grams repeated"
     )
-
-
-def _prefill_flops(subject: Subject, prompts: Prompts) -> float:
-    """Returns the FLOPs of the prompts' pass but for its last tokens, which `spent_on` charges."""
-    cost: Any = token_cost(subject.decoder, subject.params)
-    layers = subject.decoder.config.num_layers
-    return float(sum((len(p) - 1) * layers * cost.layer(len(p)) for p in prompts))

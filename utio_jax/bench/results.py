@@ -76,29 +76,20 @@ class Recorder:
             raise
 
     def _continue(self, stored: Mapping[str, Any]) -> None:
-        ours = self._head
-        for what, was, now in (
-            ("suite", stored["suite"], ours["suite"]),
-            ("settings", stored["settings"], rounded(ours["settings"])),
-            *(
-                (name, stored["environment"].get(name), ours["environment"].get(name))
-                for name in ("device", "dtype", "versions", "commit")
-            ),
-        ):
-            if was != now:
+        now = rounded(self._head)
+        terms = {name: (stored[name], now[name]) for name in ("suite", "settings")}
+        there, here = stored["environment"], now["environment"]
+        same = ("device", "dtype", "versions", "commit")
+        terms |= {name: (there.get(name), here.get(name)) for name in same}
+        for what, (was, ours) in terms.items():
+            if was != ours:
                 raise ValueError(
                     f"Wanted --resume of a run with the same {what}. {self._file} has {was!r}, "
-                    f"this run {now!r}. Leave out --resume to replace it, or name another --out."
+                    f"this run {ours!r}. Leave out --resume to replace it, or name another --out."
                 )
         self.rows = {row["key"]: Row.from_dict(row) for row in stored["rows"]}
-        # The first run's clock and ceilings: what its rows were held against.
         self._resumed = float(stored["seconds"])
-        self._head |= {"started": stored["started"], "environment": stored["environment"]}
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """The machine that the rows are held against: the first run's, where one was resumed."""
-        return self._head["environment"]
+        self._head |= {"started": stored["started"], "environment": there}
 
     def add(self, rows: Sequence[Row], *, seconds: float) -> None:
         """Writes rows, in place of those with the same keys; `seconds` since this run began."""

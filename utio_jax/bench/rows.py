@@ -18,7 +18,7 @@ from utio_jax.bench.subjects import Subject
 from utio_jax.bench.timing import Spread, Timing
 from utio_jax.evaluation.ledger import Ledger
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the format; readers refuse others."""
 
 PARTS = ("score", "decode", "lossless", "peer")
@@ -52,7 +52,6 @@ class Row:
       speedup_ideal: full FLOPs over those of the decided layers.
       efficiency: speedup / speedup_ideal.
       flops_ratio: executed FLOPs over the full pass'.
-      flops: executed in one call.
       quality: `nll_full`, `nll` in nats per token, `nll_increase_pct`, `agreement`.
       tokens_per_second: scored, or new ones.
       compiles: backend compilations after the warm-up.
@@ -76,7 +75,6 @@ class Row:
     speedup_ideal: float | None = None
     efficiency: float | None = None
     flops_ratio: float | None = None
-    flops: float | None = None
     quality: Record | None = None
     tokens_per_second: float | None = None
     compiles: int | None = None

@@ -28,7 +28,6 @@ class Scored:
 
     Attributes:
       ledger: quality of all batches, time of the first.
-      quality: of the first batch, the one that is timed.
       timing: of the policy.
       baseline: which full-depth program was the fastest: `"full"`, the staircase with one stage, or
         `"full dense"`, the plain one.
@@ -36,7 +35,6 @@ class Scored:
     """
 
     ledger: Ledger
-    quality: Quality
     timing: Timing
     baseline: str
     fastest: Timing
@@ -102,9 +100,7 @@ def measure_policies(
             compiles=timing.compiles,
             **conditions(params),
         )
-        found[label] = Scored(
-            ledger=row, quality=first[label], timing=timing, baseline=baseline, fastest=fastest
-        )
+        found[label] = Scored(ledger=row, timing=timing, baseline=baseline, fastest=fastest)
     return found
 
 
