@@ -93,7 +93,7 @@ def test_every_part_and_every_row_is_on_a_page_that_needs_nothing_else(
         assert lines == sum(row.part == part for row in rows)
     assert not {"script", "link", "iframe", "object"} & set(found.tags)
     sources = [value for name, value in found.attributes if name == "src"]
-    assert len(sources) == found.tags["figure"] >= 8
+    assert len(sources) == found.tags["figure"] >= 6
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not [value for name, value in found.attributes if name == "href"]
     assert "http:" not in page

@@ -14,11 +14,12 @@ from helpers.models import Model, live_params
 
 from utio_jax.models import TINY, Transformer
 from utio_jax.prompts.fit import fit_kv_maps, fit_rows
-from utio_jax.prompts.train import MapTraining, WindowShape, train_kv_maps
+from utio_jax.prompts.train import MapTraining, train_kv_maps
 
 SHA = "a" * 64
-SHAPE = WindowShape(width=32, continuation=12)
-CONFIG = MapTraining(steps=6, rows=2, shape=SHAPE, rate=3e-3, warmup=2, held_out=4, save_every=3)
+CONFIG = MapTraining(
+    steps=6, rows=2, width=32, continuation=12, rate=3e-3, warmup=2, held_out=4, save_every=3
+)
 
 
 @pytest.fixture(scope="module")

@@ -112,9 +112,9 @@ class FitPrompt(OfModel):
         )
         maps = fit_kv_maps(model.decoder, model.params, read, stops=self.stop, progress=say)
         out = kv_maps_file(self.out if self.out is not None else model.folder)
-        shape, trained = self._shape(width), None
+        trained = None
         if self.train:
-            maps, trained = self._train(model, maps, fit, shape, out, say)
+            maps, trained = self._train(model, maps, fit, width, out, say)
         decoder, params = with_kv_maps(model.decoder, model.params, maps)
         study = choose_prompt(
             decoder,
@@ -153,14 +153,8 @@ class FitPrompt(OfModel):
             **found,
         }
 
-    def _shape(self, width: int) -> Any:
-        """Returns the windows that maps are trained on."""
-        from utio_jax.prompts.train import WindowShape
-
-        return WindowShape(width=width, continuation=3 * width // 8, deep=min(self.deep))
-
     def _train(
-        self, model: Any, maps: Any, documents: Any, shape: Any, out: Path, say: Any
+        self, model: Any, maps: Any, documents: Any, width: int, out: Path, say: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Returns trained maps, and what their training says of itself."""
         from utio_jax.prompts.train import MapTraining, train_kv_maps
@@ -173,7 +167,9 @@ class FitPrompt(OfModel):
             MapTraining(
                 steps=self.train_steps,
                 minutes=self.train_minutes,
-                shape=shape,
+                width=width,
+                continuation=3 * width // 8,
+                deep=min(self.deep),
                 seed=self.seed,
                 resume=self.resume,
             ),

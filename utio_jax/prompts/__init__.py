@@ -20,7 +20,7 @@ from utio_jax.prompts.evaluate import (
 )
 from utio_jax.prompts.fit import fit_kv_maps, fit_rows
 from utio_jax.prompts.maps import KVMap, load_kv_maps, save_kv_maps, with_kv_maps
-from utio_jax.prompts.train import MapTraining, WindowShape, train_kv_maps
+from utio_jax.prompts.train import MapTraining, train_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, PromptImportance
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "PromptSizes",
     "PromptStudy",
     "PromptText",
-    "WindowShape",
     "choose_prompt",
     "continuations",
     "cut_rows",

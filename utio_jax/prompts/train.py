@@ -47,37 +47,6 @@ _SINKS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowShape:
-    """What windows look like.
-
-    Attributes:
-      width: tokens of a window.
-      continuation: tokens behind each prompt, whose predictions count.
-      deep: share of the longest prompt that goes deep, in every window as many tokens: the first
-        four, the last, and by turns the latest or any.
-      repeated: share of windows whose continuation ends with words of the prompt.
-    """
-
-    width: int = 512
-    continuation: int = 192
-    deep: float = 0.15
-    repeated: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.continuation <= self.width // 2:
-            raise ValueError(
-                "Wanted a continuation of at least one token and at most half of the width. "
-                f"Got {self.continuation} of {self.width}."
-            )
-
-    @property
-    def running(self) -> int:
-        """Tokens of each prompt that go deep."""
-        longest = self.width - self.continuation
-        return min(self.width // 4, max(_SINKS + 1, int(np.ceil(self.deep * longest))))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class MapTraining:
     """The numbers of a run.
 
@@ -85,7 +54,11 @@ class MapTraining:
       steps: of Adam, at most.
       minutes: of training, at most, earlier parts of a resumed run included; None: any.
       rows: windows of a step.
-      shape: of the windows.
+      width: tokens of a window.
+      continuation: tokens behind each prompt, whose predictions count.
+      deep: share of the longest prompt that goes deep, in every window as many tokens: the first
+        four, the last, and by turns the latest or any.
+      repeated: share of windows whose continuation ends with words of the prompt.
       rate: learning rate of Adam; it rises over the first `warmup` steps and stays.
       warmup: see `rate`.
       average: steps that the average of the maps looks back, about; never more than a quarter of
@@ -100,7 +73,10 @@ class MapTraining:
     steps: int = 1000
     minutes: float | None = None
     rows: int = 2
-    shape: WindowShape = dataclasses.field(default_factory=WindowShape)
+    width: int = 512
+    continuation: int = 192
+    deep: float = 0.15
+    repeated: float = 0.5
     rate: float = 3e-4
     warmup: int = 20
     average: int = 100
@@ -116,6 +92,17 @@ class MapTraining:
                 "Wanted at least 1 step, row, held-out window, step of warm-up and average, and "
                 f"step between checkpoints. Got {self}."
             )
+        if not 1 <= self.continuation <= self.width // 2:
+            raise ValueError(
+                "Wanted a continuation of at least one token and at most half of the width. "
+                f"Got {self.continuation} of {self.width}."
+            )
+
+    @property
+    def running(self) -> int:
+        """Tokens of each prompt that go deep."""
+        longest = self.width - self.continuation
+        return min(self.width // 4, max(_SINKS + 1, int(np.ceil(self.deep * longest))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +190,7 @@ def train_kv_maps(
         average = jax.tree.map(lambda old, now: old + share * (now - old), state["average"], new)
         return {"maps": new, "average": average, "optimizer": optimizer_state}, each
 
-    say(f"maps: training on {len(windows)} windows of {config.shape.width} tokens")
+    say(f"maps: training on {len(windows)} windows of {config.width} tokens")
     began, told = time.perf_counter(), 0.0
     seconds = lambda: before + time.perf_counter() - began  # noqa: E731
     while done < config.steps and not (config.minutes and seconds() > 60 * config.minutes):
@@ -339,7 +326,7 @@ def _windows(
     Raises:
       ValueError: there are too few, or ids that are none of the model.
     """
-    width, least = config.shape.width, config.held_out + config.rows
+    width, least = config.width, config.held_out + config.rows
     found = [
         check_ids(window, vocab_size=vocab_size, what="documents")
         for window, _ in whole_windows(documents, width)
@@ -354,13 +341,13 @@ def _windows(
 
 
 def window_of(
-    ids: np.ndarray, rng: np.random.Generator, shape: WindowShape
+    ids: np.ndarray, rng: np.random.Generator, config: MapTraining
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a window, perhaps with words repeated, and which of its tokens run in full."""
-    behind, deep = shape.continuation, shape.running
-    prompt = int(rng.integers(shape.width // 4, shape.width - behind + 1))
+    behind, deep = config.continuation, config.running
+    prompt = int(rng.integers(config.width // 4, config.width - behind + 1))
     ends = prompt + behind
-    if rng.random() < shape.repeated:
+    if rng.random() < config.repeated:
         size = min(behind // 3, prompt // 2)
         start = int(rng.integers(0, prompt - size + 1))
         ids = ids.copy()
@@ -383,9 +370,9 @@ def _batch(
         epoch, index = divmod(row, len(windows))
         order = np.random.default_rng([config.seed, epoch, 1]).permutation(len(windows))
         picked.append(windows[order[index]])
-    made = [window_of(window, rng, config.shape) for window in picked]
+    made = [window_of(window, rng, config) for window in picked]
     ids, running = (jnp.asarray(np.stack(each), jnp.int32) for each in zip(*made, strict=True))
-    return ids, running, config.shape.continuation + 1
+    return ids, running, config.continuation + 1
 
 
 def _held_out_kl(
@@ -396,8 +383,8 @@ def _held_out_kl(
     found = []
     for number, window in enumerate(windows):
         rng = np.random.default_rng([config.seed + 1, number])
-        ids, running = window_of(window, rng, config.shape)
-        found.append(measure(params, ids[None], running[None], config.shape.continuation + 1))
+        ids, running = window_of(window, rng, config)
+        found.append(measure(params, ids[None], running[None], config.continuation + 1))
     return {stop: float(np.mean([kl[stop] for kl in found])) for stop in decoder.stops}
 
 
