@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import utio_jax
-from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
 from utio_jax.calibration.studies import study_exits
 from utio_jax.contrib.layer_skipping import LayerSets, fit_prompt_sets, random_sets, skip_decode
 from utio_jax.contrib.layer_skipping.policies import SetTable
@@ -35,6 +34,7 @@ from utio_jax.core.files import versions
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.flops import gate_flops
+from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.evaluation.quality import Quality
 from utio_jax.models.training.corpus import Split, standard_library
 from utio_jax.policies.base import Policy

@@ -30,9 +30,7 @@ from typing import Any
 import numpy as np
 
 import utio_jax
-from utio_jax.calibration.bootstrap import DocumentSums
 from utio_jax.calibration.goals import Budgets
-from utio_jax.calibration.positions import PositionSums, margins_by_position, sums_by_position
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
 from utio_jax.contrib.recall.distance import (
@@ -46,8 +44,10 @@ from utio_jax.contrib.recall.distance import (
     stopped_part,
     table_policies,
 )
+from utio_jax.contrib.recall.positions import PositionSums, margins_by_position, sums_by_position
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.files import versions
+from utio_jax.evaluation.intervals import DocumentSums
 from utio_jax.models.training.corpus import Split, standard_library
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Thresholded, uniform

@@ -24,17 +24,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.calibration.prompt_choice import increase_interval, rows_of
 from utio_jax.cli.bench_subjects import random_params
-from utio_jax.core.kv_maps import KVMap, with_kv_maps
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.evaluation.prompts import continuation_losses, prompt_flops_ratio, prompt_rows
 from utio_jax.models import Transformer, load
 from utio_jax.models.presets import SHAPES, with_layers
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies.depth import uniform
+from utio_jax.prompts.evaluate import (
+    PromptSizes,
+    continuations,
+    cut_rows,
+    increase_interval,
+    prompt_flops_ratio,
+)
+from utio_jax.prompts.maps import KVMap, with_kv_maps
 from utio_jax.staircase.prompts import SIGNALS, PromptChoice
 
 _FOLLOWING = 64
@@ -110,20 +115,20 @@ def add_losses(
     rows: int,
 ) -> None:
     """Adds the loss behind prompts over full depth's, and what reading them costs."""
-    cut, document_of = rows_of(documents, prompt_tokens=prompt, continuation=_FOLLOWING, count=rows)
     batch = max(1, min(8, 4096 // prompt))
-    read = prompt_rows(cut, prompt_tokens=prompt, batch=batch, decoder=decoder)
-    full = continuation_losses(decoder, params, read, None)
+    sizes = PromptSizes(prompt_tokens=prompt, continuation=_FOLLOWING, rows=rows, batch=batch)
+    read = cut_rows(documents, sizes, decoder=decoder)
+    full = continuations(decoder, params, read, None)
     for row, choice in zip(found, choices, strict=True):
-        row |= {"rows": read.rows, "nll_full": round(float(full.sum()) / read.tokens, 4)}
+        row |= {"rows": read.rows, "nll_full": round(full.loss / read.tokens, 4)}
         row |= {"nll_increase_pct": 0.0, "prompt_flops_ratio": 1.0}
         if choice is None:
             continue
-        mine = continuation_losses(decoder, params, read, choice)
-        interval = increase_interval(mine, full, document_of)
+        mine = continuations(decoder, params, read, choice)
+        interval = increase_interval(mine, full, read.documents)
         ratio = prompt_flops_ratio(decoder, params, read, choice, batches=1)
         row |= {
-            "nll_increase_pct": round(100 * float(mine.sum() / full.sum() - 1), 3),
+            "nll_increase_pct": round(100 * (mine.loss / full.loss - 1), 3),
             "interval": None if interval is None else [round(each, 3) for each in interval],
             "prompt_flops_ratio": round(ratio, 3),
         }

@@ -28,7 +28,6 @@ import numpy as np
 
 import utio_jax
 from utio_jax import calibrate, exit_nll
-from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.goals import Budgets
 from utio_jax.contrib.recurrent import Mamba2, Mamba2Config
@@ -36,6 +35,7 @@ from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.core.files import flatten, load_tensors, nest, save_tensors, versions
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.models import Transformer, TransformerConfig
 from utio_jax.models.tokenizer import encode_documents
 from utio_jax.models.training.corpus import Split, standard_library

@@ -64,6 +64,7 @@ ROOMS = {
     "engine": "Continuous batching",
     "evaluation": "Quality on text",
     "calibration": "Fitting and proving",
+    "prompts": "Prompts that mostly stop early",
     "models": "Model families and checkpoints",
     "serving": "Models over HTTP",
     "bench": "Measuring, and saying what was measured",

@@ -26,9 +26,9 @@ from utio_jax.decoding.base import Plain
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.evaluation.prompts import continuation_losses, prompt_flops_ratio, prompt_rows
 from utio_jax.models import load
 from utio_jax.models.training.corpus import standard_library
+from utio_jax.prompts.evaluate import continuations, prompt_flops_ratio, prompt_rows
 from utio_jax.staircase.prompts import PromptChoice
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
@@ -127,14 +127,14 @@ PROMPT, BEHIND = 192, 64
 joined = np.concatenate(documents)
 rows = [joined[start : start + PROMPT + BEHIND] for start in range(0, 8 * 4096, 4096)]
 rows = prompt_rows(rows, prompt_tokens=PROMPT, batch=4, decoder=model.decoder)
-full = continuation_losses(model.decoder, model.params, rows, None).sum()
+full = continuations(model.decoder, model.params, rows, None).loss
 curve = {"propagate": [], "drop": []}
 costs = []
 with tqdm(total=2 * len(early), desc="prompts") as bar:
     for kv, found in curve.items():
         for stop in early:
             choice = PromptChoice(stop=stop, deep=0.15, by="sinks_recent", kv=kv)
-            nats = continuation_losses(model.decoder, model.params, rows, choice).sum()
+            nats = continuations(model.decoder, model.params, rows, choice).loss
             found.append(100 * (nats / full - 1))
             if kv == "propagate":
                 costs.append(prompt_flops_ratio(model.decoder, model.params, rows, choice))

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 
-from utio_jax.bench import parts
 from utio_jax.bench.environment import describe
 from utio_jax.bench.parts import lossless_group, score_group
 from utio_jax.bench.results import Recorder, read_results
@@ -30,7 +29,7 @@ from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.models.presets import SHAPES
 
-ENVIRONMENT = {"matmul_flops_per_second": 100.0, "copy_bytes_per_second": 10.0, "device": "cpu:x"}
+ENVIRONMENT = {"device": "cpu:x"}
 PLANNED = Row(key="score/m/full/b1", part="score", model="m", method="full", baseline="full dense")
 
 
@@ -81,10 +80,7 @@ def test_a_program_that_compiled_while_timed_has_no_speedup() -> None:
         ({"fallbacks": {"full depth": 1}}, "did not run, or fell back"),
         ({"ran": False, "speedup": None}, "without a note that says why"),
         ({"baseline": None}, "a speed-up over no baseline"),
-        ({"speed_only": True, "quality": dict.fromkeys(("nll", "nll_full"))}, "quality has the"),
-        ({"compiles": True}, "compiles is True"),
-        ({"flops": "many"}, "flops is 'many'"),
-        ({"quality": {"nll": 1.0}}, "quality has the keys"),
+        ({"speed_only": True, "quality": {}}, "quality of a row that is about speed only"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")  # As in a user's process.
@@ -104,8 +100,8 @@ def test_rows_about_speed_have_no_quality() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_rows_have_every_key_and_no_other() -> None:
     stored = PLANNED.to_dict()
-    for broken in ({**stored, "more": 1}, {k: v for k, v in stored.items() if k != "flops"}, []):
-        with pytest.raises(ValueError, match="every key of schema 2"):
+    for broken in ({**stored, "more": 1}, {k: v for k, v in stored.items() if k != "note"}, []):
+        with pytest.raises(ValueError, match="every key of schema 3"):
             Row.from_dict(broken)
     with pytest.raises(ValueError, match="Wanted a spread in seconds"):
         Row.from_dict({**stored, "seconds": {"median": 1.0}})
@@ -200,12 +196,12 @@ def test_a_run_is_resumed_on_the_same_terms_alone(tmp_path: Path) -> None:
     recorder_at(tmp_path, rounds=3, resume=True)
     with pytest.raises(ValueError, match="--resume of a run with the same settings"):
         recorder_at(tmp_path, rounds=4, resume=True)
-    for text, match in (("{", "It is not JSON"), ("[]", "Got schema None"), ("{}", "schema None")):
+    for text, match in (("{", "It is not JSON"), ("[]", "schema None"), ("{}", "schema None")):
         (tmp_path / "results.json").write_text(text)
         with pytest.raises(ValueError, match=match):
             recorder_at(tmp_path, resume=True)
-    (tmp_path / "results.json").write_text('{"schema": 2, "rows": 3}')
-    with pytest.raises(ValueError, match="missing or of another kind: suite"):
+    (tmp_path / "results.json").write_text('{"command": "bench", "schema": 3, "rows": []}')
+    with pytest.raises(ValueError, match="missing: .*'suite'"):
         read_results(tmp_path / "results.json")
     with pytest.raises(ValueError, match="There is none. Measure again"):
         read_results(tmp_path / "nowhere.json")
@@ -224,12 +220,9 @@ def test_what_cannot_run_says_why_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert [*recorder.rows] == ["a", "b"]
 
 
-@pytest.mark.check
-def test_the_environment_says_what_the_machine_can_do() -> None:
-    found = describe(dtype="float32", small=True)
+def test_the_environment_says_on_what_it_ran() -> None:
+    found = describe(dtype="float32")
     assert found["device"] == f"{jax.devices()[0].platform}:{jax.devices()[0].device_kind}"
-    assert found["matmul_flops_per_second"] > 0
-    assert found["copy_bytes_per_second"] > 0
     assert {"cores", "commit", "versions", "xla_flags", "dtype", "persistent_cache"} <= set(found)
 
 
@@ -272,35 +265,17 @@ def test_a_method_that_fell_back_or_is_missing_has_no_speedup(
         lambda *arguments, **_: "routing would cost" if len(arguments[2].depths) > 1 else None,
     )
 
-    def measure(_: Any, __: Any, ___: Any, entries: Any, **____: Any) -> list[Any]:
-        ran.extend(entry.label for entry in entries)
-        raise ValueError("enough")
+    def measure(_: Any, __: Any, ___: Any, methods: Any, **____: Any) -> dict[str, Any]:
+        ran.extend(method.label for method in methods)
+        return dict.fromkeys(ran)
 
-    monkeypatch.setattr("utio_jax.bench.scoring.measure_entries", measure)
-    with pytest.raises(ValueError, match="enough"):
-        score_group(subject, (1, 8), ["learned@0.95"], 2).measure()
-    assert ran == ["full", "uniform:2"]
-
-    class Anything:
-        def __getattr__(self, name: str) -> Any:
-            return self
-
-    found = {"full": Anything(), "uniform:2": Anything()}
-    monkeypatch.setitem(parts._SCORING, "score", lambda row, found: row)
-    monkeypatch.setattr(
-        "utio_jax.bench.scoring.measure_entries",
-        lambda *_, **__: [
-            dataclasses.make_dataclass("M", ["entry"])(
-                entry=dataclasses.make_dataclass("E", ["label"])(label=label)
-            )
-            for label in found
-        ],
-    )
+    monkeypatch.setattr("utio_jax.bench.scoring.measure_policies", measure)
+    monkeypatch.setattr("utio_jax.bench.parts._scored", lambda row, _: row)
     rows = {row.key: row for row in score_group(subject, (1, 8), ["learned@0.95"], 2).measure()}
+    assert ran == ["full", "uniform:2"]
     fell_back = rows["score/tiny/random@0.95/b1/p8/c8"]
     assert (fell_back.ran, fell_back.fallbacks) == (False, {"full depth": 1})
     assert "routing would cost" in fell_back.note
-    assert rows["routing/tiny/random@0.95/b1/p8/c8"].fallbacks == {"full depth": 1}
     missing = rows["score/tiny/learned@0.95/b1/p8/c8"]
     assert (missing.ran, missing.fallbacks) == (False, {})
 
@@ -377,7 +352,7 @@ def test_the_command_measures_and_resumes(
     assert "dry run" in cut["note"]
     assert full["compiles"] == cut["compiles"] == 0
     # Again: nothing is left to measure.
-    monkeypatch.setattr("utio_jax.bench.scoring.measure_entries", None)
+    monkeypatch.setattr("utio_jax.bench.scoring.measure_policies", None)
     assert main([*arguments, "--resume"]) == 0
     assert json.loads(capsys.readouterr().out)["row_count"] == 2
     assert read_results(Path(found["out"]))["rows"] == stored["rows"]
@@ -435,4 +410,4 @@ def test_every_suite_runs_dry(suite: str, tmp_path: Path) -> None:
     assert found["complete"]
     rows = read_results(tmp_path / "results.json")["rows"]
     odd = [row["key"] for row in rows if not row["ran"]]
-    assert all("lossless" in key or "prompt@" in key for key in odd), odd
+    assert all("lossless" in key for key in odd), odd

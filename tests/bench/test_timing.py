@@ -13,8 +13,10 @@ from helpers.models import gated
 from helpers.texts import EXECUTOR, batches
 
 from utio_jax import Ledger, random_depths
-from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure, uniform_hull
-from utio_jax.bench.timing import count_compiles, routing_only, time_programs
+from utio_jax.bench.scoring import count_steps, measure_policies
+from utio_jax.bench.subjects import Method, controls_of
+from utio_jax.bench.timing import count_compiles, time_programs
+from utio_jax.evaluation.ledger import uniform_hull
 
 
 def test_programs_take_turns_and_the_order_rotates() -> None:
@@ -54,54 +56,38 @@ def test_speedups_are_paired_ratios() -> None:
         time_programs({"a": lambda: None}, rounds=0)
 
 
-def test_routing_only_touches_each_live_token_once_a_layer() -> None:
-    depths = np.random.default_rng(0).choice([0, 1, 2, 4], (3, 17))
-    x = routing_only(jnp.asarray(depths), depths=(1, 2, 4), dim=2, executor=EXECUTOR)
-    np.testing.assert_array_equal(x, np.repeat(depths[..., None], 2, axis=-1).astype(np.float32))
-
-
 @pytest.mark.check
 def test_a_benchmark_has_every_control_and_every_row_is_whole(tiny: Any) -> None:
     policy = gated(tiny)
     dealt = random_depths(jnp.asarray([0.4, 0.3, 0.3]), key=jax.random.key(0), depths=(1, 2, 4))
-    entries = [
-        *control_entries(tiny.decoder),
-        Entry(policy=policy, budget=0.7),
-        Entry(policy=dealt, budget=0.7),
+    methods = [
+        *controls_of(tiny.decoder),
+        Method(label="learned@0.7", policy=policy, budget=0.7),
+        Method(label="random@0.7", policy=dealt, budget=0.7),
     ]
     steps = []
     read = batches(tiny)[:2]
-    rows = measure(
+    found = measure_policies(
         tiny.decoder,
         tiny.params,
         read,
-        entries,
+        methods,
         executor=EXECUTOR,
         rounds=2,
         progress=lambda: steps.append(1),
     )
-    assert len(steps) == count_steps(entries, read, rounds=2)
-    assert [r.policy for r in rows] == [
-        "full",
-        "uniform",
-        "uniform",
-        "learned",
-        "random",
-        "uniform_hull",
-    ]
-    for row in rows[:-1]:
-        values = row.to_dict()
-        missing = {key for key, value in values.items() if value is None}
-        decoding = {"kv_bytes_ratio", "throttled_ratio"}
-        assert missing <= {"budget", "routing_overhead_pct", *decoding}, missing
+    assert len(steps) == count_steps(methods, read, rounds=2)
+    assert [*found] == ["full", "uniform:1", "uniform:2", "learned@0.7", "random@0.7"]
+    for each in found.values():
+        row = each.ledger
+        missing = {key for key, value in row.to_dict().items() if value is None}
+        assert missing <= {"budget", "kv_bytes_ratio", "throttled_ratio"}, missing
         assert row.compiles == 0
         assert row.speedup is not None
         assert row.speedup_ideal is not None
         assert row.efficiency == pytest.approx(row.speedup / row.speedup_ideal)
-    assert rows[-1].seconds is None
-    assert rows[-1].speedup is None
-    with pytest.raises(ValueError, match="entries that contain full depth"):
-        measure(tiny.decoder, tiny.params, read, entries[1:], executor=EXECUTOR)
+    with pytest.raises(ValueError, match="methods that contain full depth"):
+        measure_policies(tiny.decoder, tiny.params, read, methods[1:], executor=EXECUTOR)
 
 
 def test_the_hull_is_the_lower_envelope_of_the_exits() -> None:

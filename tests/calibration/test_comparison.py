@@ -10,10 +10,10 @@ import pytest
 from helpers.cases import EXECUTOR
 from helpers.models import gated
 
-from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap, hull_of
 from utio_jax.calibration.compare import _recovered, compare, needed_exit
 from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap, hull_of
 from utio_jax.evaluation.ledger import convex_hull, uniform_hull
 from utio_jax.policies.store import Calibration, Thresholds
 

@@ -118,11 +118,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
         ("calibrate --text X --lens-steps 5", "Wanted --fit-lens with --lens-steps"),
         ("calibrate --text X --gate-tokens 9", "Wanted --gate-text FILES with --gate-tokens, at"),
         ("calibrate --text X --gate-text Y --gate-tokens 0", "at least 1. Got --gate-tokens 0"),
-        ("calibrate --text X --clock engine", "Wanted --max-nll-increase-pct with --clock engine"),
-        (
-            "calibrate --text X --slots 4",
-            "Wanted --clock engine with --slots, at least 1. Got",
-        ),
         ("compare --text X --budgets 0.8 0.123", "some of the budgets [0.8], as calibrated"),
     ],
 )

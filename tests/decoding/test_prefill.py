@@ -30,9 +30,9 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.policies.depth import never_stops, uniform
 from utio_jax.policies.signals import SignalBase
+from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase.microbatches import MicroBatches
 
 DEPTHS = (1, 2, 4)

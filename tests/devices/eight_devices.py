@@ -38,11 +38,11 @@ from utio_jax.decoding.throttle import Throttle
 from utio_jax.devices.rows import Rows, place
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.evaluation.generation import spent_on
-from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.models import load, save
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.signals import Position, SoftmaxGap
+from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase.score import run_score
 
 DEVICES = 8

@@ -15,7 +15,7 @@ from utio_jax import (
     StateGate,
     Thresholded,
 )
-from utio_jax.core.kv_maps import KVMap, with_kv_maps
+from utio_jax.prompts.maps import KVMap, with_kv_maps
 
 
 def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:

@@ -12,8 +12,6 @@ import numpy as np
 from utio_jax.bench.rows import SCHEMA, Row
 from utio_jax.bench.timing import Spread
 
-MATMUL, COPY = 2.5e11, 1.5e10  # FLOPs and bytes per second of the machine that is made up.
-
 # Share of the FLOPs, loss increase (%), agreement and efficiency of what the shipped model runs.
 SCORE = {
     "uniform:6": (0.41, 4.9, 0.82, 1.0),
@@ -77,8 +75,6 @@ def _quality(lost: float, agreement: float) -> dict[str, Any]:
 
 
 def _score(make: _Maker) -> None:
-    for method, seconds in (("random@0.6", 3.1e-3), ("learned@0.6", 6e-4)):
-        make.add("routing", method, {"batch": 16, "prompt": 512}, seconds=seconds)
     for batch, second in ((1, 0.031), (4, 0.108), (16, 0.41)):
         setting = {"batch": batch, "prompt": 512, "context": 512, "layers": 16}
         whole = {"flops_ratio": 1.0, "quality": _quality(0.0, 1.0)}
@@ -120,9 +116,6 @@ def _generation(make: _Maker) -> None:
             continue
         note = "left out: too slow at this batch for the time that is given"
         make.add("lossless", "lossless:6", setting, ran=False, note=note)
-    setting = {"batch": 8, "prompt": 64, "output": 120}
-    make.add("engine", "engine", setting, seconds=1.1, full=1.3, speedup_ideal=1.49)
-    make.add("prompt", "prompt@0.5", {"batch": 1, "prompt": 448}, seconds=0.02, full=0.036)
     setting = {"batch": 16, "prompt": 512}
     make.add("peer", "transformers", setting, seconds=0.6, full=0.41)
     note = "skips no layer: it selects states afterwards"
@@ -146,8 +139,6 @@ def synthetic_results(seed: int = 0) -> dict[str, Any]:
             "device": "synthetic",
             "versions": {"jax": "0.10.2", "jaxlib": "0.10.2"},
             "commit": None,
-            "matmul_flops_per_second": MATMUL,
-            "copy_bytes_per_second": COPY,
         },
         "rows": [row.to_dict() for row in make.rows],
     }

@@ -17,13 +17,13 @@ from helpers.texts import SOURCES, source
 import utio_jax
 from utio_jax import Adaptive, Lossless, Plain, Prefill, uniform
 from utio_jax.core.lens import Lensed, load_lens
-from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load
 from utio_jax.models.shipped import shipped_folder
 from utio_jax.models.verbs import with_exits
 from utio_jax.policies.store import load_calibration
+from utio_jax.prompts.budget import prompt_prefill
 
 pytestmark = pytest.mark.check
 

@@ -19,9 +19,9 @@ from helpers.models import Model, gated, live_params, with_random_maps
 from utio_jax import CapacityPrefix, MicroBatches, given_depths, score, staircase, uniform
 from utio_jax.core.arrays import normalise
 from utio_jax.core.flops import pass_flops, token_cost
-from utio_jax.core.kv_maps import KVMap, with_kv_maps
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.models import TINY, Transformer
+from utio_jax.prompts.maps import KVMap, with_kv_maps
 
 STOPS = (1, 2, 3)
 SHAPES = tuple(

@@ -28,11 +28,11 @@ from utio_jax import (
     uniform,
 )
 from utio_jax.attention.cache import init_cache
-from utio_jax.calibration.prompt_maps import fit_kv_maps
 from utio_jax.contrib.edge.parts import part_of
 from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
 from utio_jax.contrib.select import read_context
 from utio_jax.models import TINY, Transformer
+from utio_jax.prompts.fit import fit_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.reference import dense_states, reference_states
 

@@ -30,20 +30,24 @@ from utio_jax.evaluation.ledger import Ledger
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """What one mode wrote, and what that cost in work; its times are None.
+    """What one mode wrote, and what that cost; times are None where nothing was timed.
 
     Attributes:
       results: what came out of each batch.
       ledger: of all of them.
+      timing: of all batches, prefill included.
+      ratios: `[round]`, plain decoding's seconds per new token over this mode's.
     """
 
     results: tuple[Generated, ...]
     ledger: Ledger
+    timing: Timing | None = None
+    ratios: np.ndarray | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens over seconds; None where nothing was timed."""
-        return None
+        """New tokens over seconds of prefill and decoding, after a warm-up at the same shapes."""
+        return None if self.timing is None else (self.ledger.tokens or 0) / self.timing.median
 
     @property
     def acceptance(self) -> float | None:
@@ -68,24 +72,6 @@ class Written:
         return rates | self.ledger.to_dict()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured(Written):
-    """One mode on the same prompts as the others, with times and speed-up in its ledger.
-
-    Attributes:
-      timing: of all batches, prefill included.
-      ratios: `[round]`, plain decoding's seconds per new token over this mode's.
-    """
-
-    timing: Timing
-    ratios: np.ndarray
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens over seconds of prefill and decoding, after a warm-up at the same shapes."""
-        return (self.ledger.tokens or 0) / self.timing.median
-
-
 def measure_modes(  # noqa: PLR0913 (options, each named)
     decoder: Decoder,
     params: Params,
@@ -97,7 +83,7 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
     budgets: Mapping[str, float] | None = None,
     rounds: int = 3,
     progress: Callable[[], None] | None = None,
-) -> dict[str, Measured]:
+) -> dict[str, Written]:
     """Returns every mode's text, cost and time; modes take turns, after a warm-up.
 
     Texts may end at different lengths, so `speedup` compares seconds per new token, and
@@ -158,8 +144,8 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
             efficiency=None if ideal is None else speedup / ideal,
             compiles=times[name].compiles,
         )
-        measured[name] = Measured(
-            results=results[name], timing=times[name], ratios=ratios, ledger=row
+        measured[name] = Written(
+            results=results[name], ledger=row, timing=times[name], ratios=ratios
         )
     return measured
 

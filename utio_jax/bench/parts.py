@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts "score", "routing", "decode" and "lossless": passes over rows, and new tokens."""
+"""Parts "score", "decode" and "lossless": passes over rows, and new tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from utio_jax.bench import decoding, scoring
 from utio_jax.bench.rows import Group, Row, plan, quality_of, timed
-from utio_jax.bench.subjects import Method, Subject, full_method, methods_of
-from utio_jax.core.flops import token_cost
+from utio_jax.bench.subjects import Method, Subject, controls_of, methods_of
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.evaluation.generation import spent_on
 from utio_jax.evaluation.guardrail import check_worthwhile
 
 PLAIN = "plain"
@@ -31,51 +28,47 @@ def score_group(
     """Returns rows of scoring: full depth by the staircase, then each policy and its controls.
 
     Policies are asked about as `score_documents` asks: where the cost model says that routing
-    cannot pay, full depth would run instead, and the row says so. Parts "routing" and "score" come
-    from the same run.
+    cannot pay, full depth would run instead, and the row says so.
     """
     batch, width = shape
-    setting = {"batch": batch, "prompt": width, "context": width}
-    methods = [full_method(subject), *methods_of(subject, names, width=width)]
-    routed = [m for m in methods if m.policy is not None and len(m.policy.depths) > 1]
+    methods = [controls_of(subject.decoder)[0], *methods_of(subject, names, width=width)]
     rows = [
         plan(
             subject,
-            part,
+            "score",
             method.label,
-            {**setting, "buckets": len(method.fractions or ()), **_budget(method)},
+            {
+                "batch": batch,
+                "prompt": width,
+                "context": width,
+                "buckets": len(method.fractions or ()),
+                **({} if method.budget is None else {"budget": method.budget}),
+            },
         )
-        for part, members in (("score", methods), ("routing", routed))
-        for method in members
+        for method in methods
     ]
 
     def measure() -> list[Row]:
         refused = {method.label: _refusal(subject, method, shape) for method in methods}
-        entries = [
-            scoring.Entry(policy=method.policy, budget=method.budget)
-            for method in methods
-            if method.policy is not None and not refused[method.label]
-        ]
-        measured = scoring.measure_entries(
-            subject.decoder, subject.params, [subject.batch(*shape)], entries, rounds=rounds
+        found = scoring.measure_policies(
+            subject.decoder,
+            subject.params,
+            [subject.batch(*shape)],
+            [each for each in methods if each.policy is not None and not refused[each.label]],
+            rounds=rounds,
         )
-        found = {each.entry.label: each for each in measured}
         done = []
-        for row, method in zip(rows, [*methods, *routed], strict=True):
+        for row, method in zip(rows, methods, strict=True):
             if method.missing:
                 done.append(row.failed(method.missing))
             elif reason := refused[method.label]:
                 failed = row.failed(f"full depth ran instead: {reason}")
                 done.append(dataclasses.replace(failed, fallbacks={"full depth": 1}))
             else:
-                done.append(_SCORING[row.part](row, found[method.label]))
+                done.append(_scored(row, found[method.label]))
         return done
 
     return Group(title=f"score {subject.name} {batch} x {width}", rows=tuple(rows), measure=measure)
-
-
-def _budget(method: Method) -> dict[str, float]:
-    return {} if method.budget is None else {"budget": method.budget}
 
 
 def _refusal(subject: Subject, method: Method, shape: tuple[int, int]) -> str | None:
@@ -92,29 +85,16 @@ def _refusal(subject: Subject, method: Method, shape: tuple[int, int]) -> str | 
     )
 
 
-def _scored(row: Row, found: scoring.Measured) -> Row:
+def _scored(row: Row, found: scoring.Scored) -> Row:
     return timed(
         dataclasses.replace(row, baseline=found.baseline),
         found.timing,
         against=found.fastest,
         speedup_ideal=found.ledger.speedup_ideal,
         flops_ratio=found.ledger.flops_ratio,
-        flops=found.quality.flops,
-        tokens=found.quality.tokens,
+        tokens=found.ledger.tokens,
         **quality_of(row, found.ledger),
     )
-
-
-def _routed(row: Row, found: scoring.Measured) -> Row:
-    if found.routing is None:
-        return row.failed("nothing is routed")
-    share = 100 * found.routing.median / found.timing.median
-    return timed(row, found.routing, tokens=found.quality.tokens).noting(
-        f"packing and unpacking alone: {share:.2g} % of the pass' {found.timing.median:.3g} s"
-    )
-
-
-_SCORING = {"score": _scored, "routing": _routed}
 
 
 def decode_group(
@@ -196,24 +176,18 @@ def _decoding_group(
             rounds=rounds,
         )
         done = {label: rows[label].failed(reason) for label, reason in missing.items()}
-        for label, mode in every.items():
-            done[label] = _written(subject, rows[label], mode, prompts, found)
+        for label in every:
+            done[label] = _written(rows[label], found)
         return [done[label] for label in rows]
 
     title = f"{part} {subject.name} {batch} x {prompt} + {output}"
     return Group(title=title, rows=tuple(rows.values()), measure=measure)
 
 
-def _written(
-    subject: Subject,
-    row: Row,
-    mode: Mode,
-    prompts: Prompts,
-    found: Mapping[str, decoding.Measured],
-) -> Row:
+def _written(row: Row, found: Mapping[str, decoding.Written]) -> Row:
     one, plain = found[row.method], found[PLAIN]
     (result,), (full,) = one.results, plain.results
-    spent = spent_on(subject.decoder, subject.params, mode, prompts, result)
+    assert one.timing is not None
     done = timed(
         row,
         one.timing,
@@ -221,21 +195,13 @@ def _written(
         ratios=one.ratios,
         speedup_ideal=one.ledger.speedup_ideal,
         flops_ratio=one.ledger.flops_ratio,
-        flops=spent.flops + _prefill_flops(subject, prompts),
-        tokens=spent.tokens,
+        tokens=one.ledger.tokens,
         **quality_of(row, one.ledger),
     )
     if one.acceptance is None:
         return done
     same = sum(map(np.array_equal, result.token_ids, full.token_ids))
     return done.noting(
-        f"{same} of {len(prompts)} rows like plain decoding's; acceptance {one.acceptance:.2f}; "
-        f"{one.repetition:.0%} of 4-grams repeated"
+        f"{same} of {len(full.token_ids)} rows like plain decoding's; acceptance "
+        f"{one.acceptance:.2f}; {one.repetition:.0%} of 4-grams repeated"
     )
-
-
-def _prefill_flops(subject: Subject, prompts: Prompts) -> float:
-    """Returns the FLOPs of the prompts' pass but for its last tokens, which `spent_on` charges."""
-    cost: Any = token_cost(subject.decoder, subject.params)
-    layers = subject.decoder.config.num_layers
-    return float(sum((len(p) - 1) * layers * cost.layer(len(p)) for p in prompts))

@@ -13,7 +13,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from utio_jax.bench.pictures import draw_losses, draw_speedups, model_name
-from utio_jax.bench.regressions import changed_conditions, compare_results
 from utio_jax.bench.results import read_results
 from utio_jax.bench.rows import PARTS, Row
 from utio_jax.bench.timing import Spread
@@ -34,8 +33,6 @@ th, td { border-bottom: 1px solid #ddd; padding: 0.15em 0.6em; text-align: left;
   font-variant-numeric: tabular-nums; white-space: nowrap; }
 td:last-child { white-space: normal; }
 th { background: #f2f5f4; }
-tr.regression td { background: #fbe3e1; }
-tr.improvement td { background: #e2f3ec; }
 tr.weak td { color: #777; }
 """
 
@@ -51,34 +48,20 @@ _READING = (
     "below it."
 )
 
-_VERDICTS = (
-    "A regression or an improvement is a ratio of medians beyond 5 %, each median beyond the other "
-    "run's quartiles. A speed-up is a ratio of programs that took turns; seconds also feel the "
-    "machine."
-)
-
 _ABOUT = {
-    "routing": ("Routing alone", "Packing and unpacking with none of the model's arithmetic."),
     "score": ("Scoring", "Whole passes over prompts; nothing is generated."),
     "decode": ("Decoding", "New tokens at a depth each, prefill included."),
     "lossless": ("Lossless decoding", "Shallow drafts, verified: the full model's own tokens."),
-    "engine": ("Continuous batching", "Requests of many lengths, which join and leave a batch."),
-    "prompt": ("Prompts by importance", "Most of a prompt stops early; the first token, and all."),
     "peer": ("Other systems", "What others' programs do on the same machine, where they run."),
 }
 
 
-def write_report(files: Sequence[Path], out: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """Writes report.html of one run, or of two, and returns it and the second one's regressions.
+def write_report(file: Path, out: Path) -> Path:
+    """Writes report.html of one run into a folder, and returns it.
 
     Raises:
       ValueError: a file that cannot be read as results.
     """
-    runs = [read_results(file) for file in files]
-    changes = compare_results(*runs) if len(runs) == 2 else []
-    body = _comparison(files, runs, changes) if len(runs) == 2 else []
-    for file, run in zip(files, runs, strict=True):
-        body += _run(file, run)
     lines = [
         "<!DOCTYPE html>",
         '<html lang="en">',
@@ -87,7 +70,7 @@ def write_report(files: Sequence[Path], out: Path) -> tuple[Path, list[dict[str,
         '<meta name="viewport" content="width=device-width">',
         f"<title>{_TITLE}</title><style>{_STYLE}</style></head>",
         f"<body><h1>{_TITLE}</h1>",
-        *body,
+        *_run(file, read_results(file)),
         "<h2>How to read this</h2>",
         _paragraph(_READING),
         "</body></html>\n",
@@ -95,7 +78,7 @@ def write_report(files: Sequence[Path], out: Path) -> tuple[Path, list[dict[str,
     page = out / "report.html"
     out.mkdir(parents=True, exist_ok=True)
     save_text(page, "\n".join(lines))
-    return page, [change for change in changes if change["verdict"] == "regression"]
+    return page
 
 
 def _run(file: Path, run: Mapping[str, Any]) -> list[str]:
@@ -120,32 +103,6 @@ def _run(file: Path, run: Mapping[str, Any]) -> list[str]:
             found += _picture(draw_losses(of_model), f"Loss over work and time: {model}")
         found.append(_row_table(members))
     return found
-
-
-def _comparison(
-    files: Sequence[Path], runs: Sequence[Mapping[str, Any]], changes: Sequence[dict[str, Any]]
-) -> list[str]:
-    """Returns how the second run differs from the first."""
-    conditions = changed_conditions(*runs)
-    keys = [{row["key"] for row in run["rows"]} for run in runs]
-    missing = [(key, "only before") for key in sorted(keys[0] - keys[1])]
-    missing += [(key, "only after") for key in sorted(keys[1] - keys[0])]
-    order = ("regression", "improvement", "too few rounds", "same")
-    changes = sorted(changes, key=lambda change: order.index(change["verdict"]))
-    return [
-        "<h2>What changed</h2>",
-        _paragraph(f"From {files[0]} to {files[1]}. {_VERDICTS}"),
-        _table(
-            ("condition", "before", "after"),
-            [(name, _show(a), _show(b)) for name, (a, b) in conditions.items()],
-        ),
-        _table(
-            ("row", "measure", "before", "after", "after / before", "verdict"),
-            [[_show(value) for value in change.values()] for change in changes],
-            marks=[change["verdict"] for change in changes],
-        ),
-        _table(("row", "measured"), missing),
-    ]
 
 
 def _row_table(rows: Sequence[Row]) -> str:

@@ -76,29 +76,20 @@ class Recorder:
             raise
 
     def _continue(self, stored: Mapping[str, Any]) -> None:
-        ours = self._head
-        for what, was, now in (
-            ("suite", stored["suite"], ours["suite"]),
-            ("settings", stored["settings"], rounded(ours["settings"])),
-            *(
-                (name, stored["environment"].get(name), ours["environment"].get(name))
-                for name in ("device", "dtype", "versions", "commit")
-            ),
-        ):
-            if was != now:
+        now = rounded(self._head)
+        terms = {name: (stored[name], now[name]) for name in ("suite", "settings")}
+        there, here = stored["environment"], now["environment"]
+        same = ("device", "dtype", "versions", "commit")
+        terms |= {name: (there.get(name), here.get(name)) for name in same}
+        for what, (was, ours) in terms.items():
+            if was != ours:
                 raise ValueError(
                     f"Wanted --resume of a run with the same {what}. {self._file} has {was!r}, "
-                    f"this run {now!r}. Leave out --resume to replace it, or name another --out."
+                    f"this run {ours!r}. Leave out --resume to replace it, or name another --out."
                 )
         self.rows = {row["key"]: Row.from_dict(row) for row in stored["rows"]}
-        # The first run's clock and ceilings: what its rows were held against.
         self._resumed = float(stored["seconds"])
-        self._head |= {"started": stored["started"], "environment": stored["environment"]}
-
-    @property
-    def environment(self) -> dict[str, Any]:
-        """The machine that the rows are held against: the first run's, where one was resumed."""
-        return self._head["environment"]
+        self._head |= {"started": stored["started"], "environment": there}
 
     def add(self, rows: Sequence[Row], *, seconds: float) -> None:
         """Writes rows, in place of those with the same keys; `seconds` since this run began."""
@@ -121,17 +112,6 @@ class Recorder:
         save_json(self._file, self.to_dict())
 
 
-_HEAD: dict[str, tuple[type, ...]] = {
-    "suite": (str,),
-    "complete": (bool,),
-    "seconds": (int, float),
-    "started": (str,),
-    "settings": (dict,),
-    "environment": (dict,),
-    "rows": (list,),
-}
-
-
 def read_results(file: Path) -> dict[str, Any]:
     """Returns what `utio-jax bench` wrote, checked.
 
@@ -139,26 +119,18 @@ def read_results(file: Path) -> dict[str, Any]:
       ValueError: there is no such file, it is not JSON, or not what this version writes.
     """
     what, remedy = f"results of `utio-jax bench`, schema {SCHEMA}", "Measure again: utio-jax bench."
-    wanted = f"Wanted {what} at {file}."
     stored = load_json(file, what, strict=True, remedy=remedy)
-    command = stored.get("command", "bench") if isinstance(stored, dict) else "bench"
-    if command != "bench":
-        raise ValueError(f"{wanted} Got what `utio-jax {command}` printed. {remedy}")
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        version = stored.get("schema") if isinstance(stored, dict) else None
-        raise ValueError(f"{wanted} Got schema {version!r}. {remedy}")
-    wrong = [name for name, kinds in _HEAD.items() if not isinstance(stored.get(name), kinds)]
-    if wrong:
+    found = stored if isinstance(stored, dict) else {}
+    if found.get("command") != "bench" or found.get("schema") != SCHEMA:
         raise ValueError(
-            f"{wanted} These are missing or of another kind: {', '.join(wrong)}. {remedy}"
+            f"Wanted {what} at {file}. Got what `utio-jax {found.get('command', '?')}` printed, "
+            f"schema {found.get('schema')!r}. {remedy}"
         )
-    seen = set[str]()
-    for number, row in enumerate(stored["rows"]):
-        try:
-            key = Row.from_dict(row).key
-        except ValueError as error:
-            raise ValueError(f"In row {number} of {file}: {error} {remedy}") from error
-        if key in seen:
-            raise ValueError(f"{wanted} Two rows have the same key: {key!r}. {remedy}")
-        seen.add(key)
-    return stored
+    try:
+        keys = [Row.from_dict(row).key for row in found["rows"]]
+        missing = {"suite", "complete", "seconds", "started", "settings", "environment"} - {*found}
+        if missing or len(keys) != len({*keys}):
+            raise ValueError(f"missing: {sorted(missing)}; or two rows have the same key")
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"Wanted {what} at {file}. Got: {error} {remedy}") from error
+    return found

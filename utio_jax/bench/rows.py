@@ -18,24 +18,13 @@ from utio_jax.bench.subjects import Subject
 from utio_jax.bench.timing import Spread, Timing
 from utio_jax.evaluation.ledger import Ledger
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the format; readers refuse others."""
 
-PARTS = ("routing", "score", "decode", "lossless", "engine", "prompt", "peer")
+PARTS = ("score", "decode", "lossless", "peer")
 
 Record = dict[str, Any]
 
-_NONE = type(None)
-_KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "str | None": (str, _NONE),
-    "bool": (bool,),
-    "int | None": (int, _NONE),
-    "float | None": (int, float, _NONE),
-    "Record": (dict,),
-    "Record | None": (dict, _NONE),
-    "Spread | None": (Spread, _NONE),
-}
 _QUALITY = ("nll_full", "nll", "nll_increase_pct", "agreement")
 # How settings are named in keys.
 _SHORT = {"batch": "b", "prompt": "p", "output": "o", "context": "c"}
@@ -63,7 +52,6 @@ class Row:
       speedup_ideal: full FLOPs over those of the decided layers.
       efficiency: speedup / speedup_ideal.
       flops_ratio: executed FLOPs over the full pass'.
-      flops: executed in one call.
       quality: `nll_full`, `nll` in nats per token, `nll_increase_pct`, `agreement`.
       tokens_per_second: scored, or new ones.
       compiles: backend compilations after the warm-up.
@@ -87,41 +75,21 @@ class Row:
     speedup_ideal: float | None = None
     efficiency: float | None = None
     flops_ratio: float | None = None
-    flops: float | None = None
     quality: Record | None = None
     tokens_per_second: float | None = None
     compiles: int | None = None
     ledger: Record | None = None
 
     def __post_init__(self) -> None:
-        problems = self._wrong_kinds() or self._contradictions()
+        problems = self._contradictions()
         if problems:
             raise ValueError(
                 f"Wanted a row of results.json, schema {SCHEMA}. Got in row {self.key!r}: "
                 + "; ".join(problems)
             )
 
-    def _wrong_kinds(self) -> list[str]:
-        found = list[str]()
-        for field in dataclasses.fields(self):
-            value, kinds = getattr(self, field.name), _KINDS[str(field.type)]
-            members = dataclasses.asdict(value) if isinstance(value, Spread) else {}
-            if field.name == "quality" and isinstance(value, dict):
-                members = value
-                if set(members) != {*_QUALITY}:
-                    found.append(f"quality has the keys {sorted(members)}")
-            # A bool is an int to Python, and no number to a reader.
-            if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-                found.append(f"{field.name} is {value!r}")
-            found += [
-                f"{field.name}.{name} is {each!r}"
-                for name, each in members.items()
-                if not isinstance(each, int | float) and (field.name, each) != ("quality", None)
-            ]
-        return found
-
     def _contradictions(self) -> list[str]:
-        """Returns what fields of the right kinds claim together and cannot."""
+        """Returns what fields claim together and cannot."""
         found = []
         if self.part not in PARTS:
             found.append(f"part {self.part!r} is none of {', '.join(PARTS)}")

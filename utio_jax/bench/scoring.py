@@ -6,98 +6,51 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from utio_jax.bench.timing import Timing, routing_only, time_programs
+from utio_jax.bench.subjects import Method
+from utio_jax.bench.timing import Timing, time_programs
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import conditions
 from utio_jax.evaluation.evaluate import Quality, evaluate
-from utio_jax.evaluation.ledger import Ledger, uniform_hull
-from utio_jax.policies.base import Policy
-from utio_jax.policies.depth import uniform
+from utio_jax.evaluation.ledger import Ledger
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import FrozenKV
-from utio_jax.staircase.score import Comparison, full_depth, run_score, score_dense
+from utio_jax.staircase.score import run_score, score_dense
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One row to measure.
+class Scored:
+    """One policy next to full depth, from one run.
 
     Attributes:
-      policy: that decides depths.
-      budget: that it was fitted for, if any.
-      depth: that all tokens run, if that is what it decides.
-    """
-
-    policy: Policy
-    budget: float | None = None
-    depth: int | None = None
-
-    @property
-    def label(self) -> str:
-        """A name that no other entry has."""
-        if self.budget is not None:
-            return f"{self.policy.name}@{self.budget:g}"
-        if self.policy.name == "full":
-            return "full"
-        return f"{self.policy.name}:{self.depth or self.policy.depths[-1]}"
-
-
-def control_entries(decoder: Decoder) -> list[Entry]:
-    """Returns full depth and one `uniform` per earlier exit: what every policy is read against.
-
-    One program serves all of these: a boundary where nobody is asked costs next to nothing.
-    """
-    exits = decoder.config.exits
-    return [
-        Entry(policy=full_depth(decoder)),
-        *(Entry(policy=uniform(depth, exits=exits), depth=depth) for depth in exits[:-1]),
-    ]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
-    """One entry next to full depth, from one run.
-
-    Attributes:
-      entry: what was measured.
       ledger: quality of all batches, time of the first.
-      quality: of the first batch, the one that is timed.
-      timing: of the entry.
+      timing: of the policy.
       baseline: which full-depth program was the fastest: `"full"`, the staircase with one stage, or
         `"full dense"`, the plain one.
       fastest: its timing, in the same rounds.
-      routing: packing and unpacking alone; None where there is none.
     """
 
-    entry: Entry
     ledger: Ledger
-    quality: Quality
     timing: Timing
     baseline: str
     fastest: Timing
-    routing: Timing | None
 
 
-def measure_entries(
+def measure_policies(
     decoder: Decoder,
     params: Params,
     batches: Sequence[Batch],
-    entries: Sequence[Entry],
+    methods: Sequence[Method],
     *,
-    kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     rounds: int = 5,
     progress: Callable[[], None] | None = None,
-) -> list[Measured]:
-    """Returns every entry's quality, cost and time.
+) -> dict[str, Scored]:
+    """Returns every method's quality, cost and time, by label.
 
     Quality and FLOPs come from all batches. Times come from the first batch, programs taking turns,
     against the faster of the repository's two full-depth programs; `speedup_ideal` is that batch's.
@@ -106,137 +59,51 @@ def measure_entries(
       decoder: the model.
       params: its parameters.
       batches: the text; timing uses the first.
-      entries: what to measure; must contain full depth.
-      kv: what others see of frozen tokens.
+      methods: with policies; must contain full depth, labelled "full".
       executor: how live slots are run.
       rounds: timed turns of each program.
       progress: called `count_steps` times in all.
     """
-    policies = {entry.label: entry.policy for entry in entries}
+    policies = {each.label: each.policy for each in methods if each.policy is not None}
     if "full" not in policies:
-        raise ValueError("Wanted entries that contain full depth, the baseline. Got none.")
-    depths_of: dict[str, np.ndarray] = {}
-
-    def remember(name: str, batch: Batch, _: Comparison, depths: np.ndarray) -> None:
-        if batch is batches[0]:
-            depths_of[name] = depths
-
+        raise ValueError("Wanted methods that contain full depth, the baseline. Got none.")
     look = partial(
-        evaluate, decoder, params, policies=policies, kv=kv, executor=executor, progress=progress
+        evaluate, decoder, params, policies=policies, executor=executor, progress=progress
     )
-    first = look(batches[:1], observe=remember)
+    first = look(batches[:1])
     rest = look(batches[1:]) if len(batches) > 1 else dict.fromkeys(policies, Quality())
 
     ids, lengths = jnp.asarray(batches[0].token_ids), jnp.asarray(batches[0].lengths)
     dense = jax.jit(score_dense, static_argnums=0)
+    scored = partial(run_score, decoder, params, ids, lengths, kv="propagate", executor=executor)
     programs: dict[str, Callable[[], object]] = {
-        label: partial(
-            run_score, decoder, params, ids, lengths, policy=policy, kv=kv, executor=executor
-        )
-        for label, policy in policies.items()
+        label: partial(scored, policy=policy) for label, policy in policies.items()
     }
     programs["full dense"] = partial(dense, decoder, params, ids, lengths)
     times = time_programs(programs, rounds=rounds, progress=progress)
     baseline = min(("full", "full dense"), key=lambda name: times[name].median)
-    routing = time_programs(
-        {
-            label: partial(
-                routing_only,
-                jnp.asarray(depths_of[label]),
-                depths=policy.depths,
-                dim=decoder.config.embed_dim,
-                executor=executor,
-            )
-            for label, policy in policies.items()
-            if len(policy.depths) > 1
-        }
-        or {"none": lambda: None},
-        rounds=rounds,
-    )
-    measured = []
-    for entry in entries:
-        row = (first[entry.label] + rest[entry.label]).ledger(
-            entry.policy.name, budget=entry.budget, num_layers=decoder.config.num_layers
+    fastest, found = times[baseline], {}
+    for label, budget in ((each.label, each.budget) for each in methods if each.label in policies):
+        row = (first[label] + rest[label]).ledger(
+            policies[label].name, budget=budget, num_layers=decoder.config.num_layers
         )
-        timed = (times[entry.label], times[baseline], routing.get(entry.label))
-        measured.append(
-            Measured(
-                entry=entry,
-                ledger=_with_times(row, first[entry.label], *timed, params),
-                quality=first[entry.label],
-                timing=times[entry.label],
-                baseline=baseline,
-                fastest=times[baseline],
-                routing=routing.get(entry.label),
-            )
+        timing = times[label]
+        speedup = timing.speedup_over(fastest)
+        ideal = first[label].flops_full / first[label].flops_ideal
+        row = dataclasses.replace(
+            row,
+            seconds_full=fastest.median,
+            seconds=timing.median,
+            speedup=speedup,
+            speedup_ideal=ideal,
+            efficiency=speedup / ideal,
+            compiles=timing.compiles,
+            **conditions(params),
         )
-    return measured
+        found[label] = Scored(ledger=row, timing=timing, baseline=baseline, fastest=fastest)
+    return found
 
 
-def measure(
-    decoder: Decoder,
-    params: Params,
-    batches: Sequence[Batch],
-    entries: Sequence[Entry],
-    *,
-    rounds: int = 5,
-    **options: Any,
-) -> list[Ledger]:
-    """Returns one ledger row per entry, plus `uniform_hull` at every budget that occurs.
-
-    Arguments are those of `measure_entries`.
-    """
-    found = measure_entries(decoder, params, batches, entries, rounds=rounds, **options)
-    rows = [each.ledger for each in found]
-    hull = uniform_hull(rows)
-    budgets = sorted({entry.budget for entry in entries if entry.budget is not None})
-    return rows + [_hull_row(rows[0], budget, hull(budget)) for budget in budgets]
-
-
-def count_steps(entries: Sequence[Entry], batches: Sequence[Batch], *, rounds: int) -> int:
-    """Returns how often `measure` calls `progress`."""
-    return len(entries) * len(batches) + (len(entries) + 1) * (rounds + 1)
-
-
-def _with_times(
-    row: Ledger,
-    timed: Quality,
-    timing: Timing,
-    fastest: Timing,
-    routing: Timing | None,
-    params: Params,
-) -> Ledger:
-    speedup, ideal = timing.speedup_over(fastest), timed.flops_full / timed.flops_ideal
-    return dataclasses.replace(
-        row,
-        seconds_full=fastest.median,
-        seconds=timing.median,
-        speedup=speedup,
-        speedup_ideal=ideal,
-        efficiency=speedup / ideal,
-        routing_overhead_pct=100 * routing.median / timing.median if routing is not None else None,
-        compiles=timing.compiles,
-        **conditions(params),
-    )
-
-
-def _hull_row(full: Ledger, budget: float, increase_pct: float | None) -> Ledger:
-    """Returns a row of what is interpolated; the rest of it was not measured."""
-    nll = (
-        None
-        if increase_pct is None or full.nll_full is None
-        else full.nll_full * (1 + increase_pct / 100)
-    )
-    return Ledger(
-        policy="uniform_hull",
-        budget=budget,
-        tokens=full.tokens,
-        num_layers=full.num_layers,
-        nll_full=full.nll_full,
-        nll=nll,
-        nll_increase_pct=increase_pct,
-        flops_ratio=None if increase_pct is None else budget,
-        device=full.device,
-        dtype=full.dtype,
-        versions=full.versions,
-    )
+def count_steps(methods: Sequence[Method], batches: Sequence[Batch], *, rounds: int) -> int:
+    """Returns how often `measure_policies` calls `progress`."""
+    return len(methods) * len(batches) + (len(methods) + 1) * (rounds + 1)

@@ -117,6 +117,18 @@ def label_of(name: str) -> str:
     return f"{policy}@{budget:g}"
 
 
+def controls_of(decoder: Decoder) -> list[Method]:
+    """Returns full depth and one `uniform` per earlier exit: what every policy is read against.
+
+    One program serves all of these: a boundary where no token is asked costs next to nothing.
+    """
+    exits = decoder.config.exits
+    return [
+        Method(label="full", policy=full_depth(decoder), fractions=(1.0,)),
+        *(Method(label=f"uniform:{e}", policy=uniform(e, exits=exits)) for e in exits[:-1]),
+    ]
+
+
 def methods_of(subject: Subject, names: Sequence[str], *, width: int) -> list[Method]:
     """Returns the named policies, each with its controls at equal FLOPs, none twice.
 
@@ -219,8 +231,3 @@ def shares_for(decoder: Decoder, params: Params, budget: float, *, width: int) -
         middle = (low + high) / 2
         low, high = (middle, high) if ratio(exits, shares(middle)) < budget else (low, middle)
     return shares(low)
-
-
-def full_method(subject: Subject) -> Method:
-    """Returns full depth by the staircase."""
-    return Method(label="full", policy=full_depth(subject.decoder), fractions=(1.0,))

@@ -10,9 +10,7 @@ from typing import Any
 
 import jax
 
-from utio_jax.bench.engines import engine_group
 from utio_jax.bench.parts import decode_group, lossless_group, score_group
-from utio_jax.bench.prompts import prompt_group
 from utio_jax.bench.results import Recorder
 from utio_jax.bench.rows import Group, Row
 from utio_jax.bench.subjects import Subject
@@ -29,7 +27,6 @@ class Suite:
       policies: see `methods_of`; controls join them by themselves.
       score: batches and tokens per row of scoring.
       decode: batches, prompt and output lengths.
-      prompts: batches, prompt and output lengths, of prompts that mostly stop early.
       rounds: timed turns of each program.
       minutes: after which no further group begins; None has no end.
     """
@@ -40,7 +37,6 @@ class Suite:
     policies: tuple[str, ...] = ("learned@0.6",)
     score: tuple[tuple[int, int], ...] = ((16, 512),)
     decode: tuple[tuple[int, int, int], ...] = ((1, 64, 56),)
-    prompts: tuple[tuple[int, int, int], ...] = ((1, 448, 64),)
     rounds: int = 5
     minutes: float | None = None
 
@@ -53,14 +49,13 @@ class Suite:
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite(name="quick", parts=("score", "decode", "lossless", "prompt")),
+        Suite(name="quick", parts=("score", "decode", "lossless")),
         Suite(
             name="cpu",
-            parts=("score", "decode", "lossless", "engine", "prompt"),
+            parts=("score", "decode", "lossless"),
             policies=("learned@0.5", "learned@0.6", "learned@0.75", "utio_surrogate@0.6"),
             score=((4, 128), (1, 512), (16, 512)),
             decode=((1, 64, 120), (8, 64, 120), (32, 64, 120)),
-            prompts=((1, 448, 64), (8, 448, 64)),
             rounds=7,
         ),
         Suite(
@@ -84,7 +79,6 @@ def tiny(suite: Suite) -> Suite:
         policies=("random@0.6",),
         score=((2, 64),),
         decode=((1, 16, 8), (2, 16, 8)),
-        prompts=((2, 48, 8),),
         rounds=2,
     )
 
@@ -96,10 +90,6 @@ def groups_of(suite: Suite, subject: Subject) -> list[Group]:
         "score": lambda: [score_group(subject, shape, named, rounds) for shape in suite.score],
         "decode": lambda: [decode_group(subject, shape, named, rounds) for shape in suite.decode],
         "lossless": lambda: [lossless_group(subject, shape, rounds) for shape in suite.decode],
-        "engine": lambda: [
-            engine_group(subject, shape, named, rounds) for shape in suite.decode if shape[0] > 1
-        ],
-        "prompt": lambda: [prompt_group(subject, shape, rounds) for shape in suite.prompts],
     }
     return [group for part in suite.parts for group in makers[part]()]
 

@@ -148,7 +148,7 @@ def documents_table(scored: Sequence[tuple[str, Any, DocumentScore]], total: Led
 
 
 def generation_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
-    """Returns a terminal table of rows as `Measured.to_dict` makes them, with mode and batch."""
+    """Returns a terminal table of rows as `Written.to_dict` makes them, with mode and batch."""
     columns = {
         "mode": ("mode", ""),
         "batch": ("batch", "d"),

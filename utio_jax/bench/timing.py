@@ -7,15 +7,10 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
-
-from utio_jax.staircase.base import Executor
 
 _compilations = 0
 
@@ -142,31 +137,3 @@ def time_programs(
     return {
         name: Timing(seconds=np.asarray(seconds[name]), compiles=compiles[name]) for name in names
     }
-
-
-@partial(jax.jit, static_argnames=("depths", "dim", "executor"))
-def routing_only(
-    depth_of_token: Int[Array, "batch token"],
-    *,
-    depths: tuple[int, ...],
-    dim: int,
-    executor: Executor,
-) -> Array:
-    """Runs a pass's packing and unpacking with none of its arithmetic: what routing itself costs.
-
-    Each segment packs its slots; each layer gathers the live states and scatters them back. The
-    pass gathers once per segment only, so this bounds it from above.
-    """
-    x = jnp.zeros((*depth_of_token.shape, dim), jnp.float32)
-    done = 0
-    for segment, depth in enumerate(depths):
-        live = depth_of_token > done
-        slots = executor.pack(segment, live)
-
-        def layer(_: jax.Array, x: jax.Array, slots: Any = slots) -> jax.Array:
-            return executor.map_slots(slots, lambda block: block + 1.0, x)
-
-        # `map_slots` gives 0 for the frozen, whose states must stay.
-        x = jnp.where(live[..., None], jax.lax.fori_loop(done, depth, layer, x), x)
-        done = depth
-    return x

@@ -3,13 +3,11 @@
 
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
-from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import SIGNALS
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.guarantee import fit_with_guarantee
 from utio_jax.calibration.lens import LensConfig, fit_lens
-from utio_jax.calibration.positions import margins_by_position, sums_by_position
 from utio_jax.calibration.risk import split_documents
 from utio_jax.calibration.studies import ExitStudy, harm_gini, rank_correlation, study_exits
 
@@ -17,7 +15,6 @@ __all__ = [
     "SIGNALS",
     "Budgets",
     "ComparisonRow",
-    "EngineClock",
     "ExitStudy",
     "Goal",
     "LensConfig",
@@ -29,9 +26,7 @@ __all__ = [
     "fit_lens",
     "fit_with_guarantee",
     "harm_gini",
-    "margins_by_position",
     "rank_correlation",
     "split_documents",
     "study_exits",
-    "sums_by_position",
 ]

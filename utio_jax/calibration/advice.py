@@ -101,27 +101,6 @@ def conclude(rows: Sequence[ComparisonRow]) -> str:
     )
 
 
-def _by_clock(goals: Mapping[str, Any]) -> str | None:
-    """Returns that plain decoding is foretold to be faster; None where it is not, or nobody asked.
-
-    Of policies that were chosen by an engine's clock, the fastest counts.
-    """
-    timed = {
-        name: goal["clock"] for name, goal in goals.items() if "speed_up" in goal.get("clock", ())
-    }
-    if not timed:
-        return None
-    name, clock = max(timed.items(), key=lambda item: item[1]["tokens_per_second"])
-    if clock["speed_up"] > 1:
-        return None
-    return (
-        f"Adaptive depth will not pay with {clock['slots']} slots on this machine: an engine is "
-        f"foretold to make {clock['plain_tokens_per_second']:.0f} tokens per second plainly, and "
-        f"{clock['tokens_per_second']:.0f} with {name}, the fastest policy within the loss. Decode "
-        "plainly, or with fewer slots."
-    )
-
-
 def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: bool) -> str | None:
     """Returns what to do with a model for which adaptive depth will not pay; None where it may.
 
@@ -132,9 +111,6 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
       lens: whether its exits are read through a lens.
     """
     of_exits: Mapping[str, float] = info["exit_nll_increase_pct"]
-    by_clock = _by_clock(info["goals"])
-    if by_clock is not None:
-        return by_clock
     deepest, lost = max(of_exits.items(), key=lambda item: int(item[0]))
     measured = list[float]()
     for goal in info["goals"].values():

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
 from utio_jax.calibration.hindsight import Harm, hindsight_policies
 from utio_jax.calibration.search import forget_programs
 from utio_jax.calibration.studies import (
@@ -30,6 +29,7 @@ from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.devices.processes import local_mesh
 from utio_jax.devices.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
+from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import given_depths, shared_program

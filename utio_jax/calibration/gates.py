@@ -210,7 +210,7 @@ def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) 
     return best_from[1:] < total[:-1]
 
 
-def fit_gates(  # noqa: PLR0913 (options, each named)
+def fit_gates(
     states: np.ndarray,
     target: np.ndarray,
     more: np.ndarray | None = None,
@@ -219,8 +219,6 @@ def fit_gates(  # noqa: PLR0913 (options, each named)
     hidden: int = 64,
     steps: int = 2500,
     batch: int = 2048,
-    learning_rate: float = 3e-3,
-    weight_decay: float = 0.5,
     seed: int = 0,
 ) -> StateGate:
     """Returns one gate per exit, all leaves with a leading exit axis, fitted together.
@@ -236,8 +234,6 @@ def fit_gates(  # noqa: PLR0913 (options, each named)
       hidden: width of the gates.
       steps: of AdamW, with a linearly falling rate.
       batch: tokens per step.
-      learning_rate: at the first step.
-      weight_decay: multiplied by the learning rate.
       seed: of initialisation and sampling.
     """
     import optax
@@ -274,8 +270,8 @@ def fit_gates(  # noqa: PLR0913 (options, each named)
             each = optax.sigmoid_binary_cross_entropy(found, wanted)
         return jnp.sum(jnp.mean(each, axis=1))
 
-    rate = optax.linear_schedule(learning_rate, 0.0, steps)
-    optimizer = optax.adamw(rate, weight_decay=weight_decay)
+    rate = optax.linear_schedule(3e-3, 0.0, steps)
+    optimizer = optax.adamw(rate, weight_decay=0.5)
 
     @jax.jit
     def update(gates: Any, state: Any, seen: Any, wanted: jax.Array) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.guarantee import check_units, fit_with_guarantee
 from utio_jax.calibration.risk import group_near_duplicates, risks_of_groups
 from utio_jax.calibration.search import ThresholdSearch
@@ -82,14 +81,9 @@ class MaxLoss:
 
     Attributes:
       nll_increase_pct: the bound, in %. What it is on other text is for `compare` to say.
-      clock: what cost is: None, FLOPs; or seconds of an engine's step, for the most tokens per
-        second. Thresholds for several exits and budgets are then foretold; real passes try the
-        fastest first, until one stays within the bound. Whether it is faster than plain decoding,
-        the record says: `clock["speed_up"]`.
     """
 
     nll_increase_pct: float
-    clock: EngineClock | None = None
 
     def __post_init__(self) -> None:
         if not self.nll_increase_pct > 0:
@@ -98,14 +92,11 @@ class MaxLoss:
             )
 
     def asked(self) -> dict[str, Any]:
-        by = {} if self.clock is None else self.clock.asked()
-        return {"max_nll_increase_pct": self.nll_increase_pct, **by}
+        return {"max_nll_increase_pct": self.nll_increase_pct}
 
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
     ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
-        if self.clock is not None:
-            return self._fastest(self.clock, search, signal, say)
         low, high = search.cheapest(signal), 1.0
         best: tuple[float, float, Thresholds] | None = None
         for _ in range(_HALVINGS):
@@ -128,38 +119,6 @@ class MaxLoss:
             return {}, record
         ratio, increase, entry = best
         return {round(ratio, 4): entry}, {**record, "nll_increase_pct": round(increase, 4)}
-
-    def _fastest(
-        self, clock: EngineClock, search: ThresholdSearch, signal: Signal, say: Say
-    ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
-        say(f"{signal.name}: seconds of {clock.slots} rows; other programs spoil them")
-        rates = clock.measure(signal)
-        say(f"{signal.name}: thresholds for all exits and budgets")
-        candidates = [
-            (plan.seconds[clock.fastest(plan)], plan, fit)
-            for fit, _ in search.candidates(signal, within=self.nll_increase_pct)
-            for plan in [clock.plan(rates, fit)]
-        ]
-        candidates.sort(key=lambda each: each[0])
-        record: dict[str, Any] = {"max_nll_increase_pct": self.nll_increase_pct}
-        by: dict[str, Any] = {**clock.asked(), "rates": rates.to_json()}
-        by |= {"machine": dict(clock.machine), "candidates": len(candidates)}
-        for number, (seconds, plan, fit) in enumerate(candidates, start=1):
-            say(f"{signal.name}: pass {number}, {clock.slots / seconds:.0f} tokens/s, {fit.depths}")
-            spent = search.run(signal, fit)
-            ratio, increase = search.ratio(spent), search.nll_increase_pct(spent)
-            if increase > self.nll_increase_pct or ratio >= 1:
-                continue
-            by |= {
-                "passes": number,
-                "way": clock.fastest(plan),
-                "tokens_per_second": round(clock.slots / seconds, 1),
-                "plain_tokens_per_second": round(clock.slots / plan.seconds["plain"], 1),
-                "speed_up": round(plan.seconds["plain"] / seconds, 4),
-            }
-            record |= {"nll_increase_pct": round(increase, 4), "clock": by}
-            return {round(ratio, 4): fit}, record
-        return {}, {**record, "clock": by}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

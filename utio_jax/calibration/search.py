@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,7 +30,6 @@ _PASS_BATCHES = 4  # Each real pass over these, at most, tries one set of thresh
 _PASS_FLOPS = 2e12  # At full depth: some 20 seconds of two CPU cores; four batches of small models.
 _COARSE = 16_000  # Tokens from which the sets of exits are chosen, before the thresholds.
 _FLOORS = 3  # Depth floors that real passes try.
-_BUDGETS = 48  # Where cost is not in FLOPs, so that no budget is asked for.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,41 +158,6 @@ class ThresholdSearch:
         # The nearest, but none that costs noticeably more than was asked for if one does not.
         best = by_cost[min(by_cost, key=lambda cost: (cost > budget + 0.01, abs(cost - budget)))]
         return best if signal.remembers else best.used()
-
-    def candidates(self, signal: Signal, *, within: float) -> Iterator[tuple[Thresholds, float]]:
-        """Yields thresholds of least harm over all runs of exits and all pairs, at many budgets.
-
-        Each with the loss that scores foretell, in % over full depth's: without what frozen K/V of
-        shallow tokens do to others. For whoever counts cost otherwise than in FLOPs.
-
-        Args:
-          signal: that decides.
-          within: the most foretold loss, in %. Of each set of exits, budgets go down to it.
-        """
-        exits, found = self.exits, set[tuple[tuple[int, ...], tuple[float, ...]]]()
-        runs = [exits[a:b] for a in range(len(exits)) for b in range(a + 2, len(exits) + 1)]
-        if not signal.remembers:
-            runs += [pair for pair in itertools.combinations(exits, 2) if pair not in runs]
-        pct_by_nat = 100 * self._tokens_of_passes() / self.full.loss
-        for depths in runs:
-            for budget in np.linspace(1.0, self.cheapest(signal), _BUDGETS):
-                fit = self._fit(signal, depths, float(budget), _COARSE)
-                if fit is None:
-                    break
-                if len(fit.depths) < 2:  # Nobody stops, yet.
-                    continue
-                fit = fit.over(depths) if signal.remembers else fit
-                foretold = pct_by_nat * self._mean_harm(signal, fit.depths, fit)
-                if foretold > within:
-                    break
-                key = fit.depths, fit.thresholds
-                if key not in found:
-                    found.add(key)
-                    yield fit, foretold
-
-    def _tokens_of_passes(self) -> int:
-        tried = [self.studies[number] for number in self._tried]
-        return int(sum(study.predicted.sum() for study in tried))
 
     def run(self, signal: Signal, fit: Thresholds) -> Spent:
         """Returns what real passes at these thresholds cost and lose."""

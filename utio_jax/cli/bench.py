@@ -73,7 +73,6 @@ class Bench:
         check_out(self.out)
         dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
         say = progress_lines(started)
-        say("ceilings: a matrix product, a copy")
         file = self.out / "results.json"
         recorder = Recorder(
             file,
@@ -83,7 +82,7 @@ class Bench:
                 for name, value in dataclasses.asdict(self).items()
                 if name not in ("out", "resume")
             },
-            environment=describe(dtype=dtype, small=self.dry_run),
+            environment=describe(dtype=dtype),
             resume=self.resume,
         )
         note = "dry run at tiny sizes: no figure of speed" if self.dry_run else ""

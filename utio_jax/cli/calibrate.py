@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -37,10 +37,6 @@ class Calibrate(OfWindows):
         candidates; or all. By default learned and utio_surrogate.
       budget: target flops_ratios. By default 0.5, 0.6, 0.75 and 0.9.
       max_nll_increase_pct: instead of budgets, least cost within this loss over full depth, in %.
-      clock: what cost is, with --max-nll-increase-pct: flops, or engine: seconds that an engine's
-        steps take here, which are measured first. The policy of most tokens per second is named,
-        and whether it is faster than plain decoding. Let nothing else run meanwhile.
-      slots: requests that run at once in that engine. By default 8.
       max_disagreement: instead of budgets, least cost with at most this share of most probable
         tokens that differ from full depth's, promised by risk control on half of the documents,
         near-copies kept together.
@@ -67,8 +63,6 @@ class Calibrate(OfWindows):
     policy: tuple[str, ...] = ("learned", "utio_surrogate")
     budget: tuple[float, ...] = ()
     max_nll_increase_pct: float | None = None
-    clock: Literal["flops", "engine"] = "flops"
-    slots: int | None = None
     max_disagreement: float | None = None
     confidence: float | None = None
     text: tuple[Path, ...] = ()
@@ -85,7 +79,6 @@ class Calibrate(OfWindows):
         """Runs the command and returns its JSON."""
         from utio_jax.calibration.advice import advise
         from utio_jax.calibration.calibrate import calibrate
-        from utio_jax.calibration.clock import EngineClock
         from utio_jax.calibration.gates import SIGNALS
         from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
         from utio_jax.calibration.risk import split_documents
@@ -114,11 +107,7 @@ class Calibrate(OfWindows):
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
         goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()
         if self.max_nll_increase_pct is not None:
-            clock = None
-            if self.clock == "engine":
-                slots = 8 if self.slots is None else self.slots
-                clock = EngineClock.of(model.decoder, model.params, slots=slots)
-            goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct, clock=clock)
+            goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
         elif self.max_disagreement is not None:
             # Thresholds come from one half, the promise from the other.
             documents, rest = split_documents(documents, seed=self.seed)
@@ -178,21 +167,6 @@ class Calibrate(OfWindows):
                 "Wanted one of --budget, --max-nll-increase-pct and --max-disagreement. Got "
                 f"budget={self.budget}, max_nll_increase_pct={self.max_nll_increase_pct}, "
                 f"max_disagreement={self.max_disagreement}."
-            )
-        if self.clock == "engine" and self.max_nll_increase_pct is None:
-            raise ValueError(
-                "Wanted --max-nll-increase-pct with --clock engine: most tokens per second within "
-                "a loss. Got none. For example: --clock engine --max-nll-increase-pct 1."
-            )
-        if self.slots is not None and (self.clock != "engine" or self.slots < 1):
-            raise ValueError(
-                f"Wanted --clock engine with --slots, at least 1. Got --slots {self.slots} and "
-                f"--clock {self.clock}."
-            )
-        if self.clock == "engine" and jax.process_count() > 1:
-            raise ValueError(
-                f"Wanted --clock engine in one process, whose engine it times. Got "
-                f"{jax.process_count()}."
             )
         if self.confidence is not None and self.max_disagreement is None:
             raise ValueError(

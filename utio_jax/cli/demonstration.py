@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +14,21 @@ from rich.console import Console
 
 from utio_jax.bench.decoding import measure_modes, middles
 from utio_jax.bench.plots import plot_depths, plot_pareto
-from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure
+from utio_jax.bench.prompts import shallow_prompts
+from utio_jax.bench.scoring import count_steps, measure_policies
+from utio_jax.bench.subjects import Method, controls_of
 from utio_jax.bench.terminal import generation_table, ledger_table
-from utio_jax.bench.timing import time_programs
 from utio_jax.calibration.goals import Budgets
-from utio_jax.calibration.prompt_choice import rows_of
 from utio_jax.core.documents import Batch
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless, lossless_for
-from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompts import prompt_choice
 from utio_jax.evaluation.controls import plain_hull
 from utio_jax.evaluation.ledger import uniform_hull
-from utio_jax.evaluation.prompt_cost import prompt_cost
-from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.policies.base import Policy
+from utio_jax.prompts.evaluate import PromptSizes
 from utio_jax.staircase import base
 from utio_jax.staircase.score import score
 
@@ -74,8 +69,12 @@ def run_demo(
     read = cut_batches(documents, batches=batches, seed=seed, config=config)
     known = calibration.entries["learned"]
     budgets = [budget for budget in Budgets().budgets if budget in known] or sorted(known)
-    entries = control_entries(model.decoder) + [
-        Entry(policy=calibration.policy(name, budget, exits=config.exits), budget=budget)
+    methods = controls_of(model.decoder) + [
+        Method(
+            label=f"{name}@{budget:g}",
+            policy=calibration.policy(name, budget, exits=config.exits),
+            budget=budget,
+        )
         for name in ("random", "utio_surrogate", "learned")
         # Chance is a control: two of its points are enough to see what it is worth.
         for budget in (budgets if name != "random" else budgets[1:3] or budgets)
@@ -86,8 +85,11 @@ def run_demo(
         f"{tokens:,} tokens of {len(documents)} documents; {config.num_layers} layers, "
         f"exits {config.exits}"
     )
-    with bar(count_steps(entries, read, rounds=rounds), "reading and timing") as step:
-        rows = measure(model.decoder, model.params, read, entries, rounds=rounds, progress=step)
+    with bar(count_steps(methods, read, rounds=rounds), "reading and timing") as step:
+        measured = measure_policies(
+            model.decoder, model.params, read, methods, rounds=rounds, progress=step
+        )
+    rows = [each.ledger for each in measured.values()]
     hull = uniform_hull(rows)
     console.print(ledger_table(rows, title="Loss, cost and time", hull=hull))
     pareto, picture = out / "pareto.png", out / "depths.png"
@@ -99,7 +101,21 @@ def run_demo(
     written = write_texts(model, documents, budget=nearest, rounds=min(rounds, 3), bar=bar)
     title = f"Generation, greedy: learned at {nearest:g}"
     console.print(generation_table(written, title=title))
-    prompt = read_prompts(model, documents, rounds=rounds)
+    width = min(_WIDTH, config.context_length)
+    sizes = PromptSizes(
+        prompt_tokens=width * 7 // 8, continuation=width // 8, rows=_PROMPTS, batch=_PROMPTS
+    )
+    try:
+        prompt = shallow_prompts(
+            model.decoder,
+            model.params,
+            documents,
+            sizes=sizes,
+            choices=model.prompt_choices,
+            rounds=3 * rounds,
+        )
+    except ValueError:  # No way of reading prompts is known, or no document is long enough.
+        prompt = None
     at = lambda row: None if row.flops_ratio is None else hull(row.flops_ratio)  # noqa: E731
     plain = plain_hull(model)
     found = {
@@ -241,57 +257,6 @@ def write_texts(
                 {"mode": name, "batch": size, **found.to_dict()} for name, found in measured.items()
             ]
     return rows
-
-
-def read_prompts(
-    model: Any, documents: Sequence[np.ndarray], *, rounds: int, budget: float = 0.5
-) -> dict[str, Any] | None:
-    """Reads long prompts shallowly; returns time to the first token, cost, and what it costs later.
-
-    Args:
-      model: a `utio_jax.models.Model`.
-      documents: token ids.
-      rounds: timed turns.
-      budget: of the prompts' FLOPs.
-
-    Returns:
-      One row; None where the model knows no way of reading prompts at the budget, or no document is
-      long enough.
-    """
-    decoder, params = model.decoder, model.params
-    width = min(_WIDTH, decoder.config.context_length)
-    prompt, follow = width * 7 // 8, width // 8
-    try:
-        choice = prompt_choice(decoder, params, budget, choices=model.prompt_choices)
-        cut, _ = rows_of(documents, prompt_tokens=prompt, continuation=follow, count=_PROMPTS)
-    except ValueError:
-        return None
-    shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
-    first = partial(generate, decoder, params, [cut[0][:prompt]], max_new_tokens=1, eos_ids=())
-    programs = {
-        "dense": first,
-        "staircase": partial(first, prefill=Prefill()),
-        "shallow": partial(first, prefill=shallow),
-    }
-    times = time_programs(programs, rounds=3 * rounds)
-    full = min(("dense", "staircase"), key=lambda name: times[name].median)
-    cost = prompt_cost(decoder, params, shallow, [cut[0][:prompt]], programs["shallow"]())
-    rows = prompt_rows(cut, prompt_tokens=prompt, batch=_PROMPTS, decoder=decoder)
-    everything = dataclasses.replace(choice, deep=1.0)  # The same program, every token deep.
-    losses = [
-        continuation_losses(decoder, params, rows, each).sum() for each in (choice, everything)
-    ]
-    return {
-        "prompt_tokens": prompt,
-        "continuation": follow,
-        "prompt": choice.label,
-        "stop": choice.stop,
-        "flops_ratio": round(cost.flops_ratio, 4),
-        "seconds_to_first_token": round(times["shallow"].median, 5),
-        "seconds_to_first_token_full": round(times[full].median, 5),
-        "speedup": round(times["shallow"].speedup_over(times[full]), 3),
-        "nll_increase_pct": round(100 * float(losses[0] / losses[1] - 1), 4),
-    }
 
 
 def draw_depths(model: Any, policy: Policy, file: Path) -> None:

@@ -109,11 +109,10 @@ class Evaluate(Scoring):
 
     def _run_prompts(self, prompt_tokens: int) -> dict[str, Any]:
         """Returns losses of what follows prompts, and what reading these costs."""
-        import numpy as np
-
-        from utio_jax.calibration.prompt_choice import describe_interval, increase_interval
-        from utio_jax.evaluation.prompts import (
-            continuation_losses,
+        from utio_jax.prompts.evaluate import (
+            continuations,
+            describe_interval,
+            increase_interval,
             prompt_flops_ratio,
             prompt_rows,
         )
@@ -135,15 +134,15 @@ class Evaluate(Scoring):
             documents, prompt_tokens=prompt_tokens, batch=self.batch, decoder=decoder
         )
         with progress_bar(2 * len(rows.batches), "scoring") as step:
-            full = continuation_losses(decoder, params, rows, None, progress=step)
+            full = continuations(decoder, params, rows, None, progress=step)
             found = full
             if choice is not None:
-                found = continuation_losses(decoder, params, rows, choice, gate=gate, progress=step)
+                found = continuations(decoder, params, rows, choice, gate=gate, progress=step)
         ratio = 1.0
         if choice is not None:
             ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate)
-        increase = 100 * (float(found.sum()) / float(full.sum()) - 1)
-        interval = increase_interval(found, full, np.arange(rows.rows))
+        increase = 100 * (found.loss / full.loss - 1)
+        interval = increase_interval(found, full, rows.documents)
         if is_first():
             how = "in full" if choice is None else f"by {choice.label}"
             print(
@@ -159,8 +158,8 @@ class Evaluate(Scoring):
             "prompt_tokens": prompt_tokens,
             "tokens": rows.tokens,
             "prompt": None if choice is None else choice.label,
-            "nll": round(float(found.sum()) / rows.tokens, 6),
-            "nll_full": round(float(full.sum()) / rows.tokens, 6),
+            "nll": round(found.loss / rows.tokens, 6),
+            "nll_full": round(full.loss / rows.tokens, 6),
             "nll_increase_pct": round(increase, 4),
             "interval": None if interval is None else [round(end, 4) for end in interval],
             "prompt_flops_ratio": round(ratio, 6),

@@ -65,9 +65,10 @@ class FitPrompt(OfModel):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.calibration.prompt_choice import choice_to_json, choose_prompt, split_text
-        from utio_jax.calibration.prompt_maps import fit_kv_maps, fit_rows
-        from utio_jax.core.kv_maps import kv_maps_file, save_kv_maps, with_kv_maps
+        from utio_jax.prompts.choose import choose_prompt, split_text
+        from utio_jax.prompts.evaluate import PromptSizes
+        from utio_jax.prompts.fit import fit_kv_maps, fit_rows
+        from utio_jax.prompts.maps import kv_maps_file, save_kv_maps, with_kv_maps
         from utio_jax.staircase.prompts import PromptChoice
 
         started = time.perf_counter()
@@ -111,9 +112,9 @@ class FitPrompt(OfModel):
         )
         maps = fit_kv_maps(model.decoder, model.params, read, stops=self.stop, progress=say)
         out = kv_maps_file(self.out if self.out is not None else model.folder)
-        shape, trained = self._shape(width), None
+        trained = None
         if self.train:
-            maps, trained = self._train(model, maps, fit, shape, out, say)
+            maps, trained = self._train(model, maps, fit, width, out, say)
         decoder, params = with_kv_maps(model.decoder, model.params, maps)
         study = choose_prompt(
             decoder,
@@ -121,17 +122,19 @@ class FitPrompt(OfModel):
             text,
             candidates,
             limit=self.max_nll_increase_pct,
-            prompt_tokens=self.prompt_tokens,
-            continuation=self.continuation,
-            rows=self.rows,
-            batch=self.batch,
+            sizes=PromptSizes(
+                prompt_tokens=self.prompt_tokens,
+                continuation=self.continuation,
+                rows=self.rows,
+                batch=self.batch,
+            ),
             gate=gate,
             progress=say,
         )
-        chosen = None if study.chosen is None else choice_to_json(study.chosen)
+        chosen = None if study.chosen is None else study.chosen.to_json()
         found = {
             "chosen": chosen,
-            "choices": [choice_to_json(each) for each in study.candidates],
+            "choices": [each.to_json() for each in study.candidates],
             "test": [each.to_json() for each in study.test],
             "nll_full": round(study.nll_full, 6),
             "max_nll_increase_pct": self.max_nll_increase_pct,
@@ -150,17 +153,11 @@ class FitPrompt(OfModel):
             **found,
         }
 
-    def _shape(self, width: int) -> Any:
-        """Returns the windows that maps are trained on."""
-        from utio_jax.calibration.prompt_windows import WindowShape
-
-        return WindowShape(width=width, continuation=3 * width // 8, deep=min(self.deep))
-
     def _train(
-        self, model: Any, maps: Any, documents: Any, shape: Any, out: Path, say: Any
+        self, model: Any, maps: Any, documents: Any, width: int, out: Path, say: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Returns trained maps, and what their training says of itself."""
-        from utio_jax.models.training.kv_maps import MapTraining, train_kv_maps
+        from utio_jax.prompts.train import MapTraining, train_kv_maps
 
         found = train_kv_maps(
             model.decoder,
@@ -170,12 +167,14 @@ class FitPrompt(OfModel):
             MapTraining(
                 steps=self.train_steps,
                 minutes=self.train_minutes,
-                shape=shape,
+                width=width,
+                continuation=3 * width // 8,
+                deep=min(self.deep),
                 seed=self.seed,
+                resume=self.resume,
             ),
             model_sha256=model.sha256,
             checkpoint=out.with_suffix(".training.json"),
-            resume=self.resume,
             progress=say,
         )
         for stop, before in found.kl_before.items():

@@ -198,7 +198,7 @@ def _prompt_record(
     import numpy as np
 
     from utio_jax.decoding.prefill import Prefill, fastest_prefill
-    from utio_jax.evaluation.prompt_cost import prompt_cost
+    from utio_jax.prompts.evaluate import prompt_cost
 
     config, depths = decoder.config, np.concatenate(generated.prompt_depths)
     how = prefill or fastest_prefill(

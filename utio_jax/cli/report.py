@@ -18,29 +18,18 @@ class Report:
     """Writes what `utio-jax bench` measured as one HTML page, with tables and pictures.
 
     Attributes:
-      files: one file of results, or two: the second is held against the first, row by row.
+      file: of results.
       out: folder for report.html.
     """
 
-    files: tyro.conf.Positional[tuple[Path, ...]]
+    file: tyro.conf.Positional[Path]
     out: Path = Path("out/report")
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.bench.report import write_report
 
-        if len(self.files) not in (1, 2):
-            raise ValueError(
-                f"Wanted one file of `utio-jax bench`, or two to compare. Got {len(self.files)}. "
-                "Compare more in pairs."
-            )
         check_out(self.out)
-        written, worse = write_report(self.files, self.out)
-        for change in worse:
-            print(f"regression: {change['key']}, {change['measure']}", file=sys.stderr)
+        written = write_report(self.file, self.out)
         print(f"written: {written}", file=sys.stderr)
-        return {
-            "command": "report",
-            "files": [str(written)],
-            "regressions": worse,
-        }
+        return {"command": "report", "files": [str(written)]}

@@ -5,7 +5,6 @@ from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, HasKVMaps
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of
 from utio_jax.core.files import hash_file, hash_params
 from utio_jax.core.flops import TokenCost, pass_flops, token_cost
-from utio_jax.core.kv_maps import KVMap, with_kv_maps
 from utio_jax.core.layer import run_layer
 from utio_jax.core.lens import Lens, Lensed, lensed, load_lens, save_lens
 from utio_jax.core.work import Work
@@ -16,7 +15,6 @@ __all__ = [
     "DecoderConfig",
     "HasExitLens",
     "HasKVMaps",
-    "KVMap",
     "Lens",
     "Lensed",
     "Mixes",
@@ -34,5 +32,4 @@ __all__ = [
     "save_lens",
     "token_cost",
     "windows_of",
-    "with_kv_maps",
 ]

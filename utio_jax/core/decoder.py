@@ -380,7 +380,7 @@ def check_own_kv(decoder: Decoder, *, what: str) -> None:
 class HasKVMaps(Decoder, Protocol):
     """A decoder that predicts keys and values of skipped layers: what `kv="mapped"` needs.
 
-    `utio_jax.core.kv_maps.with_kv_maps` makes one of any decoder with a `rotate_keys`.
+    `utio_jax.prompts.with_kv_maps` makes one of any decoder with a `rotate_keys`.
     """
 
     @property
@@ -397,6 +397,20 @@ class HasKVMaps(Decoder, Protocol):
     def rotate_keys(self, layer: LayerParams, keys: jax.Array, places: Places) -> jax.Array:
         """Returns one layer's keys with their positions in them, as `keys_values` has them."""
         ...
+
+
+def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
+    """Checks that there are maps for some depths.
+
+    Raises:
+      ValueError: there are none for one of them.
+    """
+    missing = [stop for stop in stops if stop not in known]
+    if missing:
+        raise ValueError(
+            f"Wanted stops at depths {known}, for which there are KV maps. Got {missing}. Fit maps "
+            "for these: utio-jax fit-prompt --stop."
+        )
 
 
 @runtime_checkable

@@ -39,7 +39,7 @@ class Adaptive(ModeBase):
       policy: decides at each of its depths; must be causal.
       kv: what later tokens see of a stopped one at deeper layers: `"propagate"` projects K/V from
         its last state, `"mapped"` takes them from KV maps of its last state
-        (`utio_jax.core.kv_maps`), `"drop"` shows nothing. Static.
+        (`utio_jax.prompts.maps`), `"drop"` shows nothing. Static.
       throttle: which tokens read a compact view of the history instead of all of it. None: none do.
       pack: numbers of rows, ascending. A segment then runs the rows that need it alone, packed into
         the smallest of these that holds them, and all rows where none does: the same tokens for

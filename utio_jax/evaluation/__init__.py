@@ -7,7 +7,6 @@ from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.evaluation.guardrail import check_worthwhile
 from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.evaluation.ledger import Ledger, convex_hull, uniform_hull
-from utio_jax.evaluation.prompt_cost import PromptCost, prompt_cost
 from utio_jax.evaluation.quality import Quality
 
 __all__ = [
@@ -15,7 +14,6 @@ __all__ = [
     "Ledger",
     "PlainControl",
     "PlainControls",
-    "PromptCost",
     "Quality",
     "TextScore",
     "check_worthwhile",
@@ -23,7 +21,6 @@ __all__ = [
     "evaluate",
     "generation_ledger",
     "load_controls",
-    "prompt_cost",
     "ratio_interval",
     "save_controls",
     "score_documents",

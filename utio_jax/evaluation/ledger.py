@@ -41,7 +41,6 @@ class Ledger:
       speedup: median over rounds of the paired ratio.
       speedup_ideal: full FLOPs / FLOPs of decided layers, frozen K/V and one head per token.
       efficiency: speedup / speedup_ideal.
-      routing_overhead_pct: packing, unpacking and bookkeeping, % of `seconds`; gates apart.
       compiles: backend compilations after warm-up.
       device: where it ran.
       dtype: of the parameters.
@@ -72,7 +71,6 @@ class Ledger:
     speedup: float | None = None
     speedup_ideal: float | None = None
     efficiency: float | None = None
-    routing_overhead_pct: float | None = None
     compiles: int | None = None
     device: str | None = None
     dtype: str | None = None

@@ -36,7 +36,6 @@ from utio_jax.core.files import (
     nest,
     replacing,
 )
-from utio_jax.core.kv_maps import KVMapped, load_kv_maps, with_kv_maps
 from utio_jax.core.lens import (
     Lens,
     Lensed,
@@ -60,6 +59,7 @@ from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
 from utio_jax.models.verbs import Verbs, named_mode
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
+from utio_jax.prompts.maps import KVMapped, load_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, choices_of
 
 if TYPE_CHECKING:
@@ -423,7 +423,7 @@ def save(
         raise ValueError(
             "Wanted a model without a lens or KV maps. Got a "
             f"{type(decoder).__name__} decoder. Load it with lens=False; "
-            "utio_jax.core.lens.save_lens writes the lens, utio_jax.core.kv_maps.save_kv_maps maps."
+            "utio_jax.core.lens.save_lens writes the lens, utio_jax.prompts.maps.save_kv_maps maps."
         )
     out = Path(folder)
     config: dict[str, Any] = dataclasses.asdict(decoder.config)

@@ -16,7 +16,6 @@ import numpy as np
 
 from utio_jax.calibration.advice import advise
 from utio_jax.calibration.calibrate import calibrate
-from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import gate_windows
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
@@ -30,7 +29,6 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompts import prompt_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.text import (
     GeneratedText,
@@ -48,6 +46,7 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
 from utio_jax.policies.store import Calibration, calibration_file
+from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.staircase.score import full_depth
 
 # Of the windows that text is cut into: what the command line takes, too.
@@ -182,7 +181,7 @@ class Verbs:
           sampling: how tokens are drawn; or a method for each prompt.
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
-            stop early, see `utio_jax.decoding.prompts.prompt_prefill`. None or 1: all in full.
+            stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: all in full.
           **options: further ones of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
 
         Raises:
@@ -268,7 +267,6 @@ class Verbs:
         *,
         budget: float | Sequence[float] | None = None,
         max_nll_increase_pct: float | None = None,
-        slots: int | None = None,
         max_disagreement: float | None = None,
         confidence: float = 0.95,
         policies: Sequence[str] = ("learned",),
@@ -287,8 +285,6 @@ class Verbs:
           files: paths, or token ids; none of it may be reported on later.
           budget: target FLOPs over full depth's, one or several; by default 0.5, 0.6, 0.75, 0.9.
           max_nll_increase_pct: instead of budgets: least cost within this loss, in %.
-          slots: with it: cost is not FLOPs but seconds of an engine of so many slots, measured here
-            first. Let nothing else run meanwhile.
           max_disagreement: instead of budgets: least cost with at most this share of most probable
             tokens other than full depth's, promised by risk control.
           confidence: of that promise.
@@ -303,8 +299,7 @@ class Verbs:
           progress: called with what happens next.
 
         Raises:
-          ValueError: more than one goal, too little text, times that cannot be, or see
-            `utio_jax.calibrate`.
+          ValueError: more than one goal, too little text, or see `utio_jax.calibrate`.
         """
         goals = (budget, max_nll_increase_pct, max_disagreement)
         if sum(goal is not None for goal in goals) > 1:
@@ -312,11 +307,6 @@ class Verbs:
                 "Wanted one of budget, max_nll_increase_pct and max_disagreement. Got "
                 f"budget={budget}, max_nll_increase_pct={max_nll_increase_pct}, "
                 f"max_disagreement={max_disagreement}."
-            )
-        if slots is not None and max_nll_increase_pct is None:
-            raise ValueError(
-                "Wanted max_nll_increase_pct with slots: most tokens per second within a loss. Got "
-                f"slots={slots} alone."
             )
         if out is not None and is_shipped(check_writable(calibration_file(out), "out")):
             raise ValueError(
@@ -328,10 +318,7 @@ class Verbs:
             self._fit_lens(first, tuple(exits), seed, out, progress)
         goal: Goal = Budgets() if budget is None else Budgets(budgets=_several(budget))
         if max_nll_increase_pct is not None:
-            clock = None
-            if slots is not None:
-                clock = EngineClock.of(self.decoder, self.params, slots=slots)
-            goal = MaxLoss(nll_increase_pct=max_nll_increase_pct, clock=clock)
+            goal = MaxLoss(nll_increase_pct=max_nll_increase_pct)
         elif max_disagreement is not None:
             documents, rest = split_documents(documents, seed=seed)
             goal = MaxDisagreement(
@@ -461,7 +448,7 @@ def read_prompts_within(
 
     Args:
       model: a `utio_jax.models.Model`.
-      budget: that share, see `utio_jax.decoding.prompts.prompt_prefill`.
+      budget: that share, see `utio_jax.prompts.budget.prompt_prefill`.
       calibration: returns whose learned gate chooses; asked only where a choice needs one.
 
     Raises:

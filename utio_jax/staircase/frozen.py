@@ -2,7 +2,7 @@
 """K/V strategies for early-exited tokens: what other tokens see of them in deeper layers.
 
     propagate   K/V projected from the last state
-    mapped      K/V mapped from the last state (`utio_jax.core.kv_maps`)
+    mapped      K/V mapped from the last state (`utio_jax.prompts.maps`)
     drop        nothing
 
 One small static object for each, for whole rows and decoding steps alike. A strategy freezes tokens
@@ -122,7 +122,7 @@ class Drop(Propagate):
 
 @dataclasses.dataclass(frozen=True)
 class Mapped(Propagate):
-    """K/V of deeper layers come from affine maps of the last state (`utio_jax.core.kv_maps`)."""
+    """K/V of deeper layers come from affine maps of the last state (`utio_jax.prompts.maps`)."""
 
     projects: ClassVar[bool] = False
 

@@ -32,8 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, init_cache
-from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, Params, check_depths
-from utio_jax.core.kv_maps import check_stops
+from utio_jax.core.decoder import Decoder, HasKVMaps, Inputs, Params, check_depths, check_stops
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Policy

@@ -277,6 +277,13 @@ class PromptChoice:
         share = "" if self.by == "none" else f" {self.deep:g}"
         return f"{self.stop} {self.by}{share} {self.kv}"
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns its fields as JSON can hold them; `choices_of` reads them back."""
+        found = dataclasses.asdict(self)
+        for name in ("flops_ratio", "nll_increase_pct"):
+            found[name] = None if found[name] is None else round(found[name], 4)
+        return found
+
     def policy(
         self, decoder: Decoder, *, gate: Signal | None = None, prompt_tokens: int = _EVERYTHING
     ) -> PromptImportance:

@@ -31,7 +31,7 @@ from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 FrozenKV = Literal["propagate", "drop", "full", "mapped"]
 """What other tokens see of one at layers beyond its depth: K/V projected from its frozen state,
 nothing, the K/V of its own full-depth states, or K/V mapped from its frozen state by an affine map
-per layer (`utio_jax.core.kv_maps`)."""
+per layer (`utio_jax.prompts.maps`)."""
 
 
 def check_kv(

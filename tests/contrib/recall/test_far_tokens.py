@@ -21,9 +21,9 @@ from utio_jax.contrib.recall.far_tokens import (
     far_summary,
 )
 from utio_jax.decoding.generate import generate
-from utio_jax.evaluation.prompts import prompt_rows
 from utio_jax.models import TINY, Transformer, save
 from utio_jax.models.tokenizer import train_tokenizer
+from utio_jax.prompts.evaluate import prompt_rows
 
 PROMPT = 320
 WORDS = "one two three four five six seven eight nine ten "

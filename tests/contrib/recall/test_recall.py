@@ -25,9 +25,9 @@ from utio_jax.contrib.recall import (
     table_policies,
 )
 from utio_jax.contrib.recall.distance import RecallCase, RecallRows
-from utio_jax.evaluation.prompts import continuations
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import uniform
+from utio_jax.prompts.evaluate import continuations
 from utio_jax.staircase.reference import reference_states
 
 PROMPT, DISTANCES = 160, (0, 7, 40)

@@ -24,12 +24,12 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params, apply_exit_lens, check_own_kv
 from utio_jax.core.files import hash_params
-from utio_jax.core.kv_maps import KVMapped
 from utio_jax.core.layer import keys_values_of, run_layer
 from utio_jax.core.lens import Lensed
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.sampling import DRAW, PerRowSampling, draw, token_keys
 from utio_jax.policies.base import Boundary, Policy
+from utio_jax.prompts.maps import KVMapped
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

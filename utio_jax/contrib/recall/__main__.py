@@ -48,7 +48,7 @@ class FarFacts(OfModel):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.contrib.recall.far_tokens import far_answers, far_rows, far_summary
-        from utio_jax.evaluation.prompts import prompt_flops_ratio
+        from utio_jax.prompts.evaluate import prompt_flops_ratio
 
         model, choice, gate = self._prompt_choice()
         decoder, params = model.decoder, model.params

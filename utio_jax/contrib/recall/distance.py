@@ -30,9 +30,9 @@ from utio_jax.contrib.recall.far_tokens import (
 from utio_jax.contrib.recall.intervals import rate_interval
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.evaluation.intervals import ratio_interval
-from utio_jax.evaluation.prompts import PromptRows, continuations, prompt_rows
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Thresholded, given_depths
+from utio_jax.prompts.evaluate import PromptRows, continuations, prompt_rows
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV

@@ -21,8 +21,8 @@ from jaxtyping import Bool, Float, Int
 
 from utio_jax.contrib.recall.intervals import paired_interval, rate_interval
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.evaluation.prompts import PromptRows, continuation_answers, prompt_rows
 from utio_jax.policies.base import Signal
+from utio_jax.prompts.evaluate import PromptRows, continuations, prompt_rows
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
@@ -211,12 +211,14 @@ def far_answers(
     Raises:
       ValueError: a choice that does not fit the model.
     """
-    losses, right = continuation_answers(
+    found = continuations(
         decoder, params, far.rows, choice, gate=gate, executor=executor, progress=progress
     )
     ends = np.concatenate([ends for _, ends in far.rows.batches])[: far.rows.rows]
     sizes = ends - far.rows.prompt_tokens
-    return FarAnswers(exact=right == sizes, tokens=right / sizes, nll=losses / sizes)
+    return FarAnswers(
+        exact=found.right == sizes, tokens=found.right / sizes, nll=found.losses / sizes
+    )
 
 
 def far_summary(far: FarRows, found: FarAnswers, full: FarAnswers) -> dict[str, Any]:

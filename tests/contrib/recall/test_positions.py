@@ -12,12 +12,12 @@ import pytest
 from helpers import cases
 from helpers.models import gated
 
-from utio_jax.calibration.bootstrap import DocumentSums
-from utio_jax.calibration.positions import PositionSums, margins_by_position, sums_by_position
+from utio_jax.contrib.recall.positions import PositionSums, margins_by_position, sums_by_position
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.intervals import DocumentSums
 from utio_jax.evaluation.quality import Quality
 from utio_jax.policies.depth import uniform
 

@@ -14,17 +14,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.evaluation.intervals import FEWEST, ratio_interval
-from utio_jax.evaluation.prompts import (
-    PromptRows,
-    continuation_losses,
-    prompt_flops_ratio,
-    prompt_rows,
-)
 from utio_jax.policies.base import Signal
+from utio_jax.prompts.evaluate import (
+    Continuations,
+    PromptRows,
+    PromptSizes,
+    continuations,
+    cut_rows,
+    describe_interval,
+    increase_interval,
+    prompt_flops_ratio,
+)
 from utio_jax.staircase.prompts import PromptChoice
 
 
@@ -69,34 +71,6 @@ def split_text(documents: Sequence[np.ndarray], *, seed: int = 0) -> PromptText:
     return PromptText(**{k: tuple(v) for k, v in parts.items()}, parts="documents")
 
 
-def rows_of(
-    documents: Sequence[np.ndarray], *, prompt_tokens: int, continuation: int, count: int
-) -> tuple[list[np.ndarray], Int[np.ndarray, " row"]]:
-    """Returns rows of a prompt and what follows it, and which document each row is of.
-
-    They come evenly from all documents, and none overlap.
-
-    Raises:
-      ValueError: no document is as long as one row.
-    """
-    width = prompt_tokens + continuation
-    found = [
-        (document[start : start + width], index)
-        for index, document in enumerate(documents)
-        for start in range(0, len(document) - width + 1, width)
-    ]
-    if not found:
-        longest = max((len(document) for document in documents), default=0)
-        raise ValueError(
-            f"Wanted documents of at least {width} tokens: {prompt_tokens} of prompt, "
-            f"{continuation} that follow. Got at most {longest} in a part of the text. Add longer "
-            "text, or ask for a shorter --prompt-tokens."
-        )
-    chosen = np.linspace(0, len(found) - 1, min(count, len(found))).round().astype(int)
-    rows = [found[index] for index in chosen]
-    return [row for row, _ in rows], np.asarray([document for _, document in rows])
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
     """One way of reading prompts, measured on the test part.
@@ -114,7 +88,7 @@ class Reading:
     def to_json(self) -> dict[str, Any]:
         """Returns what JSON can hold."""
         interval = None if self.interval is None else [round(x, 4) for x in self.interval]
-        return {"role": self.role, **choice_to_json(self.choice), "interval": interval}
+        return {"role": self.role, **self.choice.to_json(), "interval": interval}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,17 +135,14 @@ class PromptStudy:
         return f"Chosen: {measured}.{kept}"
 
 
-def choose_prompt(  # noqa: PLR0913 (options, each named)
+def choose_prompt(
     decoder: Decoder,
     params: Params,
     text: PromptText,
     candidates: Sequence[PromptChoice],
     *,
     limit: float,
-    prompt_tokens: int = 448,
-    continuation: int = 64,
-    rows: int = 24,
-    batch: int = 8,
+    sizes: PromptSizes = PromptSizes(),
     gate: Signal | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PromptStudy:
@@ -183,10 +154,7 @@ def choose_prompt(  # noqa: PLR0913 (options, each named)
       text: of which the calibrate and test parts are read.
       candidates: at least one.
       limit: of the loss increase, %.
-      prompt_tokens: of each row.
-      continuation: tokens that follow, whose loss counts.
-      rows: of each part, at most.
-      batch: rows per pass.
+      sizes: of the rows of each of these two parts.
       gate: for candidates by a gate.
       progress: called with what happens next.
 
@@ -197,32 +165,21 @@ def choose_prompt(  # noqa: PLR0913 (options, each named)
     if not candidates:
         raise ValueError("Wanted at least one way of reading prompts to choose from. Got none.")
 
-    def part(documents: Sequence[np.ndarray]) -> tuple[PromptRows, np.ndarray]:
-        cut, document_of = rows_of(
-            documents, prompt_tokens=prompt_tokens, continuation=continuation, count=rows
-        )
-        if text.parts != "documents":  # Pieces of a few count as one.
-            document_of = np.zeros_like(document_of)
-        return prompt_rows(
-            cut, prompt_tokens=prompt_tokens, batch=batch, decoder=decoder
-        ), document_of
-
     def measure(
-        of: PromptRows, choice: PromptChoice, full: np.ndarray, *, batches: int | None
-    ) -> tuple[PromptChoice, np.ndarray]:
-        losses = continuation_losses(decoder, params, of, choice, gate=gate)
-        ratio = prompt_flops_ratio(decoder, params, of, choice, gate=gate, batches=batches)
-        found = dataclasses.replace(
-            choice,
-            flops_ratio=ratio,
-            nll_increase_pct=100 * float(losses.sum() / full.sum() - 1),
-        )
-        say(f"{found.label}: {found.nll_increase_pct:+.2f} %, {ratio:.3f} of the FLOPs")
-        return found, losses
+        rows: PromptRows, choice: PromptChoice, full: Continuations, *, batches: int | None
+    ) -> tuple[PromptChoice, Continuations]:
+        mine = continuations(decoder, params, rows, choice, gate=gate)
+        ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate, batches=batches)
+        increase = 100 * (mine.loss / full.loss - 1)
+        found = dataclasses.replace(choice, flops_ratio=ratio, nll_increase_pct=increase)
+        say(f"{found.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")
+        return found, mine
 
-    (calibrate, _), (test, document_of) = part(text.calibrate), part(text.test)
-    say(f"calibrate: {calibrate.rows} rows of {prompt_tokens} + {continuation} tokens")
-    full = continuation_losses(decoder, params, calibrate, None)
+    calibrate, test = (
+        cut_rows(part, sizes, decoder=decoder) for part in (text.calibrate, text.test)
+    )
+    say(f"calibrate: {calibrate.rows} rows of {sizes.prompt_tokens} + {sizes.continuation} tokens")
+    full = continuations(decoder, params, calibrate, None)
     measured = [measure(calibrate, choice, full, batches=1)[0] for choice in candidates]
     good = [
         choice
@@ -232,20 +189,22 @@ def choose_prompt(  # noqa: PLR0913 (options, each named)
     chosen = min(good, key=_cost_then_loss) if good else None
     first = chosen or min(measured, key=lambda choice: choice.nll_increase_pct or 0.0)
     say(f"test: {test.rows} rows")
-    full = continuation_losses(decoder, params, test, None)
+    full = continuations(decoder, params, test, None)
+    # Pieces of a few documents count as one.
+    documents = test.documents if text.parts == "documents" else 0 * test.documents
     readings = []
     for role, choice in [
         ("best" if chosen is None else "chosen", first),
         *(("control", each) for each in controls_of(first)),
     ]:
-        found, losses = measure(test, choice, full, batches=None)
-        interval = increase_interval(losses, full, document_of)
+        found, mine = measure(test, choice, full, batches=None)
+        interval = increase_interval(mine, full, documents)
         readings.append(Reading(choice=found, interval=interval, role=role))
     return PromptStudy(
         candidates=tuple(measured),
         chosen=chosen,
         test=tuple(readings),
-        nll_full=float(full.sum()) / test.tokens,
+        nll_full=full.loss / test.tokens,
         limit=limit,
     )
 
@@ -266,31 +225,3 @@ def controls_of(choice: PromptChoice) -> tuple[PromptChoice, ...]:
     found = [dataclasses.replace(bare, kv=kv) for kv in other]
     by = [dataclasses.replace(bare, by=by) for by in ("random", "none") if by != choice.by]
     return (*by, *found)
-
-
-def increase_interval(
-    losses: Float[np.ndarray, " row"],
-    full: Float[np.ndarray, " row"],
-    documents: Int[np.ndarray, " row"],
-) -> tuple[float, float] | None:
-    """Returns the 95 % interval of the increase of a summed loss over full depth's, in %.
-
-    Documents are drawn again, the same for both, see `ratio_interval`. None: fewer than five.
-    """
-    found = ratio_interval(100 * (losses - full), full, documents)
-    return None if found is None else (found[0], found[2])
-
-
-def describe_interval(interval: tuple[float, float] | None, *, digits: int = 2) -> str:
-    """Returns what is printed of an interval: its ends, or why there is none."""
-    if interval is None:
-        return f"no interval: fewer than {FEWEST} documents"
-    return ", ".join(f"{end:+.{digits}f}" for end in interval)
-
-
-def choice_to_json(choice: PromptChoice) -> dict[str, Any]:
-    """Returns what JSON can hold."""
-    found = dataclasses.asdict(choice)
-    for name in ("flops_ratio", "nll_increase_pct"):
-        found[name] = None if found[name] is None else round(found[name], 4)
-    return found

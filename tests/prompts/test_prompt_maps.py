@@ -13,17 +13,11 @@ import pytest
 from helpers.cases import run_dense
 from helpers.models import Model, live_params
 
-from utio_jax.calibration.prompt_choice import (
-    PromptText,
-    choose_prompt,
-    controls_of,
-    increase_interval,
-    rows_of,
-    split_text,
-)
-from utio_jax.calibration.prompt_maps import MapConfig, fit_kv_maps, fit_rows
-from utio_jax.core.kv_maps import with_kv_maps
 from utio_jax.models import TINY, Transformer
+from utio_jax.prompts.choose import PromptText, choose_prompt, controls_of, split_text
+from utio_jax.prompts.evaluate import Continuations, PromptSizes, cut_rows, increase_interval
+from utio_jax.prompts.fit import fit_kv_maps, fit_rows
+from utio_jax.prompts.maps import with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
@@ -51,7 +45,7 @@ def test_maps_are_the_least_squares_of_deeper_keys_and_values(name: str) -> None
     decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
     model = Model(decoder, live_params(decoder, seed=5))
     read = batches(model)
-    fitted = fit_kv_maps(decoder, model.params, read, stops=(3, 1), config=MapConfig(ridge=1e-6))
+    fitted = fit_kv_maps(decoder, model.params, read, stops=(3, 1), ridge=1e-6)
     assert sorted(fitted) == [1, 3]
     depths = (1, 2, 3)
     states: dict[int, list[np.ndarray]] = {depth: [] for depth in depths}
@@ -81,7 +75,7 @@ def test_where_layers_do_nothing_maps_are_exact(tiny: Model) -> None:
     decoder = tiny.decoder
     params = decoder.init(jax.random.key(3))
     read = batches(tiny)
-    maps = fit_kv_maps(decoder, params, read, stops=(2,), config=MapConfig(ridge=1e-9))
+    maps = fit_kv_maps(decoder, params, read, stops=(2,), ridge=1e-9)
     mapped, both = with_kv_maps(decoder, params, maps)
     x = decoder.embed(params, jnp.arange(64), jnp.zeros(64, jnp.int32))
     shown = mapped.map_keys_values(both, x, 2)
@@ -136,15 +130,22 @@ def test_a_few_documents_are_cut() -> None:
     assert np.concatenate(text.test).tolist() == [*range(80, 100)]
 
 
-def test_rows_come_from_all_documents_and_do_not_overlap() -> None:
-    documents = [np.arange(start, start + 50) for start in range(0, 500, 50)]
-    rows, document_of = rows_of(documents, prompt_tokens=8, continuation=2, count=7)
-    assert len(rows) == 7
-    assert len({int(row[0]) // 50 for row in rows}) == 7
-    assert document_of.tolist() == [int(row[0]) // 50 for row in rows]
-    assert all(row.size == 10 and row[0] % 10 == 0 for row in rows)
+def test_rows_come_from_all_documents_and_do_not_overlap(tiny: Model) -> None:
+    documents = [np.arange(start, start + 50) % 64 for start in range(0, 500, 50)]
+
+    def cut(prompt: int, follow: int, count: int) -> Any:
+        sizes = PromptSizes(prompt_tokens=prompt, continuation=follow, rows=count, batch=3)
+        return cut_rows(documents, sizes, decoder=tiny.decoder)
+
+    found = cut(8, 2, 7)
+    rows = np.concatenate([ids for ids, _ in found.batches])[: found.rows]
+    assert found.rows == 7
+    assert len({*found.documents.tolist()}) == 7
+    for row, index in zip(rows, found.documents, strict=True):
+        starts = [s for s in range(0, 50, 10) if np.array_equal(row, documents[index][s : s + 10])]
+        assert len(starts) == 1
     with pytest.raises(ValueError, match="at least 60 tokens.*Got at most 50.*--prompt-tokens"):
-        rows_of(documents, prompt_tokens=50, continuation=10, count=3)
+        cut(50, 10, 3)
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +166,7 @@ def study(tiny: Model, text: PromptText, limit: float) -> Any:
         text,
         candidates,
         limit=limit,
-        prompt_tokens=48,
-        continuation=16,
-        batch=5,
+        sizes=PromptSizes(prompt_tokens=48, continuation=16, batch=5),
     )
 
 
@@ -209,21 +208,26 @@ def test_controls_differ_in_one_thing() -> None:
     assert all(each.flops_ratio is None for each in controls_of(choice))
 
 
+def lost(losses: np.ndarray) -> Continuations:
+    nothing = np.zeros(len(losses), int)
+    return Continuations(losses=losses, right=nothing, depths=nothing[:, None])
+
+
 def test_intervals_hold_the_increase() -> None:
     rng = np.random.default_rng(0)
     full = rng.uniform(50, 150, 40)
     losses = full * (1.02 + 0.01 * rng.normal(size=40))
     rows = np.arange(40)
-    low, high = increase_interval(losses, full, rows) or (0.0, 0.0)
+    low, high = increase_interval(lost(losses), lost(full), rows) or (0.0, 0.0)
     assert low < 100 * (losses.sum() / full.sum() - 1) < high
     assert 0.2 < high - low < 1.0
-    assert increase_interval(full, full, rows) == (0.0, 0.0)
+    assert increase_interval(lost(full), lost(full), rows) == (0.0, 0.0)
 
 
 def test_rows_of_few_documents_have_no_interval(tiny: Model) -> None:
     """Six rows of two documents say no more of other text than two rows do."""
     losses = np.linspace(1, 2, 6)
-    assert increase_interval(losses, losses + 0.1, np.repeat([0, 1], 3)) is None
+    assert increase_interval(lost(losses), lost(losses + 0.1), np.repeat([0, 1], 3)) is None
     ids = np.asarray(tiny.tokens(8, 64, seed=2))
     whole = PromptText(fit=(), calibrate=(ids[0],), test=tuple(ids[1:7]), parts="documents")
     assert study(tiny, whole, 1e6).test[0].interval is not None

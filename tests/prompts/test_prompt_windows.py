@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from helpers.models import Model, live_params, with_random_maps
 
-from utio_jax.calibration.prompt_windows import (
-    WindowShape,
+from utio_jax.models import TINY, Transformer
+from utio_jax.prompts.train import (
+    MapTraining,
     continued_states,
     divergence_of,
     window_of,
 )
-from utio_jax.models import TINY, Transformer
 from utio_jax.staircase.reference import dense_states, reference_states
 
-SHAPE = WindowShape(width=32, continuation=12)
+SHAPE = MapTraining(width=32, continuation=12)
 
 
 @pytest.fixture(scope="module")
@@ -98,4 +98,4 @@ def test_the_divergence_is_that_of_the_predictions(model: Model) -> None:
 
 def test_a_continuation_of_more_than_half_is_refused() -> None:
     with pytest.raises(ValueError, match="continuation of at least one token"):
-        WindowShape(width=32, continuation=17)
+        MapTraining(width=32, continuation=17)

@@ -13,7 +13,7 @@ from helpers.models import Model, plain_nll, with_random_maps
 
 from utio_jax import MicroBatches
 from utio_jax.core.flops import token_cost
-from utio_jax.evaluation.prompts import continuation_losses, prompt_flops_ratio, prompt_rows
+from utio_jax.prompts.evaluate import continuations, prompt_flops_ratio, prompt_rows
 from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check
@@ -40,7 +40,7 @@ def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv
     assert rows.rows == 3
     assert rows.tokens == 8 + 5 + 1
     choice = PromptChoice(stop=2, deep=0.5, kv=kv)
-    found = continuation_losses(model.decoder, model.params, rows, choice, executor=EXECUTOR)
+    found = continuations(model.decoder, model.params, rows, choice, executor=EXECUTOR).losses
     depths = np.full((1, 48), 4, np.int32)
     depths[0, 4 : PROMPT - 16] = 2
     for document, mine in zip(documents, found, strict=True):
@@ -50,10 +50,10 @@ def test_losses_are_the_references(model: Model, documents: list[np.ndarray], kv
         x = run_oracle(model.decoder, model.params, ids, ends, jnp.asarray(depths), kv=kv)
         wanted = plain_nll(model, ids, x)[0, PROMPT - 1 : document.size - 1].sum()
         assert mine == pytest.approx(wanted, abs=1e-3)
-    full = continuation_losses(model.decoder, model.params, rows, None, executor=EXECUTOR)
+    full = continuations(model.decoder, model.params, rows, None, executor=EXECUTOR).losses
     assert not np.allclose(full, found, atol=1e-2)
     everything = PromptChoice(stop=2, deep=1.0, kv=kv)
-    same = continuation_losses(model.decoder, model.params, rows, everything, executor=EXECUTOR)
+    same = continuations(model.decoder, model.params, rows, everything, executor=EXECUTOR).losses
     np.testing.assert_allclose(same, full, atol=1e-4)
 
 

@@ -16,7 +16,7 @@ from utio_jax.policies.base import Signal
 from utio_jax.staircase.prompts import PromptChoice
 
 _NOMINAL = 448
-"""Tokens of the prompt whose cost is foretold where none was measured."""
+"""Tokens of the prompt whose cost is predicted where none was measured."""
 
 
 def prompt_prefill(

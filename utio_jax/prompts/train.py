@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains KV maps: what follows a prompt is to be predicted as after one that was read in full.
 
-The closed form of `utio_jax.calibration.prompt_maps` weighs every error of a key or a value alike.
-Here the maps go on from there, by the KL divergence of the continuation's predictions from those
-of full depth, as SwiftKV (arXiv 2410.03960) distils its projections; the model itself stays as it
-is. What its windows look like: `utio_jax.calibration.prompt_windows`.
+The closed form of `utio_jax.prompts.fit` weighs every error of a key or a value alike. Here the
+maps go on from there, by the KL divergence of the continuation's predictions from those of full
+depth, as SwiftKV (arXiv 2410.03960) distils its projections; the model itself stays as it is.
 
-The first layers are the same for teacher and student and run once; behind the stop the student runs
-on the tokens that go deep and on the continuation alone. Adam at a constant rate, and an average of
+    token   0 ........ P-1 | P ...... P+C-1 | P+C ... end     # a window; P is drawn for each
+            the prompt       the continuation  not looked at
+
+In some windows the continuation ends with words repeated from the prompt: loss on running text
+alone hardly asks for what is far back. The first layers are the same for teacher and student and
+run once; behind the stop the student runs on the tokens that go deep and on the continuation alone,
+in the pass of `kv="mapped"`, dense and differentiable. Adam at a constant rate, and an average of
 the maps that is what comes out: a run may end at any step, and go on later.
 """
 
@@ -25,20 +29,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.prompt_windows import (
-    WindowShape,
-    continued_states,
-    divergence_of,
-    whole_windows,
-    window_of,
-)
+from utio_jax.attention.mixing import mixer_at
+from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, HasKVMaps, Params
+from utio_jax.core.documents import check_ids
 from utio_jax.core.files import load_owned, nest, save_owned
-from utio_jax.core.kv_maps import KVMap, with_kv_maps
-from utio_jax.staircase.reference import dense_states
+from utio_jax.core.layer import keys_values_of, layer_at, run_layer
+from utio_jax.prompts.evaluate import whole_windows
+from utio_jax.prompts.maps import KVMap, with_kv_maps
+from utio_jax.staircase.reference import dense_states, positions_of
+
+_SECONDS_BETWEEN = 10.0
+
+_SINKS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +54,11 @@ class MapTraining:
       steps: of Adam, at most.
       minutes: of training, at most, earlier parts of a resumed run included; None: any.
       rows: windows of a step.
-      shape: of the windows.
+      width: tokens of a window.
+      continuation: tokens behind each prompt, whose predictions count.
+      deep: share of the longest prompt that goes deep, in every window as many tokens: the first
+        four, the last, and by turns the latest or any.
+      repeated: share of windows whose continuation ends with words of the prompt.
       rate: learning rate of Adam; it rises over the first `warmup` steps and stays.
       warmup: see `rate`.
       average: steps that the average of the maps looks back, about; never more than a quarter of
@@ -57,18 +66,24 @@ class MapTraining:
       held_out: windows that are never trained on, on which both maps are compared at the end.
       save_every: steps between checkpoints.
       seed: of everything random.
+      resume: go on from a checkpoint, where there is one; all but `steps`, `minutes` and
+        `save_every` must be what it was made with.
     """
 
     steps: int = 1000
     minutes: float | None = None
     rows: int = 2
-    shape: WindowShape = dataclasses.field(default_factory=WindowShape)
+    width: int = 512
+    continuation: int = 192
+    deep: float = 0.15
+    repeated: float = 0.5
     rate: float = 3e-4
     warmup: int = 20
     average: int = 100
     held_out: int = 8
     save_every: int = 50
     seed: int = 0
+    resume: bool = False
 
     def __post_init__(self) -> None:
         counts = (self.steps, self.rows, self.held_out, self.save_every, self.warmup, self.average)
@@ -77,6 +92,17 @@ class MapTraining:
                 "Wanted at least 1 step, row, held-out window, step of warm-up and average, and "
                 f"step between checkpoints. Got {self}."
             )
+        if not 1 <= self.continuation <= self.width // 2:
+            raise ValueError(
+                "Wanted a continuation of at least one token and at most half of the width. "
+                f"Got {self.continuation} of {self.width}."
+            )
+
+    @property
+    def running(self) -> int:
+        """Tokens of each prompt that go deep."""
+        longest = self.width - self.continuation
+        return min(self.width // 4, max(_SINKS + 1, int(np.ceil(self.deep * longest))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +133,7 @@ class TrainedMaps:
         }
 
 
-def train_kv_maps(  # noqa: PLR0913 (options, each named)
+def train_kv_maps(
     decoder: Decoder,
     params: Params,
     maps: Mapping[int, KVMap],
@@ -116,7 +142,6 @@ def train_kv_maps(  # noqa: PLR0913 (options, each named)
     *,
     model_sha256: str,
     checkpoint: str | Path,
-    resume: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> TrainedMaps:
     """Returns maps after which continuations are predicted more like after a full prompt.
@@ -129,32 +154,28 @@ def train_kv_maps(  # noqa: PLR0913 (options, each named)
       config: the run's numbers.
       model_sha256: of the model, for the checkpoint.
       checkpoint: JSON file; the state lies beside it as safetensors.
-      resume: go on from the checkpoint, where there is one; `documents`, `maps` and all numbers
-        but `steps` and `minutes` must be those that it was made with.
       progress: called with what happens next.
 
     Raises:
-      ValueError: too little text, a checkpoint of another run, or one where `resume` is False.
+      ValueError: too little text, a checkpoint of another run, or one where `config.resume` is
+        False.
       FloatingPointError: the loss is no longer finite.
     """
+    import optax
+
     say = progress if progress is not None else lambda _: None
     mapped, start = with_kv_maps(decoder, params, maps)
-    windows = whole_windows(
-        documents,
-        width=config.shape.width,
-        least=config.held_out + config.rows,
-        vocab_size=decoder.config.vocab_size,
-        seed=config.seed,
-    )
+    windows = _windows(documents, config, vocab_size=decoder.config.vocab_size)
     held_out, windows = windows[: config.held_out], windows[config.held_out :]
-    optimizer = _optimizer(config)
+    rate = optax.linear_schedule(config.rate / config.warmup, config.rate, config.warmup)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
     fresh = {
         "maps": start["kv_maps"],
         "average": start["kv_maps"],
         "optimizer": optimizer.init(start["kv_maps"]),
     }
     run = _Run(file=Path(checkpoint), model_sha256=model_sha256, config=config, text=windows)
-    state, done, before = run.restore(fresh, resume=resume)
+    state, done, before = run.restore(fresh)
 
     @jax.jit
     def update(state: Any, params: Params, window: Any, step: jax.Array) -> tuple[Any, Any]:
@@ -169,7 +190,7 @@ def train_kv_maps(  # noqa: PLR0913 (options, each named)
         average = jax.tree.map(lambda old, now: old + share * (now - old), state["average"], new)
         return {"maps": new, "average": average, "optimizer": optimizer_state}, each
 
-    say(f"maps: training on {len(windows)} windows of {config.shape.width} tokens")
+    say(f"maps: training on {len(windows)} windows of {config.width} tokens")
     began, told = time.perf_counter(), 0.0
     seconds = lambda: before + time.perf_counter() - began  # noqa: E731
     while done < config.steps and not (config.minutes and seconds() > 60 * config.minutes):
@@ -197,9 +218,6 @@ def train_kv_maps(  # noqa: PLR0913 (options, each named)
         for stop in maps
     }
     return TrainedMaps(maps=averaged, steps=done, seconds=spent, kl_before=first, kl_after=last)
-
-
-_SECONDS_BETWEEN = 10.0
 
 
 def divergences(
@@ -236,9 +254,110 @@ def divergences(
     return found
 
 
-def _optimizer(config: MapTraining) -> optax.GradientTransformation:
-    rate = optax.linear_schedule(config.rate / config.warmup, config.rate, config.warmup)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
+def continued_states(
+    decoder: Decoder,
+    params: Params,
+    x: Float[Array, "batch token dim"],
+    running: Int[Array, "batch run"],
+    *,
+    stop: int,
+) -> Float[Array, "batch run dim"]:
+    """Returns last states of tokens that run on from a stop, where all others show mapped K/V.
+
+    Args:
+      decoder: a causal model that `HasKVMaps`.
+      params: its parameters.
+      x: states of all tokens at the stop.
+      running: positions of those that run on, each named once.
+      stop: the depth.
+    """
+    assert isinstance(decoder, HasKVMaps)
+    batch, width, _ = x.shape
+    positions, _ = positions_of(x[..., 0], jnp.full(batch, width, jnp.int32))
+    places = decoder.encode_positions(positions)
+    at = (jnp.arange(batch, dtype=jnp.int32)[:, None], running)
+    mine = jax.tree.map(lambda leaf: leaf[at], places)
+    shown = jnp.moveaxis(decoder.map_keys_values(params, x, stop), 2, 0)  # Layers first.
+
+    @jax.checkpoint  # On CPU recomputing beats memory traffic.
+    def one(x: jax.Array, xs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        index, shown = xs
+        layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
+        rows = lambda y: y.reshape(batch, -1, *y.shape[1:])  # noqa: E731
+        own_keys, own_values = map(rows, keys_values_of(decoder, layer, flat(x), flat(mine)))
+        keys = decoder.rotate_keys(layer, shown[:, :, 0], places)
+        keys = keys.at[at].set(own_keys, unique_indices=True)
+        values = shown[:, :, 1].at[at].set(own_values, unique_indices=True)
+        visible = mix.visible(running, positions)
+
+        def attend(queries: jax.Array) -> jax.Array:
+            return flat(mix(rows(queries), keys, values, visible))
+
+        return rows(run_layer(decoder, layer, flat(x), flat(mine), attend)), None
+
+    indices = jnp.arange(stop, decoder.config.num_layers, dtype=jnp.int32)
+    return jax.lax.scan(one, x[at], (indices, shown))[0]
+
+
+def divergence_of(
+    decoder: Decoder,
+    params: Params,
+    full: Float[Array, "batch run dim"],
+    mine: Float[Array, "batch run dim"],
+    counts: Bool[Array, " run"],
+) -> Float[Array, ""]:
+    """Returns KL(full || mine) of the head's predictions in nats, their mean where it counts."""
+
+    @jax.checkpoint  # Logits of a row, not of the batch, are alive at once.
+    def row(states: tuple[jax.Array, jax.Array]) -> jax.Array:
+        full, mine = (
+            jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32)) for x in states
+        )
+        return jnp.sum(jnp.where(counts, jnp.sum(jnp.exp(full) * (full - mine), axis=-1), 0.0))
+
+    return jnp.sum(jax.lax.map(row, (full, mine))) / (jnp.sum(counts) * len(full))
+
+
+def _windows(
+    documents: Sequence[np.ndarray], config: MapTraining, *, vocab_size: int
+) -> list[np.ndarray]:
+    """Returns whole windows of the documents, in an order drawn from the seed.
+
+    Raises:
+      ValueError: there are too few, or ids that are none of the model.
+    """
+    width, least = config.width, config.held_out + config.rows
+    found = [
+        check_ids(window, vocab_size=vocab_size, what="documents")
+        for window, _ in whole_windows(documents, width)
+    ]
+    if len(found) < least:
+        raise ValueError(
+            f"Wanted at least {least} windows of {width} tokens to learn from. Got {len(found)}. "
+            "Add text, or ask for a smaller width."
+        )
+    order = np.random.default_rng(config.seed).permutation(len(found))
+    return [found[index] for index in order]
+
+
+def window_of(
+    ids: np.ndarray, rng: np.random.Generator, config: MapTraining
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a window, perhaps with words repeated, and which of its tokens run in full."""
+    behind, deep = config.continuation, config.running
+    prompt = int(rng.integers(config.width // 4, config.width - behind + 1))
+    ends = prompt + behind
+    if rng.random() < config.repeated:
+        size = min(behind // 3, prompt // 2)
+        start = int(rng.integers(0, prompt - size + 1))
+        ids = ids.copy()
+        ids[ends - size : ends] = ids[start : start + size]
+    between = np.arange(_SINKS, prompt - 1)
+    free = deep - _SINKS - 1
+    latest = rng.random() < 0.5
+    chosen = between[len(between) - free :] if latest else rng.choice(between, free, replace=False)
+    always = np.concatenate([np.arange(_SINKS), np.arange(prompt - 1, ends)])
+    return ids, np.sort(np.concatenate([always, chosen]))
 
 
 def _batch(
@@ -251,9 +370,9 @@ def _batch(
         epoch, index = divmod(row, len(windows))
         order = np.random.default_rng([config.seed, epoch, 1]).permutation(len(windows))
         picked.append(windows[order[index]])
-    made = [window_of(window, rng, config.shape) for window in picked]
+    made = [window_of(window, rng, config) for window in picked]
     ids, running = (jnp.asarray(np.stack(each), jnp.int32) for each in zip(*made, strict=True))
-    return ids, running, config.shape.continuation + 1
+    return ids, running, config.continuation + 1
 
 
 def _held_out_kl(
@@ -264,8 +383,8 @@ def _held_out_kl(
     found = []
     for number, window in enumerate(windows):
         rng = np.random.default_rng([config.seed + 1, number])
-        ids, running = window_of(window, rng, config.shape)
-        found.append(measure(params, ids[None], running[None], config.shape.continuation + 1))
+        ids, running = window_of(window, rng, config)
+        found.append(measure(params, ids[None], running[None], config.continuation + 1))
     return {stop: float(np.mean([kl[stop] for kl in found])) for stop in decoder.stops}
 
 
@@ -280,7 +399,7 @@ class _Run:
 
     def _identity(self) -> dict[str, Any]:
         numbers = dataclasses.asdict(self.config)
-        free = ("steps", "minutes", "save_every")
+        free = ("steps", "minutes", "save_every", "resume")
         text = hashlib.sha256(b"".join(window.tobytes() for window in self.text))
         return {
             "model_sha256": self.model_sha256,
@@ -294,11 +413,11 @@ class _Run:
         stored = {**self._identity(), "steps": steps, "seconds": seconds}
         save_owned(self.file, stored, {"state": leaves})
 
-    def restore(self, fresh: Any, *, resume: bool) -> tuple[Any, int, float]:
+    def restore(self, fresh: Any) -> tuple[Any, int, float]:
         """Returns the state, the steps taken and the seconds that they took."""
         if not self.file.is_file():
             return fresh, 0, 0.0
-        if not resume:
+        if not self.config.resume:
             raise ValueError(
                 f"{self.file} holds a run of KV maps. Resume it with resume=True (--resume), or "
                 "name another file."

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from utio_jax.core.files import hash_file
-from utio_jax.core.kv_maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
+from utio_jax.prompts.maps import KVMap, kv_maps_file, load_kv_maps, save_kv_maps, with_kv_maps
 
 SHA = "a" * 64
 

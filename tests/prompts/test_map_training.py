@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from helpers.models import Model, live_params
 
-from utio_jax.calibration.prompt_maps import fit_kv_maps, fit_rows
-from utio_jax.calibration.prompt_windows import WindowShape
 from utio_jax.models import TINY, Transformer
-from utio_jax.models.training.kv_maps import MapTraining, train_kv_maps
+from utio_jax.prompts.fit import fit_kv_maps, fit_rows
+from utio_jax.prompts.train import MapTraining, train_kv_maps
 
 SHA = "a" * 64
-SHAPE = WindowShape(width=32, continuation=12)
-CONFIG = MapTraining(steps=6, rows=2, shape=SHAPE, rate=3e-3, warmup=2, held_out=4, save_every=3)
+CONFIG = MapTraining(
+    steps=6, rows=2, width=32, continuation=12, rate=3e-3, warmup=2, held_out=4, save_every=3
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_an_interrupted_run_gives_the_same_maps(
 ) -> None:
     first = run(model, maps, text, tmp_path, config={"steps": 2})
     assert first.steps == 2
-    found = run(model, maps, text, tmp_path, resume=True)
+    found = run(model, maps, text, tmp_path, config={"resume": True})
     for stop, wanted in trained[0].maps.items():
         np.testing.assert_array_equal(found.maps[stop].kernel, wanted.kernel)
         np.testing.assert_array_equal(found.maps[stop].bias, wanted.bias)
@@ -108,11 +108,11 @@ def test_what_cannot_be_trained_is_named(
         run(model, maps, text, folder)
     for other in ({"seed": 1}, {"rate": 1e-4}):
         with pytest.raises(ValueError, match="config.* differ"):
-            run(model, maps, text, folder, resume=True, config=other)
+            run(model, maps, text, folder, config=other | {"resume": True})
     with pytest.raises(ValueError, match="text differ"):
-        run(model, maps, [ids[::-1] for ids in text], folder, resume=True)
+        run(model, maps, [ids[::-1] for ids in text], folder, config={"resume": True})
     with pytest.raises(ValueError, match="other sizes differ"):
-        run(model, {1: maps[1]}, text, folder, resume=True)
+        run(model, {1: maps[1]}, text, folder, config={"resume": True})
     with pytest.raises(ValueError, match="Wanted at least 6 windows of 32 tokens"):
         run(model, maps, [text[0][:100]], folder / "new")
     with pytest.raises(ValueError, match="Wanted at least 1 step"):

@@ -4,13 +4,12 @@
 Inputs are the normalised states of the full model where prompt tokens are to stop; targets are
 the keys and values that the full model shows in every layer behind. Keys are those *at position 0*,
 that is before rotation, and behind a norm of keys where the model has one: what
-`utio_jax.core.kv_maps` predicts. The sums of squares are streamed over the text, so memory does not
+`utio_jax.prompts.maps` predicts. The sums of squares are streamed over the text, so memory does not
 grow with it, and solved once at the end.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,20 +24,9 @@ from utio_jax.attention.products import NOWHERE
 from utio_jax.core.arrays import flat, normalise
 from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv
 from utio_jax.core.documents import Batch, batches_of, windows_of
-from utio_jax.core.kv_maps import KVMap
 from utio_jax.core.layer import layer_at
+from utio_jax.prompts.maps import KVMap
 from utio_jax.staircase.reference import apply_layer, positions_of
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MapConfig:
-    """The numbers of a fit.
-
-    Attributes:
-      ridge: added to each input's variance, as a share of it.
-    """
-
-    ridge: float = 1e-3
 
 
 def fit_kv_maps(
@@ -47,7 +35,7 @@ def fit_kv_maps(
     batches: Sequence[Batch],
     *,
     stops: Sequence[int],
-    config: MapConfig = MapConfig(),
+    ridge: float = 1e-3,
     progress: Callable[[str], None] | None = None,
 ) -> dict[int, KVMap]:
     """Returns, for each stop, the affine maps of least squared error to all layers behind it.
@@ -57,7 +45,7 @@ def fit_kv_maps(
       params: its parameters; they stay as they are.
       batches: the text. Report on none of it.
       stops: depths that prompt tokens may stop at, between 1 and the layer before the last.
-      config: the fit's numbers.
+      ridge: added to each input's variance, as a share of it.
       progress: called with what happens next.
 
     Raises:
@@ -95,7 +83,7 @@ def fit_kv_maps(
         )
     heads = (decoder.config.num_kv_heads, decoder.config.head_dim)
     return {
-        stop: _solve(each["square"], each["cross"], heads=heads, ridge=config.ridge)
+        stop: _solve(each["square"], each["cross"], heads=heads, ridge=ridge)
         for stop, each in sums.items()
     }
 

@@ -4,8 +4,8 @@
 A token that stops early still has to show keys and values to others in the layers that it skips.
 Projecting them from its frozen state (`kv="propagate"`) is exact only for a model trained so. Here
 an affine map for each skipped layer takes the normalised state at the stop to what the full model
-would show there, as SwiftKV (arXiv 2410.03960) trains it; `utio_jax.calibration.prompt_maps` fits
-the maps in closed form. All skipped layers of a token are one product
+would show there, as SwiftKV (arXiv 2410.03960) trains it; `utio_jax.prompts.fit` fits the maps
+in closed form. All skipped layers of a token are one product
 `[dim] x [dim, layer * 2 * kv]`. Tokens that run on keep the model's own weights, so full depth
 stays what it is, bit by bit.
 """
@@ -22,7 +22,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.arrays import normalise
-from utio_jax.core.decoder import Decoder, HasExitLens, Params, check_depths, check_own_kv
+from utio_jax.core.decoder import (
+    Decoder,
+    HasExitLens,
+    Params,
+    check_depths,
+    check_own_kv,
+    check_stops,
+)
 from utio_jax.core.files import json_file, load_owned, save_owned
 from utio_jax.core.lens import Wrapped
 
@@ -131,20 +138,6 @@ def with_kv_maps(
     kind = KVMappedLens if isinstance(decoder, HasExitLens) else KVMapped
     stored = {str(stop): each.tensors() for stop, each in maps.items()}
     return kind(decoder, stops), {"model": params, "kv_maps": stored}
-
-
-def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
-    """Checks that there are maps for some depths.
-
-    Raises:
-      ValueError: there are none for one of them.
-    """
-    missing = [stop for stop in stops if stop not in known]
-    if missing:
-        raise ValueError(
-            f"Wanted stops at depths {known}, for which there are KV maps. Got {missing}. Fit maps "
-            "for these: utio-jax fit-prompt --stop."
-        )
 
 
 def kv_maps_file(path: str | Path) -> Path:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from utio_jax.calibration.bootstrap import DocumentSums, HullBootstrap
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import TokenCost, ideal_flops, token_cost
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.evaluation.quality import Quality
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts whose tokens mostly stop early: the policy, K/V maps, their fit, what it loses and costs.
+
+The policy itself is `utio_jax.staircase.prompts`, which `Prefill` runs.
+"""
+
+from utio_jax.prompts.budget import prompt_choice, prompt_prefill
+from utio_jax.prompts.choose import PromptStudy, PromptText, choose_prompt, split_text
+from utio_jax.prompts.evaluate import (
+    Continuations,
+    PromptCost,
+    PromptRows,
+    PromptSizes,
+    continuations,
+    cut_rows,
+    increase_interval,
+    prompt_cost,
+    prompt_flops_ratio,
+    prompt_rows,
+)
+from utio_jax.prompts.fit import fit_kv_maps, fit_rows
+from utio_jax.prompts.maps import KVMap, load_kv_maps, save_kv_maps, with_kv_maps
+from utio_jax.prompts.train import MapTraining, train_kv_maps
+from utio_jax.staircase.prompts import PromptChoice, PromptImportance
+
+__all__ = [
+    "Continuations",
+    "KVMap",
+    "MapTraining",
+    "PromptChoice",
+    "PromptCost",
+    "PromptImportance",
+    "PromptRows",
+    "PromptSizes",
+    "PromptStudy",
+    "PromptText",
+    "choose_prompt",
+    "continuations",
+    "cut_rows",
+    "fit_kv_maps",
+    "fit_rows",
+    "increase_interval",
+    "load_kv_maps",
+    "prompt_choice",
+    "prompt_cost",
+    "prompt_flops_ratio",
+    "prompt_prefill",
+    "prompt_rows",
+    "save_kv_maps",
+    "split_text",
+    "train_kv_maps",
+    "with_kv_maps",
+]
