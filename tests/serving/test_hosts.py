@@ -118,7 +118,7 @@ def test_two_processes_answer_as_one_and_a_dead_one_is_the_end(
     assert status == 1
     assert "{" not in out  # Gloo says there who is connected.
     assert time.monotonic() - killed < 60
-    assert "Process 1 has ended" in pair.first.find("engine_died")["why"]
+    assert "A collective failed" in pair.first.find("engine_died")["why"]
 
 
 def test_a_signal_to_any_process_drains_all(pair: Pair) -> None:
