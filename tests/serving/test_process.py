@@ -123,8 +123,20 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     assert status == 1
     outcomes = collections.Counter(outcome_of(each) for each in found)
     assert outcomes["nothing"] == 0
-    assert outcomes["cut"] > 0
+    assert outcomes["error"] > 0
     assert {*outcomes} <= {"error", "answer", "cut"}
+
+
+def test_what_cannot_wait_any_longer_gets_an_error(start: Start) -> None:
+    server = start(limits={"drain_seconds": 1})
+    found = ask_many(server, 200)
+    server.wait_for(lambda: server.counters()["utio_open_tasks"] >= 100)
+    server.signal()
+    status, _ = server.ended(seconds=20)
+    outcomes = collections.Counter(outcome_of(each) for each in found)
+    assert status == 0
+    assert outcomes["nothing"] == 0
+    assert outcomes["error"] > 0
 
 
 def outcome_of(future: concurrent.futures.Future[Any]) -> str:

@@ -13,20 +13,22 @@ import itertools
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from utio_jax.decoding.text import TextReader, Tokenizer
+from utio_jax.decoding.text import TextReader
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.serving.engine import PromptScores
 from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault
-from utio_jax.serving.model import Limits
 from utio_jax.serving.requests import Reading
 from utio_jax.serving.worker import EngineStoppedError, Ticket
+
+if TYPE_CHECKING:
+    from utio_jax.serving.app import Application
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 """What ends a choice, in OpenAI's words. Other ends of the engine's are errors here."""
@@ -36,26 +38,12 @@ class Choice:
     """One answer while it grows."""
 
     def __init__(
-        self,
-        index: int,
-        prompt: np.ndarray,
-        wanted: Reading,
-        *,
-        tokenizer: Tokenizer,
-        name_of: Callable[[int], str],
+        self, service: Application, index: int, prompt: np.ndarray, wanted: Reading
     ) -> None:
-        """Begins with nothing.
-
-        Args:
-          index: among the request's choices.
-          prompt: token ids.
-          wanted: the request.
-          tokenizer: of the model.
-          name_of: returns a token's own text.
-        """
+        """Begins with nothing; `index` is its own among the choices of the request `wanted`."""
         self.index, self.prompt, self.wanted = index, prompt, wanted
         self.finished: Finished | None = None
-        self._name_of = name_of
+        self._name_of, tokenizer = service.name_of, service.model.text.tokenizer
         self._offset = 0
         self._role = wanted.chat
         self._reader = TextReader(tokenizer, prompt) if wanted.depths else None
@@ -271,40 +259,23 @@ class Answer(Response):
     """The answer to a generation: sent while, or after, the engine works on it."""
 
     def __init__(
-        self,
-        reading: Reading,
-        ticket: Ticket,
-        *,
-        model: str,
-        tokenizer: Tokenizer,
-        name_of: Callable[[int], str],
-        limits: Limits,
-        record: dict[str, Any],
-        on_end: Callable[[Answer], None],
+        self, service: Application, reading: Reading, ticket: Ticket, record: dict[str, Any]
     ) -> None:
-        """Makes an answer whose tasks the engine has.
+        """Makes an answer to a request, whose tasks the engine has.
 
-        Args:
-          reading: the request.
-          ticket: its tasks.
-          model: the name of the served model.
-          tokenizer: its.
-          name_of: returns a token's own text.
-          limits: of its time, and of silence in a stream.
-          record: what is logged of the request, its `id` among it; numbers are added to it.
-          on_end: called once nothing more is sent.
+        `record` is what is logged of the request, its `id` among it; numbers are added to it.
         """
         super().__init__(status_code=200)
         self._reading, self._ticket, self._record = reading, ticket, record
-        self._ping, self._on_end = limits.ping_seconds, on_end
-        self._end = time.monotonic() + limits.request_seconds
+        self._service, self._ping = service, service.limits.ping_seconds
+        self._end = time.monotonic() + service.limits.request_seconds
         kind = "chat.completion" if reading.chat else "text_completion"
         name = ("chatcmpl-" if reading.chat else "cmpl-") + record["id"]
-        self._head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+        self._head = {"id": name, "object": kind, "created": int(time.time())}
+        self._head["model"] = service.model.name
         self._each = reading.choices // len(reading.prompts)
-        how: dict[str, Any] = {"tokenizer": tokenizer, "name_of": name_of}
         self.choices = [
-            Choice(index, reading.prompts[index // self._each], reading, **how)
+            Choice(service, index, reading.prompts[index // self._each], reading)
             for index in range(reading.choices)
         ]
 
@@ -327,7 +298,7 @@ class Answer(Response):
                 "mean_depth": None if depth is None else round(depth, 3),
                 "seconds_to_first_token": usage["utio"]["seconds_to_first_token"],
             }
-            self._on_end(self)
+            self._service.ended(self)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

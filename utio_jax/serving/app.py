@@ -149,16 +149,7 @@ class Application:
             ticket = worker.hand_in(reading.tasks)
         except EngineStoppedError as error:
             raise engine_ended(error.args[0]) from None
-        return Answer(
-            reading,
-            ticket,
-            model=self.model.name,
-            tokenizer=self.model.text.tokenizer,
-            name_of=self._name_of,
-            limits=limits,
-            record=request.scope["state"]["record"],
-            on_end=self._ended,
-        )
+        return Answer(self, reading, ticket, request.scope["state"]["record"])
 
     def card(self) -> dict[str, Any]:
         """Returns the model as `/v1/models` lists it."""
@@ -169,11 +160,13 @@ class Application:
         return self._metrics.text()
 
     @functools.cached_property
-    def _name_of(self) -> Callable[[int], str]:
+    def name_of(self) -> Callable[[int], str]:
+        """Returns a token's own text."""
         decode = self.model.text.tokenizer.decode
         return functools.lru_cache(maxsize=2**17)(lambda token: decode([token]))
 
-    def _ended(self, answer: Answer) -> None:
+    def ended(self, answer: Answer) -> None:
+        """Notes an answer of which nothing more is sent."""
         for choice in answer.choices:
             if choice.finished is not None:
                 self._metrics.finished(choice.finished)
@@ -274,11 +267,10 @@ def _add_models(app: FastAPI, service: Application) -> None:
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
         """Returns what clients need that make prompts themselves."""
-        model = service.model
+        model, names = service.model, ("eos_token", "bos_token", "pad_token")
         return {
             "tokenizer_class": "utio-jax",
-            **dict.fromkeys(("eos_token", "bos_token", "pad_token")),
-            **model.special_tokens,
+            **{name: model.special_tokens.get(name) for name in names},
             "chat_template": None if model.chat is None else model.chat.template,
             "model_max_length": reader.room,
         }

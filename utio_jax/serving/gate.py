@@ -7,6 +7,7 @@ waits for slow clients, limits rates or knows several keys stands in a reverse p
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import json
@@ -202,6 +203,10 @@ class Gate:
             await self._app(scope, self._bounded(receive), give)
         except ApiError as error:
             await answer(error)
+        except asyncio.CancelledError:  # It has had its time to drain.
+            said = "This server is ending, and could not wait for the answer."
+            await answer(ApiError(503, said, code="shutting_down"))
+            raise
         except OSError as error:  # The client has left.
             record["left"] = type(error).__name__
         except Exception as error:  # A fault of this server: the client shall know, and the log.
