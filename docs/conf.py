@@ -56,7 +56,6 @@ python_use_unqualified_type_names = True
 
 ROOMS = {
     "core": "What every room speaks",
-    "devices": "Rows over devices, batches over processes",
     "attention": "What a query sees",
     "policies": "Which tokens go deeper",
     "staircase": "One pass with a depth per token",

@@ -51,7 +51,7 @@ print(f"{DEVICES} devices; a model of {layers} layers")
 # rows, and `mesh=` makes `score` run on each device for itself.
 
 # %%
-from utio_jax.devices.rows import Rows, place
+from utio_jax.core.rows import Rows, place
 
 documents = model.encode([document.text for document in standard_library("test")])
 documents = sorted((each for each in documents if len(each) > 600), key=len)

@@ -15,6 +15,7 @@ from helpers.models import with_random_maps
 
 from utio_jax.attention.history import History
 from utio_jax.core.pytrees import pytree
+from utio_jax.core.rows import PerDevice, put_rows, row_axes
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.admission import _admit, admit, empty_state, release
 from utio_jax.decoding.base import ModeBase, Plain
@@ -26,7 +27,6 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, PerRowSampling, Temperature
 from utio_jax.decoding.state import REASONS, RELEASED, per_row_stop_rules, stop_rules
 from utio_jax.decoding.throttle import Throttle
-from utio_jax.devices.rows import PerDevice, put_rows, row_axes
 from utio_jax.policies.depth import random_depths
 from utio_jax.policies.signals import Chance
 

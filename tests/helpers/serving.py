@@ -246,7 +246,7 @@ class Running(Client):
     @property
     def engine(self) -> Any:
         """The engine of this process."""
-        worker: Any = self.server.worker
+        worker: Any = self.server.app.worker
         return worker._engine
 
     @property
@@ -270,7 +270,7 @@ class Running(Client):
     @contextlib.contextmanager
     def limited(self, **changes: Any) -> Iterator[None]:
         """Changes limits for a while; that of bodies stays."""
-        service = self.server.service
+        service = self.server.app
         holders = ((service, "limits"), (service.reader, "limits"))
         kept = [getattr(holder, name) for holder, name in holders]
         for (holder, name), old in zip(holders, kept, strict=True):
@@ -284,7 +284,7 @@ class Running(Client):
     @contextlib.contextmanager
     def slowed(self, seconds: float) -> Iterator[None]:
         """Lets each block take longer for a while."""
-        worker: Any = self.server.worker
+        worker: Any = self.server.app.worker
         engine = worker._engine
         advance = engine.advance
 

@@ -26,14 +26,14 @@ def main(folder: str, options: dict[str, Any]) -> int:
         shapes=SHAPES,
         limits=Limits(**options.get("limits", {})),
     )
-    worker: Any = server.worker
+    worker: Any = server.app.worker
     engine = worker._engine
     advance, blocks = engine.advance, 0
 
     def counted() -> Any:
         nonlocal blocks
         blocks += 1
-        if server.service.ready and blocks > options["die_after"]:
+        if server.app.ready and blocks > options["die_after"]:
             raise RuntimeError(options["saying"])
         return advance()
 

@@ -52,7 +52,7 @@ DRAWS: dict[str, tuple[dict[str, Any], Any]] = {
 
 @pytest.fixture(scope="module")
 def model(server: Running) -> Model:
-    found = server.server.service.model.text
+    found = server.server.app.model.text
     assert isinstance(found, Model)
     return found
 
@@ -385,12 +385,12 @@ def test_a_chat_is_answered_as_the_models_own_chat(server: Running, model: Model
     # Without a limit it goes on as far as there is room.
     endless = {**body, "max_completion_tokens": None, "max_tokens": None, "ignore_eos": True}
     usage = server.ask("/v1/chat/completions", endless).body["usage"]
-    assert usage["total_tokens"] == server.server.service.reader.room
+    assert usage["total_tokens"] == server.server.app.reader.room
 
 
 @pytest.fixture
 def without_chat(server: Running) -> Iterator[None]:
-    service = server.server.service
+    service = server.server.app
     kept = service.model
     service.model = service.reader.model = dataclasses.replace(kept, chat=None)
     yield

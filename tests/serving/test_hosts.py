@@ -110,15 +110,11 @@ def test_two_processes_answer_as_one_and_a_dead_one_is_the_end(
         answer = waits.result()
     assert answer.status == 503
     assert answer.error["code"] == "process_lost"
-    refused = pair.first.completion("def")
-    assert refused.status == 503
-    assert refused.error["code"] == "process_lost"
-    assert pair.first.ask("/ready").status == pair.first.ask("/health").status == 503
     status, out = pair.first.ended(seconds=60)
     assert status == 1
     assert "{" not in out  # Gloo says there who is connected.
     assert time.monotonic() - killed < 60
-    assert "Process 1 has ended" in pair.first.find("engine_died")["why"]
+    assert "A collective failed" in pair.first.find("engine_died")["why"]
 
 
 def test_a_signal_to_any_process_drains_all(pair: Pair) -> None:

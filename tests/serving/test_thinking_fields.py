@@ -13,12 +13,10 @@ from helpers.serving import CONTEXT, Running, completion, served_model
 from utio_jax.cli.thinking import OfThinking, cue_ids
 from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
-from utio_jax.serving import ServedModel
+from utio_jax.serving import Limits, ServedModel
 from utio_jax.serving.answers import usage_of
-from utio_jax.serving.backend import Generate
-from utio_jax.serving.errors import ApiError
-from utio_jax.serving.limits import Limits
-from utio_jax.serving.reading import Reader
+from utio_jax.serving.gate import ApiError
+from utio_jax.serving.requests import Reader
 from utio_jax.serving.schema import CompletionRequest
 
 NOTHING: dict[str, Any] = {"policy": None, "budget": None, "budgets": {}}
@@ -35,7 +33,7 @@ def read(model: ServedModel, **fields: Any) -> Any:
     body = CompletionRequest(**completion("x", max_tokens=40, **fields))
     reading = asyncio.run(reader.completion(body))
     (task,) = reading.tasks
-    assert isinstance(task, Generate)
+    assert task.options is not None
     return task.options.get("thinking")
 
 

@@ -26,8 +26,8 @@ from utio_jax.calibration.studies import (
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import depth_flops, token_cost
-from utio_jax.devices.processes import local_mesh
-from utio_jax.devices.rows import place
+from utio_jax.core.processes import local_mesh
+from utio_jax.core.rows import place
 from utio_jax.evaluation.evaluate import Quality, evaluate
 from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.evaluation.ledger import Ledger

@@ -15,8 +15,8 @@ from utio_jax.calibration.studies import ExitStudy, collect, collect_scores, pre
 from utio_jax.calibration.thresholds import fit_thresholds, leave_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import depth_flops, pass_flops, token_cost
-from utio_jax.devices.processes import Arrays, digest, local_mesh, share
-from utio_jax.devices.rows import Rows, place
+from utio_jax.core.processes import Arrays, digest, local_mesh, share
+from utio_jax.core.rows import Rows, place
 from utio_jax.evaluation.flops import gate_flops
 from utio_jax.evaluation.ledger import convex_hull
 from utio_jax.policies.base import Policy, Signal

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.arrays import flat, map_head
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, name_exits
 from utio_jax.core.documents import Batch
-from utio_jax.devices.processes import Arrays, digest, local_mesh, share
-from utio_jax.devices.rows import Rows, StackedRows, over_rows, place
+from utio_jax.core.processes import Arrays, digest, local_mesh, share
+from utio_jax.core.rows import Rows, StackedRows, over_rows, place
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.depth import nameless
 from utio_jax.policies.signals import KnownBefore

@@ -82,7 +82,7 @@ class Calibrate(OfWindows):
         from utio_jax.calibration.gates import SIGNALS
         from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
         from utio_jax.calibration.risk import split_documents
-        from utio_jax.devices.processes import check_same
+        from utio_jax.core.processes import check_same
 
         started = time.perf_counter()
         say = progress_lines(started)
@@ -102,7 +102,7 @@ class Calibrate(OfWindows):
             model, before = self._read_through_lens(model, first, documents, described, out, say)
         if out.is_file():
             known = _known(model, out)
-        check_same(mesh, [model.sha256, documents], what="model and text")
+        check_same([model.sha256, documents], what="model and text")
         config = model.decoder.config
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
         goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()

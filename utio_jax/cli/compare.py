@@ -54,7 +54,7 @@ class Compare(OfWindows):
         from utio_jax.calibration.advice import conclude
         from utio_jax.calibration.compare import compare
         from utio_jax.core.documents import sample_batches
-        from utio_jax.devices.processes import check_same
+        from utio_jax.core.processes import check_same
         from utio_jax.evaluation.controls import plain_hull
         from utio_jax.evaluation.ledger import uniform_hull
 
@@ -65,7 +65,7 @@ class Compare(OfWindows):
         config = model.decoder.config
         fitted = calibration_of(model, self.calibration)
         documents, described = read_documents(model, self.text, self.token_ids, "test")
-        check_same(mesh, [model.sha256, documents], what="model and text")
+        check_same([model.sha256, documents], what="model and text")
         batches, document_of_window = sample_batches(
             documents,
             rows=16,

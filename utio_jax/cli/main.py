@@ -11,7 +11,7 @@ from typing import Any
 
 from utio_jax.core.extras import install_line, missing_library
 from utio_jax.core.files import versions
-from utio_jax.devices.lines import ProcessLostError
+from utio_jax.core.processes import ProcessLostError
 
 try:
     import tyro

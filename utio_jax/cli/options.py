@@ -67,8 +67,8 @@ class OfProcesses:
     num_processes: int | None = None
     process_id: int | None = None
 
-    def join(self) -> Any:
-        """Joins the other processes; returns `utio_jax.devices.Lines` to them, or None.
+    def join(self) -> None:
+        """Joins the other processes by `jax.distributed`, and returns once all have come.
 
         Before anything else asks JAX for a device.
 
@@ -77,13 +77,15 @@ class OfProcesses:
         """
         import jax
 
+        from utio_jax.core.processes import exchange
+
         told = (self.coordinator, self.num_processes, self.process_id)
         if not self.distributed and any(value is not None for value in told):
             raise ValueError(
                 "Wanted --distributed with --coordinator, --num-processes and --process-id."
             )
         if not self.distributed:
-            return None
+            return
         # Else JAX keeps SIGTERM for itself: processes that save before they are moved.
         jax.config.update("jax_enable_preemption_service", False)
         try:
@@ -95,10 +97,8 @@ class OfProcesses:
                 "MPI), or --coordinator HOST:PORT, --num-processes and --process-id. Got: "
                 f"{error}"
             ) from error
-        from utio_jax.devices import join
-
-        host = (self.coordinator or "").rpartition(":")[0].strip("[]")
-        return join(host or None)
+        # Together, for where processes are connected by gloo those that come 30 s late are not.
+        exchange(b"")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class Scoring(OfWindows):
 
     def score(self, files: tuple[Path, ...]) -> tuple[TextScore, Scored]:
         """Returns the scores of files, or of `token_ids`, and what was read."""
-        from utio_jax.devices.processes import Shards, check_same
+        from utio_jax.core.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
         from utio_jax.models.texts import read_files
 
@@ -94,7 +94,7 @@ class Scoring(OfWindows):
             size = sum(len(d.text.encode()) for d in read)
         policy, budget, fractions = self.named_policy(model)
         repeat_verdict(model, self.policy, self.calibration)
-        check_same(mesh, [model.sha256, names, documents], what="model and text")
+        check_same([model.sha256, names, documents], what="model and text")
         shards = None if self.shards is None else Shards(folder=self.shards, identity=model.sha256)
         with progress_bar(None, "scoring") as step:
             found = score_documents(

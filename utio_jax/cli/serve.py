@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from utio_jax.cli.options import OfModel, OfProcesses, calibration_of, repeat_verdict
+from utio_jax.cli.options import OfModel, OfProcesses, calibration_of, is_first, repeat_verdict
 from utio_jax.cli.thinking import OfThinking
 
 
@@ -45,7 +45,7 @@ class Serve(OfModel, OfProcesses, OfThinking):
       insecure: listen to others without a key.
       slots: answers that are written at once.
       capacity: tokens of each, prompt included; by default the model's context, 2048 at most.
-      queue: answers that may wait for a slot; more get a 503.
+      queue: answers that may wait for a slot; more get a 429.
       queue_tokens: prompt tokens that may wait.
       drain_seconds: that open requests have after SIGTERM.
       request_seconds: that a request may take.
@@ -76,7 +76,7 @@ class Serve(OfModel, OfProcesses, OfThinking):
         if self.prompt_maps is not None:
             model = model.with_kv_maps(self.prompt_maps)
         if self.distributed:
-            from utio_jax.engine.led import everywhere
+            from utio_jax.engine.leader import everywhere
 
             params = everywhere(model.params, model.params)
             model = dataclasses.replace(model, params=params)
@@ -93,10 +93,11 @@ class Serve(OfModel, OfProcesses, OfThinking):
 
     def run(self) -> dict[str, Any] | int:
         """Runs the command and returns its JSON, or the exit status where it went wrong."""
+        self.join()
         if not self.distributed:
-            return self._serve(self.join())
+            return self._serve()
         try:
-            done = self._serve(self.join())
+            done = self._serve()
         except ValueError:
             raise
         except BaseException:
@@ -110,11 +111,12 @@ class Serve(OfModel, OfProcesses, OfThinking):
             os._exit(done)
         return done
 
-    def _serve(self, lines: Any) -> dict[str, Any] | int:
-        from utio_jax.serving import Address, Limits, Server, follow_server
+    def _serve(self) -> dict[str, Any] | int:
+        from utio_jax.serving import Address, Limits, Server, run_server_worker
 
-        if lines is not None and lines.index:
-            follow_server(self.served(), lines, slots=self.slots, capacity=self.capacity)
+        sizes: dict[str, Any] = {"slots": self.slots, "capacity": self.capacity}
+        if not is_first():
+            run_server_worker(self.served(), **sizes)
             return {"command": "serve"}
         address = Address(
             host=self.host, port=self.port, key_file=self.api_key_file, insecure=self.insecure
@@ -125,8 +127,8 @@ class Serve(OfModel, OfProcesses, OfThinking):
             drain_seconds=self.drain_seconds,
             request_seconds=self.request_seconds,
         )
-        sizes: dict[str, Any] = {"slots": self.slots, "capacity": self.capacity}
-        server = Server(self.served(), address=address, limits=limits, lines=lines, **sizes)
+        sizes |= {"address": address, "limits": limits, "distributed": self.distributed}
+        server = Server(self.served(), **sizes)
         done = server.run()
         server.leave(done["status"])
         return done["status"] or {"command": "serve", **done}

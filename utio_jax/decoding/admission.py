@@ -11,7 +11,7 @@
 `utio_jax.core.layer.split_layers` returns, or nothing. Rows neither see nor feel each
 other: each gets the tokens that `generate` gives its prompt alone. What rows bring of their own, a
 `PerRowSampling` or `PerRowStopRules`, is put into the batch's by `put_rows` of
-`utio_jax.devices.rows`. Shapes are those of the batch and of the fresh rows, so after the first
+`utio_jax.core.rows`. Shapes are those of the batch and of the fresh rows, so after the first
 admission of as many rows nothing compiles.
 """
 
@@ -27,11 +27,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.rows import PerDevice, put_rows
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import begin_thinking, unread
 from utio_jax.decoding.sampling import Sampling
 from utio_jax.decoding.state import RELEASED, DecodeState, PerRowStopRules, StopRules
-from utio_jax.devices.rows import PerDevice, put_rows
 
 
 @partial(jax.jit, static_argnames=("decoder", "batch", "slots", "alternatives"))

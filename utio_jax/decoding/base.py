@@ -17,10 +17,10 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
+from utio_jax.core.rows import put_rows, row_axes
 from utio_jax.decoding.sampling import DRAW, Sampling, draw, token_keys
 from utio_jax.decoding.segments import Layers, decode_step
 from utio_jax.decoding.state import DecodeState, Emitted, PerRowStopRules, StopRules, emit
-from utio_jax.devices.rows import put_rows, row_axes
 from utio_jax.policies.base import Policy
 
 

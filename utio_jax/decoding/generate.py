@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from utio_jax.attention.cache import bytes_per_slot, key_widths
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.rows import check_mesh
 from utio_jax.core.work import Work
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
@@ -28,7 +29,6 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.state import REASONS, DecodeState
 from utio_jax.decoding.thinking import Thinking, Thought, thought_of
-from utio_jax.devices.rows import check_mesh
 
 
 class DecodeOptions(TypedDict, total=False):

@@ -19,6 +19,7 @@ from utio_jax.attention.cache import fill, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, DecoderConfig, Params, is_integer
 from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
+from utio_jax.core.rows import PerDevice, Rows, check_mesh, over_rows, place
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling, check_sampling, check_seeds
@@ -35,7 +36,6 @@ from utio_jax.decoding.state import (
 )
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.decoding.thinking_state import ThinkingState, check_thinking
-from utio_jax.devices.rows import PerDevice, Rows, check_mesh, over_rows, place
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
 """Token ids, a list or an array for each row."""
@@ -134,7 +134,7 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         raise ValueError(
             "Wanted a mesh of this process' devices, since its host reads tokens. Got "
             "one over several processes. Give each its own prompts, and the mesh that "
-            "utio_jax.devices.processes.local_mesh returns."
+            "utio_jax.core.processes.local_mesh returns."
         )
     row_seeds = check_seeds(seeds, rows=len(rows))
     sampling = check_sampling(sampling, rows=len(rows))

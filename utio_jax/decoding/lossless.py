@@ -40,6 +40,7 @@ from utio_jax.core.decoder import (
 from utio_jax.core.documents import check_ids
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.core.rows import put_rows
 from utio_jax.decoding.base import ModeBase, Setting
 from utio_jax.decoding.drafting import EntropyAbove, GapBelow, NGram
 from utio_jax.decoding.sampling import (
@@ -53,7 +54,6 @@ from utio_jax.decoding.sampling import (
 )
 from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
-from utio_jax.devices.rows import put_rows
 
 Drafter = Literal["exit", "ngram"]
 """What drafts: an exit of the model, or the row's own text."""

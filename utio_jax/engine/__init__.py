@@ -3,7 +3,7 @@
 
 from utio_jax.engine.blocks import Alternatives
 from utio_jax.engine.engine import Engine
-from utio_jax.engine.led import LedEngine, follow
+from utio_jax.engine.leader import Channel, LeaderEngine, run_worker
 from utio_jax.engine.planning import RebatchingPlan, RowRates, measure_rates, plan_rebatching
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.engine.slots import Shapes
@@ -11,16 +11,17 @@ from utio_jax.engine.statistics import EngineStats, Percentiles
 
 __all__ = [
     "Alternatives",
+    "Channel",
     "Engine",
     "EngineStats",
     "Event",
     "Finished",
-    "LedEngine",
+    "LeaderEngine",
     "Percentiles",
     "RebatchingPlan",
     "RowRates",
     "Shapes",
-    "follow",
     "measure_rates",
     "plan_rebatching",
+    "run_worker",
 ]

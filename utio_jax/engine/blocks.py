@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
+from utio_jax.core.rows import put_rows
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.sampling import PerRowSampling
 from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.state import REASONS, DecodeState, PerRowStopRules
-from utio_jax.devices.rows import put_rows
 from utio_jax.engine.depths import with_thresholds
 
 _TALLIED = ("steps", "token_layers", "drafts", "accepted")

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, batches_of, row_widths, windows_of
 from utio_jax.core.flops import ideal_flops, pass_flops, token_cost
-from utio_jax.devices.processes import Arrays, Shards, digest, local_mesh, share
-from utio_jax.devices.rows import Rows, check_mesh, place
+from utio_jax.core.processes import Arrays, Shards, digest, local_mesh, share
+from utio_jax.core.rows import Rows, check_mesh, place
 from utio_jax.evaluation.flops import attention_flops, gate_flops
 from utio_jax.evaluation.guardrail import check_worthwhile
 from utio_jax.evaluation.quality import Quality, pack, unpack

@@ -10,9 +10,17 @@ try:
 except ModuleNotFoundError as error:
     raise missing_library(error, "utio_jax.serving") from error
 
-from utio_jax.serving.hosts import follow_server
-from utio_jax.serving.limits import Limits
-from utio_jax.serving.model import Chat, ServedModel
+from utio_jax.serving.app import Application
+from utio_jax.serving.engine import run_server_worker
+from utio_jax.serving.model import Chat, Limits, ServedModel
 from utio_jax.serving.run import Address, Server
 
-__all__ = ["Address", "Chat", "Limits", "ServedModel", "Server", "follow_server"]
+__all__ = [
+    "Address",
+    "Application",
+    "Chat",
+    "Limits",
+    "ServedModel",
+    "Server",
+    "run_server_worker",
+]

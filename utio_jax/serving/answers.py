@@ -1,104 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers as OpenAI's clients read them, built from what an engine's blocks bring."""
+"""Answers as OpenAI's clients read them, sent whole or as an engine's blocks bring them.
+
+Starlette ends a stream whose client has left, but lets a handler that answers at once run on. Here
+both wait for news of the engine and of the client at the same time.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import contextlib
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from utio_jax.decoding.text import TextReader, Tokenizer
+from utio_jax.decoding.text import TextReader
 from utio_jax.engine.requests import Event, Finished
-from utio_jax.serving.prompt_scores import PromptScores
+from utio_jax.serving.engine import PromptScores
+from utio_jax.serving.gate import ApiError, engine_ended, fault, note_fault
+from utio_jax.serving.requests import Reading
+from utio_jax.serving.worker import EngineStoppedError, Ticket
+
+if TYPE_CHECKING:
+    from utio_jax.serving.app import Application
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 """What ends a choice, in OpenAI's words. Other ends of the engine's are errors here."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What choices of a request shall tell besides their text.
-
-    Attributes:
-      chat: whether they are messages.
-      logprobs: most probable tokens at each place; None: no log-probabilities at all.
-      depths: whether pieces of text come with the depths of their tokens.
-      token_ids: whether new token ids are told.
-    """
-
-    chat: bool
-    logprobs: int | None
-    depths: bool
-    token_ids: bool
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """Some tokens in a row, with what is known of each.
-
-    Attributes:
-      ids: `[token]`.
-      log_probabilities: `[token]`, in nats; NaN where nothing predicts it.
-      top_ids: `[token, alternative]`.
-      top_log_probabilities: likewise.
-    """
-
-    ids: np.ndarray
-    log_probabilities: np.ndarray
-    top_ids: np.ndarray
-    top_log_probabilities: np.ndarray
-
-    @classmethod
-    def of_event(cls, event: Event) -> Tokens:
-        """Returns the new tokens of an event."""
-        none = np.zeros((event.token_ids.size, 0))
-        others = event.alternatives
-        return cls(
-            ids=event.token_ids,
-            log_probabilities=event.log_probabilities,
-            top_ids=none.astype(np.int32) if others is None else others.token_ids,
-            top_log_probabilities=none if others is None else others.log_probabilities,
-        )
-
-    @classmethod
-    def of_prompt(cls, ids: np.ndarray, scores: PromptScores) -> Tokens:
-        """Returns a prompt's tokens."""
-        return cls(
-            ids=ids,
-            log_probabilities=scores.log_probabilities,
-            top_ids=scores.top_ids,
-            top_log_probabilities=scores.top_log_probabilities,
-        )
 
 
 class Choice:
     """One answer while it grows."""
 
     def __init__(
-        self,
-        index: int,
-        prompt: np.ndarray,
-        wanted: Wanted,
-        *,
-        tokenizer: Tokenizer,
-        name_of: Callable[[int], str],
+        self, service: Application, index: int, prompt: np.ndarray, wanted: Reading
     ) -> None:
-        """Begins with nothing.
-
-        Args:
-          index: among the request's choices.
-          prompt: token ids.
-          wanted: what it shall tell.
-          tokenizer: of the model.
-          name_of: returns a token's own text.
-        """
+        """Begins with nothing; `index` is its own among the choices of the request `wanted`."""
         self.index, self.prompt, self.wanted = index, prompt, wanted
         self.finished: Finished | None = None
-        self._name_of = name_of
+        self._name_of, tokenizer = service.name_of, service.model.text.tokenizer
         self._offset = 0
         self._role = wanted.chat
         self._reader = TextReader(tokenizer, prompt) if wanted.depths else None
@@ -106,9 +51,8 @@ class Choice:
 
     def echo(self, text: str, scores: PromptScores | None) -> dict[str, Any]:
         """Returns the choice's first part where the prompt belongs to it."""
-        tokens = None if scores is None else Tokens.of_prompt(self.prompt, scores)
         depths = [(text, 0)] if self.wanted.depths else None
-        part = self._part(text, tokens, self.prompt, depths, reason=None)
+        part = self._part(text, scores, self.prompt, depths, reason=None)
         self._offset = len(text)
         return part
 
@@ -124,13 +68,13 @@ class Choice:
         if self._reader is not None:
             last = reason is not None
             depths = self._shared(event.text, event.token_ids, event.decided, last)
-        tokens = Tokens.of_event(event) if self.wanted.logprobs is not None else None
+        tokens = event if self.wanted.logprobs is not None else None
         return self._part(event.text, tokens, event.token_ids, depths, reason=reason)
 
     def _part(
         self,
         text: str,
-        tokens: Tokens | None,
+        tokens: Event | PromptScores | None,
         ids: np.ndarray,
         depths: list[tuple[str, int]] | None,
         *,
@@ -174,11 +118,11 @@ class Choice:
             found.append((piece, depth))
         return [*found, (left, found[-1][1] if found else 0)] if left else found
 
-    def _logprobs(self, tokens: Tokens) -> dict[str, Any]:
+    def _logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
         return self._chat_logprobs(tokens) if self.wanted.chat else self._list_logprobs(tokens)
 
-    def _list_logprobs(self, tokens: Tokens) -> dict[str, Any]:
-        names = [self._name_of(int(token)) for token in tokens.ids]
+    def _list_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
+        names = [self._name_of(int(token)) for token in tokens.token_ids]
         numbers = [_number(each) for each in tokens.log_probabilities]
         tops, count = [], self.wanted.logprobs or 0
         for place, (name, number) in enumerate(zip(names, numbers, strict=True)):
@@ -200,10 +144,10 @@ class Choice:
             "text_offset": [int(start) for start in starts[:-1]],
         }
 
-    def _chat_logprobs(self, tokens: Tokens) -> dict[str, Any]:
+    def _chat_logprobs(self, tokens: Event | PromptScores) -> dict[str, Any]:
         content = []
         for place, (token, number) in enumerate(
-            zip(tokens.ids, tokens.log_probabilities, strict=True)
+            zip(tokens.token_ids, tokens.log_probabilities, strict=True)
         ):
             count = self.wanted.logprobs or 0
             tops = [self._named(*each) for each in self._top(tokens, place, count)]
@@ -216,8 +160,11 @@ class Choice:
         known = None if "\ufffd" in name else [*name.encode()]
         return {"token": name, "logprob": number, "bytes": known}
 
-    def _top(self, tokens: Tokens, place: int, count: int) -> list[tuple[int, float]]:
-        ids, values = tokens.top_ids[place][:count], tokens.top_log_probabilities[place][:count]
+    def _top(self, tokens: Event | PromptScores, place: int, count: int) -> list[tuple[int, float]]:
+        if tokens.alternatives is None:
+            return []
+        known = tokens.alternatives
+        ids, values = known.token_ids[place][:count], known.log_probabilities[place][:count]
         return [(int(i), _number(v) or 0.0) for i, v in zip(ids, values, strict=True)]
 
 
@@ -302,3 +249,199 @@ def usage_of(
             "seconds_to_first_token": longest("seconds_to_first_token"),
         },
     }
+
+
+class ClientLeftError(Exception):
+    """The client does not read the answer any more."""
+
+
+class Answer(Response):
+    """The answer to a generation: sent while, or after, the engine works on it."""
+
+    def __init__(
+        self, service: Application, reading: Reading, ticket: Ticket, record: dict[str, Any]
+    ) -> None:
+        """Makes an answer to a request, whose tasks the engine has.
+
+        `record` is what is logged of the request, its `id` among it; numbers are added to it.
+        """
+        super().__init__(status_code=200)
+        self._reading, self._ticket, self._record = reading, ticket, record
+        self._service, self._ping = service, service.limits.ping_seconds
+        self._end = time.monotonic() + service.limits.request_seconds
+        kind = "chat.completion" if reading.chat else "text_completion"
+        name = ("chatcmpl-" if reading.chat else "cmpl-") + record["id"]
+        self._head = {"id": name, "object": kind, "created": int(time.time())}
+        self._head["model"] = service.model.name
+        self._each = reading.choices // len(reading.prompts)
+        self.choices = [
+            Choice(service, index, reading.prompts[index // self._each], reading)
+            for index in range(reading.choices)
+        ]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it; whatever ends this, slots become free."""
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await (self._stream(send) if self._reading.stream else self._whole(send))
+        except (ClientLeftError, OSError) as error:
+            self._record["left"] = type(error).__name__
+        finally:
+            watcher.cancel()
+            self._ticket.cancel()
+            usage = self._usage()
+            depth = usage["utio"]["mean_depth_decided"]
+            self._record |= {
+                "prompt_tokens": usage["prompt_tokens"],
+                "new_tokens": usage["completion_tokens"],
+                "mode": self._reading.about["mode"],
+                "mean_depth": None if depth is None else round(depth, 3),
+                "seconds_to_first_token": usage["utio"]["seconds_to_first_token"],
+            }
+            self._service.ended(self)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._ticket.news.put_nowait((-1, ClientLeftError()))
+
+    async def _parts(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yields parts of choices as they come; None where nothing has for a while.
+
+        Raises:
+          ApiError: it ended otherwise than by its own tokens.
+          ClientLeftError: the client did.
+        """
+        reading, prompts = self._reading, range(len(self._reading.prompts))
+        # Prompts that are still to be echoed, and new tokens that come behind them.
+        unsaid: dict[int, list[tuple[int, Event]]] = {}
+        if reading.echo is not None and reading.logprobs is not None:
+            unsaid = {row: [] for row in prompts}
+        elif reading.echo is not None:
+            for row in prompts:
+                for part in self._echo(row, None):
+                    yield part
+        while not (self._ticket.done and self._ticket.news.empty()):
+            left = self._end - time.monotonic()
+            try:
+                async with asyncio.timeout(max(0.0, min(self._ping, left))):
+                    index, news = await self._ticket.news.get()
+            except TimeoutError:
+                if left <= self._ping:
+                    raise _too_slow() from None
+                yield None
+                continue
+            if isinstance(news, Exception):
+                raise _as_error(news)
+            target = reading.choice_of[index]
+            if isinstance(news, PromptScores):
+                for part in self._echo(target, news):
+                    yield part
+                ready = unsaid.pop(target)
+            else:
+                ready = [(target, news)]
+                if target // self._each in unsaid:
+                    unsaid[target // self._each] += ready
+                    ready = []
+            for choice, event in ready:
+                if event.finished is not None and event.finished.reason == "deadline":
+                    raise _too_slow()
+                part = self.choices[choice].add(event)
+                if part is not None:
+                    yield part
+
+    async def _guarded(self) -> AsyncIterator[dict[str, Any] | None]:
+        """Yields the same; a fault here is an error to the client, too, and logged."""
+        try:
+            async for part in self._parts():
+                yield part
+        except (ApiError, ClientLeftError):
+            raise
+        except Exception as error:
+            note_fault(self._record, error)
+            raise fault() from error
+
+    def _echo(self, row: int, scores: PromptScores | None) -> list[dict[str, Any]]:
+        assert self._reading.echo is not None
+        text, first = self._reading.echo[row], row * self._each
+        silent = not any(task.options for task in self._reading.tasks)
+        return [
+            choice.echo(text, scores) | {"finish_reason": "length" if silent else None}
+            for choice in self.choices[first : first + self._each]
+        ]
+
+    async def _whole(self, send: Send) -> None:
+        parts: list[list[dict[str, Any]]] = [[] for _ in self.choices]
+        try:
+            async for part in self._guarded():
+                if part is not None:
+                    parts[part["index"]].append(part)
+        except ApiError as error:
+            await _send_json(send, error.status_code, error.body, error.headers)
+            return
+        choices = [joined(each) for each in parts]
+        await _send_json(send, 200, {**self._head, "choices": choices, "usage": self._usage()})
+
+    async def _stream(self, send: Send) -> None:
+        head, begun = dict(self._head), False
+        if self._reading.chat:
+            head["object"] += ".chunk"
+
+        async def write(frame: Any, *, more: bool = True) -> None:
+            nonlocal begun
+            if not begun:  # Only now: what fails before has a status of its own.
+                start = {"type": "http.response.start", "status": 200, "headers": _STREAM}
+                await send(start)
+                begun = True
+            if isinstance(frame, dict):
+                frame = f"data: {json.dumps(frame, separators=(',', ':'))}\n\n"
+            body = {"type": "http.response.body", "body": frame.encode(), "more_body": more}
+            await send(body)
+
+        try:
+            async for part in self._guarded():
+                await write(": ping\n\n" if part is None else {**head, "choices": [part]})
+        except ApiError as error:
+            if not begun:
+                await _send_json(send, error.status_code, error.body, error.headers)
+                return
+            self._record["error"] = error.body["error"]["code"]
+            await write(error.body, more=False)
+            return
+        if self._reading.include_usage:
+            await write({**head, "choices": [], "usage": self._usage()})
+        await write("data: [DONE]\n\n", more=False)
+
+    def _usage(self) -> dict[str, Any]:
+        finished = [each.finished for each in self.choices if each.finished is not None]
+        tokens = sum(prompt.size for prompt in self._reading.prompts)
+        return usage_of(finished, prompt_tokens=tokens, about=self._reading.about)
+
+
+_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def _too_slow() -> ApiError:
+    said = "The answer took longer than this server gives to one. Ask for less."
+    return ApiError(504, said, headers={"x-should-retry": "false"})
+
+
+def _as_error(news: Exception) -> Exception:
+    if isinstance(news, EngineStoppedError):
+        return engine_ended(news.args[0])
+    return ApiError(400, str(news)[:500]) if isinstance(news, ValueError) else news
+
+
+async def _send_json(send: Send, status: int, body: dict[str, Any], headers: Any = None) -> None:
+    data = json.dumps(body).encode()
+    length = {"content-type": "application/json", "content-length": str(len(data))}
+    named = [
+        (name.encode(), value.encode()) for name, value in {**(headers or {}), **length}.items()
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": named})
+    with contextlib.suppress(OSError):
+        await send({"type": "http.response.body", "body": data})

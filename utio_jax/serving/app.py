@@ -1,100 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The addresses of the server, as a FastAPI application."""
+"""The addresses of the server as an ASGI application, with the engine that answers behind them.
+
+app = Application(model, slots=8)
+uvicorn.run(app)                     # or any other ASGI server that speaks "lifespan"
+"""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import functools
 import hashlib
-import math
 import re
 import time
+from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from pydantic import BaseModel
-from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from utio_jax.core.files import versions
-from utio_jax.serving.backend import Backend, EngineStoppedError, Generate
-from utio_jax.serving.delivery import Answer
-from utio_jax.serving.errors import (
+from utio_jax.core.processes import ProcessLostError
+from utio_jax.engine import Channel, Shapes
+from utio_jax.serving.answers import Answer
+from utio_jax.serving.engine import PromptScorer, make_engine
+from utio_jax.serving.gate import (
     ApiError,
-    answer_fault,
-    answer_http_error,
-    answer_invalid,
+    Gate,
+    Log,
+    add_handlers,
     engine_ended,
+    log_line,
+    note_fault,
 )
-from utio_jax.serving.limits import Limits
 from utio_jax.serving.metrics import Metrics
-from utio_jax.serving.model import ServedModel
-from utio_jax.serving.reading import Reader, Reading
+from utio_jax.serving.model import Limits, ServedModel
+from utio_jax.serving.requests import Reader, Reading
 from utio_jax.serving.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from utio_jax.serving.worker import EngineStoppedError, Worker
 
 
-class ErrorBody(BaseModel):
-    """What is wrong, for a person and for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(BaseModel):
-    """The body of every answer that is no success."""
-
-    error: ErrorBody
-
-
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer} for status in (400, 401, 404, 413, 500, 503, 504)
-}
-
-
-class Service:
-    """What the addresses share.
+class Application:
+    """An ASGI application that serves one model, from its "lifespan.startup" to its shutdown.
 
     Attributes:
       model: that is served.
       reader: of requests.
       worker: the engine's thread.
-      limits: of queues.
+      gate: stands before all addresses.
+      limits: of queues and times.
       slots: choices that run at once.
-      answers: that are on their way.
-      ready: whether everything is compiled.
-      compiled: how far that is, in words.
+      compiled: how much is, in words.
+      ready: whether everything is.
       dead: what has ended the engine; None: it runs.
-      metrics: counters.
+      on_change: called on the loop where it has become `ready`, or `dead`.
     """
 
     def __init__(
-        self, model: ServedModel, worker: Backend, *, capacity: int, slots: int, limits: Limits
+        self,
+        model: ServedModel,
+        *,
+        slots: int = 8,
+        capacity: int | None = None,
+        shapes: Shapes = Shapes(),
+        limits: Limits = Limits(),
+        key: str | None = None,
+        log: Log = log_line,
+        channel: Channel | None = None,
     ) -> None:
-        """Serves nothing yet."""
-        self.model, self.worker, self.limits, self.slots = model, worker, limits, slots
-        self.reader = Reader(model, capacity=capacity, limits=limits)
-        self.answers: set[Answer] = set()
-        self.ready = False
-        self.compiled = "warming up"
-        self.dead: BaseException | None = None
-        self.draining = False
-        self.created = int(time.time())
-        self.metrics = Metrics(worker, layers=model.layers)
+        """Compiles nothing yet.
 
-    @functools.cached_property
-    def _decode(self) -> Any:
-        decode = self.model.text.tokenizer.decode
-        return functools.lru_cache(maxsize=2**17)(lambda token: decode([token]))
+        Args:
+          model: what is served.
+          slots: choices that run at once.
+          capacity: tokens of each, prompt included; None: the model's context, 2048 at most.
+          shapes: which programs there are.
+          limits: of requests.
+          key: that requests bring; None: none.
+          log: takes each thing worth telling, as a record.
+          channel: to the other processes over whose devices the model is spread, each of them in
+            `run_server_worker`; None: there are none.
+
+        Raises:
+          ValueError: see `Engine`.
+        """
+        room = model.room(capacity)
+        sizes: dict[str, Any] = {"capacity": room, "shapes": shapes, "channel": channel}
+        self.model, self.limits, self.slots = model, limits, slots
+        self.reader = Reader(model, capacity=room, limits=limits)
+        self.worker = Worker(
+            make_engine(model, slots=slots, **sizes),
+            PromptScorer(model, **sizes),
+            on_ready=self._ready,
+            on_death=self._died,
+            on_progress=self._compiled,
+        )
+        self.compiled, self.ready = "warming up", False
+        self.dead: BaseException | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        self._channel, self._log = channel, log
+        self._metrics = Metrics(self.worker, layers=model.layers)
+        count = self._metrics.request
+        self.gate = Gate(_routes(self), body_bytes=limits.body_bytes, key=key, log=log, count=count)
+        said, headers = "This server is warming up. Come again soon.", {"retry-after": "1"}
+        self.gate.refusing = ApiError(503, said, code="not_ready", headers=headers)
+        self._created = int(time.time())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
+        await self.gate(scope, receive, send)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, _: Any = None) -> AsyncIterator[None]:
+        """Runs the engine, which begins to compile, and ends it behind its current block."""
+        self.worker.start()
+        yield
+        self.worker.stop()
+        # Where the engine died, workers on other processes end by themselves, with an error.
+        if self._channel is not None and self.dead is None and not self.worker.alive:
+            with contextlib.suppress(ProcessLostError):
+                self._channel.broadcast("stop")
 
     def begin(self, reading: Reading, request: Request) -> Answer:
         """Hands a request to the engine; returns its answer, which is yet to be sent.
@@ -102,127 +135,109 @@ class Service:
         Raises:
           ApiError: the queue is full, or the request is larger than it.
         """
-        worker, limits = self.worker, self.limits
+        worker, limits, count = self.worker, self.limits, len(reading.tasks)
         most = self.slots + limits.queue_requests
-        if len(reading.tasks) > most:
-            raise ApiError(
-                400, f"Wanted at most {most} choices and prompts at once. Got {len(reading.tasks)}."
-            )
-        waiting = worker.waiting_tokens
-        if worker.open_tasks + len(reading.tasks) > most or (
-            waiting and waiting + reading.size > limits.queue_tokens
-        ):
-            raise ApiError(
-                503,
-                f"The queue is full: {worker.open_tasks} choices, {waiting} prompt tokens wait.",
-                headers={"retry-after": str(self.retry_after())},
-            )
-        record = request.scope["state"]["record"]
+        if count > most:
+            said = f"Wanted at most {most} choices and prompts at once. Got {count}."
+            raise ApiError(400, said)
+        opened, waiting = len(worker.open_tasks), worker.waiting_tokens
+        size = sum(task.prompt.size for task in reading.tasks)
+        if opened + count > most or (waiting and waiting + size > limits.queue_tokens):
+            said = f"The queue is full: {opened} choices, {waiting} prompt tokens wait."
+            raise ApiError(429, said, headers={"retry-after": "1"})
         try:
             ticket = worker.hand_in(reading.tasks)
         except EngineStoppedError as error:
-            raise engine_ended(error.cause) from None
-        answer = _Tracked(
-            reading,
-            ticket,
-            self.reader,
-            request_id=record["id"],
-            name_of=self._decode,
-            ping_seconds=limits.ping_seconds,
-            seconds=limits.request_seconds,
-            record=record,
-        )
-        answer.service = self
-        self.answers.add(answer)
-        return answer
+            raise engine_ended(error.args[0]) from None
+        return Answer(self, reading, ticket, request.scope["state"]["record"])
 
-    def retry_after(self) -> int:
-        """Returns the seconds in which half of what waits should be done."""
-        rate = self.worker.tokens_per_second
-        if not rate:  # Nobody knows yet.
-            return 1
-        waiting = [ticket.tasks[index] for ticket, index in self.worker.waiting]
-        new = sum(task.options["max_new_tokens"] for task in waiting if isinstance(task, Generate))
-        return max(1, min(60, math.ceil((self.worker.waiting_tokens + new) / rate / 2)))
+    def card(self) -> dict[str, Any]:
+        """Returns the model as `/v1/models` lists it."""
+        return self.model.card(context=self.reader.room, created=self._created)
+
+    def metrics(self) -> bytes:
+        """Returns counters in Prometheus' format."""
+        return self._metrics.text()
+
+    @functools.cached_property
+    def name_of(self) -> Callable[[int], str]:
+        """Returns a token's own text."""
+        decode = self.model.text.tokenizer.decode
+        return functools.lru_cache(maxsize=2**17)(lambda token: decode([token]))
+
+    def ended(self, answer: Answer) -> None:
+        """Notes an answer of which nothing more is sent."""
+        for choice in answer.choices:
+            if choice.finished is not None:
+                self._metrics.finished(choice.finished)
+
+    def _compiled(self, done: int, programs: int) -> None:
+        self.compiled = f"compiling, {done} of {programs} programs"
+        self._log({"event": "compiling", "done": done, "programs": programs})
+
+    def _ready(self) -> None:
+        self.ready, self.gate.refusing = True, None
+        self.on_change()
+
+    def _died(self, error: BaseException) -> None:
+        self.dead, self.gate.refusing = error, engine_ended(error)
+        record: dict[str, Any] = {"event": "engine_died"}
+        note_fault(record, error)
+        if isinstance(error, ProcessLostError) or not self.ready:
+            record["why"] = str(error)  # No prompt is quoted there.
+        self._log(record)
+        self.on_change()
 
 
-class _Tracked(Answer):
-    """An answer that its service knows of until it is sent."""
-
-    service: Service
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.service.answers.discard(self)
-            for choice in self._choices:
-                if choice.finished is not None:
-                    self.service.metrics.finished(choice.finished)
-
-
-def make_app(service: Service) -> FastAPI:
-    """Returns the application. `Gate` stands before it."""
+def _routes(service: Application) -> FastAPI:
+    """Returns the addresses."""
     known = versions()
     app = FastAPI(
         title="utio-jax serve",
         version=known.get("utio-jax", "0"),
-        description="OpenAI-compatible completions and chat, with a depth per token.",
+        description="OpenAI-compatible completions and chat, with a depth per token. Every error "
+        'is {"error": {"message", "type", "param", "code"}}.',
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses=_ERRORS,
+        lifespan=service.lifespan,
     )
-    app.add_exception_handler(HTTPException, answer_http_error)
-    app.add_exception_handler(RequestValidationError, answer_invalid)
-    app.add_exception_handler(Exception, answer_fault)
+    add_handlers(app)
     _add_generation(app, service)
     _add_models(app, service)
-    _add_tokenizer(app, service)
     _add_life(app, service, known)
     return app
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    def responses(example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-        content = {
-            "application/json": {"schema": {"type": "object"}, "example": example},
-            "text/event-stream": {"example": "data: {...}\n\n"},
-        }
-        return {200: {"description": "Whole, or events where stream=true.", "content": content}}
+def _add_generation(app: FastAPI, service: Application) -> None:
+    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+    about = "Whole, or events where stream=true."
+    responses: Any = {200: {"description": about, "content": content}}
 
-    text = responses({"choices": [{"index": 0, "text": "..."}]})
-    message = responses({"choices": [{"index": 0, "message": {"content": "..."}}]})
-
-    @app.post("/v1/completions", responses=text)
+    @app.post("/v1/completions", responses=responses)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues prompts."""
         return service.begin(await service.reader.completion(body), request)
 
-    @app.post("/v1/chat/completions", responses=message)
+    @app.post("/v1/chat/completions", responses=responses)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a conversation, by the model's own chat template."""
         return service.begin(await service.reader.chat(body), request)
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
-    def card() -> dict[str, Any]:
-        return service.model.card(context=service.reader.room, created=service.created)
+def _add_models(app: FastAPI, service: Application) -> None:
+    reader = service.reader
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """Lists the one model."""
-        return {"object": "list", "data": [card()]}
+        return {"object": "list", "data": [service.card()]}
 
     @app.get("/v1/models/{name:path}")
     async def model_named(name: str) -> dict[str, Any]:
-        """Tells of the one model."""
-        service.reader.check_model(name)
-        return card()
-
-
-def _add_tokenizer(app: FastAPI, service: Service) -> None:
-    reader, model = service.reader, service.model
+        """Returns the one model."""
+        reader.check_model(name)
+        return service.card()
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -242,28 +257,26 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """Returns the text of token ids."""
         reader.check_model(body.model)
-        vocab = model.text.decoder.config.vocab_size
+        vocab = service.model.text.decoder.config.vocab_size
         if body.tokens and max(body.tokens) >= vocab:
             raise ApiError(400, f"Wanted token ids below {vocab}.", param="tokens")
-        tokenizer: Any = model.text.tokenizer
+        tokenizer: Any = service.model.text.tokenizer
         found = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
         return {"prompt": found}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
-        """Tells what clients need that make prompts themselves."""
-        special = {
-            name: model.special_tokens.get(name) for name in ("eos_token", "bos_token", "pad_token")
-        }
+        """Returns what clients need that make prompts themselves."""
+        model, names = service.model, ("eos_token", "bos_token", "pad_token")
         return {
             "tokenizer_class": "utio-jax",
-            **special,
+            **{name: model.special_tokens.get(name) for name in names},
             "chat_template": None if model.chat is None else model.chat.template,
             "model_max_length": reader.room,
         }
 
 
-def _add_life(app: FastAPI, service: Service, known: dict[str, str]) -> None:
+def _add_life(app: FastAPI, service: Application, known: dict[str, str]) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 while the process can work."""
@@ -273,22 +286,21 @@ def _add_life(app: FastAPI, service: Service, known: dict[str, str]) -> None:
 
     @app.get("/ready")
     async def ready() -> Response:
-        """200 while requests are taken: compiled, and not on the way out."""
-        if service.dead or service.draining or not service.ready:
-            state = "draining" if service.draining else service.compiled
-            state = "ended" if service.dead else state
+        """200 while requests are taken: everything is compiled, and the engine has not ended."""
+        if service.dead or not service.ready:
+            state = "ended" if service.dead else service.compiled
             return ApiError(503, f"Not ready: {state}.", code="not_ready").response()
         return JSONResponse({"status": "ready"})
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Tells the versions of what runs."""
+        """Returns the versions of what runs."""
         return {"version": known.get("utio-jax", "from a checkout"), **known}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Counters for Prometheus."""
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(service.metrics(), media_type="text/plain; version=0.0.4")
 
     @app.get("/favicon.ico", include_in_schema=False)
     async def favicon() -> Response:

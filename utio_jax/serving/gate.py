@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ASGI middleware before every address: the key, the size of bodies, request ids, the log.
+"""ASGI middleware before every address (key, size of bodies, request ids, log), and all errors.
 
-What waits for slow clients, limits rates or knows several keys stands in a reverse proxy.
+Errors are as OpenAI's clients read them: `{"error": {message, type, param, code}}`, always. What
+waits for slow clients, limits rates or knows several keys stands in a reverse proxy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import json
@@ -17,9 +19,13 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from utio_jax.serving.errors import ApiError, fault
+from utio_jax.core.processes import ProcessLostError
 
 OPEN = frozenset(
     {"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
@@ -31,13 +37,112 @@ _PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 _ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
+_TYPES = {
+    400: ("invalid_request_error", None),
+    401: ("invalid_request_error", "invalid_api_key"),
+    404: ("invalid_request_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "request_too_large"),
+    429: ("rate_limit_error", "overloaded"),
+    500: ("server_error", "internal_error"),
+    503: ("server_error", "overloaded"),
+    504: ("server_error", "request_timeout"),
+}
+
+Log = Callable[[dict[str, Any]], None]
+"""Takes what is to be logged, as a record."""
+
+
+class ApiError(HTTPException):
+    """An answer other than 200, with all that a client needs to act on it.
+
+    Attributes:
+      message: what was wanted, what came, what to do.
+      body: the error object.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        """Makes an error; `param`: the field that is wrong; `headers` go with its answer."""
+        super().__init__(status_code=status, detail=message, headers=headers)
+        kind, usual = _TYPES.get(status, _TYPES[400 if status < 500 else 500])
+        inner = {"message": message, "type": kind, "param": param, "code": code or usual}
+        self.message, self.body = message, {"error": inner}
+
+    def response(self) -> JSONResponse:
+        """Returns the answer."""
+        return JSONResponse(self.body, status_code=self.status_code, headers=self.headers)
+
+
+def fault() -> ApiError:
+    """Returns the error of a fault of the server. What stands before it logs which one."""
+    return ApiError(500, "A fault of this server. It was logged under the request's id.")
+
+
+def engine_ended(cause: BaseException | None) -> ApiError:
+    """Returns the error of requests whose engine is gone: 503 where it is for another process."""
+    if isinstance(cause, ProcessLostError):
+        said = "Another process of this engine is gone; this one ends, too."
+        return ApiError(503, said, code="process_lost", headers={"retry-after": "5"})
+    return ApiError(500, "The engine has ended by an error.", code="engine_dead")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Lets an application answer errors, those of the framework included, as all others."""
+
+    async def http(_: Request, error: Any) -> JSONResponse:
+        if isinstance(error, ApiError):
+            return error.response()
+        message = {
+            404: "There is no such address here. See /openapi.json for those that there are.",
+            405: "This address does not take that method. See /openapi.json.",
+        }.get(error.status_code, str(error.detail))
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    async def invalid(_: Request, error: Any) -> JSONResponse:
+        return _invalid(error.errors()).response()
+
+    async def broken(_: Request, __: Exception) -> JSONResponse:
+        return fault().response()
+
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, broken)
+
+
+def _invalid(errors: Any) -> ApiError:
+    """Returns the error of a body of the wrong shape: 400, and which field it is."""
+    # Of a list that may be of several kinds, not that it is no text, but that it is too long.
+    sizes = [each for each in errors if each.get("type") in ("too_long", "too_short")]
+    first = (sizes or errors)[0]
+    # Names may be the client's own, and as long as its body; kinds that were tried are no names.
+    kinds = re.compile(r"str$|constrained-|list\[")
+    place = [str(part)[:80] for part in first.get("loc", ())[:8] if part != "body"]
+    place = [part for part in place if not kinds.match(part)]
+    kind, said = first.get("type"), str(first.get("msg", "it is wrong"))[:500]
+    if kind == "json_invalid":
+        return ApiError(400, f"Wanted a body in JSON. {first['ctx']['error']}.")
+    if not place and kind in ("missing", "model_attributes_type", "dict_type"):
+        return ApiError(400, "Wanted a JSON object as body, and Content-Type: application/json.")
+    if not place and kind == "value_error":  # A field that is refused by name.
+        said = str(first["ctx"]["error"])
+        return ApiError(400, said, param=said.partition(" ")[0], code="unsupported")
+    return ApiError(400, f"{'.'.join(place)}: {said}.", param=place[0] if place else None)
+
 
 class Gate:
     """Checks requests before an application, and logs them behind it.
 
     Attributes:
-      open_requests: that have not been answered to the end.
-      refusing: the answer to requests for work: not ready yet, draining. None: they are let in.
+      refusing: the answer to requests for work; None: they are let in.
+      key: that requests bring; None: none.
     """
 
     def __init__(
@@ -46,7 +151,7 @@ class Gate:
         *,
         body_bytes: int,
         key: str | None,
-        log: Callable[[dict[str, Any]], None],
+        log: Log,
         count: Callable[[str, int, float], None],
     ) -> None:
         """Stands before an application.
@@ -58,16 +163,19 @@ class Gate:
           log: takes what is to be told of a request.
           count: takes address, status and seconds of a request.
         """
-        self._app, self._body_bytes, self._key = app, body_bytes, key
+        self._app, self._body_bytes, self.key = app, body_bytes, key
         self._log, self._count = log, count
-        self.open_requests = 0
         self.refusing: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request."""
         if scope["type"] != "http":
+            await self._app(scope, receive, send)
             return
-        began, headers = time.monotonic(), _texts(scope)
+        began = time.monotonic()
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
         given = headers.get("x-request-id", "")
         record: dict[str, Any] = {
             "event": "request",
@@ -81,7 +189,7 @@ class Gate:
         async def give(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record["status"] = message["status"]
-                own = ((b"x-request-id", record["id"].encode()), _NO_SNIFFING)
+                own = (b"x-request-id", record["id"].encode()), _NO_SNIFFING
                 message = {**message, "headers": [*message.get("headers", ()), *own]}
             await send(message)
 
@@ -90,19 +198,21 @@ class Gate:
                 with contextlib.suppress(OSError):
                     await error.response()(scope, receive, give)
 
-        self.open_requests += 1
         try:
             self._check(scope, headers)
             await self._app(scope, self._bounded(receive), give)
         except ApiError as error:
             await answer(error)
+        except asyncio.CancelledError:  # It has had its time to drain.
+            said = "This server is ending, and could not wait for the answer."
+            await answer(ApiError(503, said, code="shutting_down"))
+            raise
         except OSError as error:  # The client has left.
             record["left"] = type(error).__name__
         except Exception as error:  # A fault of this server: the client shall know, and the log.
             note_fault(record, error)
             await answer(fault())
         finally:
-            self.open_requests -= 1
             record["seconds"] = round(time.monotonic() - began, 6)
             if scope["path"] not in _PROBES or record["status"] not in (200, 503):
                 self._log(record)
@@ -114,18 +224,12 @@ class Gate:
         size = headers.get("content-length", "")
         if size and "transfer-encoding" in headers:
             # Two answers to where the body ends: what stands in front may take the other one.
-            raise ApiError(
-                400,
-                "Wanted Content-Length or Transfer-Encoding. Got both.",
-                headers={"connection": "close"},
-            )
+            said = "Wanted Content-Length or Transfer-Encoding. Got both."
+            raise ApiError(400, said, headers={"connection": "close"})
         if scope["path"] not in OPEN:
-            if self._key is not None and not _is_key(headers.get("authorization", ""), self._key):
-                raise ApiError(
-                    401,
-                    "Wanted the key of this server: Authorization: Bearer KEY.",
-                    headers={"www-authenticate": "Bearer"},
-                )
+            if self.key is not None and not _is_key(headers.get("authorization", ""), self.key):
+                said = "Wanted the key of this server: Authorization: Bearer KEY."
+                raise ApiError(401, said, headers={"www-authenticate": "Bearer"})
             if self.refusing is not None and scope["method"] == "POST":
                 raise self.refusing
         if size.isdigit() and int(size[:20]) > self._body_bytes:
@@ -153,11 +257,6 @@ class Gate:
 _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
-def _texts(scope: Scope) -> dict[str, str]:
-    """Returns a request's headers as text."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-
-
 def _is_key(authorization: str, key: str) -> bool:
     """Returns whether a header is `Bearer KEY`; how long that takes tells nothing of the key."""
     scheme, _, given = authorization.partition(" ")
@@ -175,6 +274,6 @@ def log_line(record: dict[str, Any]) -> None:
     """Writes a record to stderr, as one line of JSON with the time."""
     now = time.time()
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
-    with contextlib.suppress(OSError):  # Nobody may read it any more.
+    with contextlib.suppress(OSError):  # Nothing may read it any more.
         sys.stderr.write(json.dumps({"time": stamp, **record}) + "\n")
         sys.stderr.flush()

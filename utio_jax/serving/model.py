@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is served: a model that reads and writes text, how it decodes, what a request may change."""
+"""What is served: a model that reads and writes text, how it decodes, what requests may ask."""
 
 from __future__ import annotations
 
@@ -14,6 +14,34 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.text import TextModel
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.policies.depth import Thresholded
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a request, and all requests together, may ask for. All above 0, counts at least 1.
+
+    Attributes:
+      body_bytes: of a request.
+      queue_requests: that wait for a slot, each choice of each prompt by itself; more get a 429.
+      queue_tokens: prompt tokens of these, together.
+      request_seconds: from a request to its last token.
+      ping_seconds: between comments in a stream that has nothing to say.
+      drain_seconds: that open requests have after SIGTERM.
+    """
+
+    body_bytes: int = 2**20
+    queue_requests: int = 256
+    queue_tokens: int = 65536
+    request_seconds: float = 300.0
+    ping_seconds: float = 15.0
+    drain_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0 or (value < 1 and not name.endswith("_seconds")):
+                raise ValueError(
+                    f"Wanted limits of at least 1, and of more than 0 seconds. Got {name}={value}."
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

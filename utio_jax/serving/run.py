@@ -8,36 +8,25 @@ import contextlib
 import dataclasses
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
-from utio_jax.devices import Lines, ProcessLostError
-from utio_jax.engine import Shapes
-from utio_jax.engine.led import order
-from utio_jax.serving.app import Service, make_app
-from utio_jax.serving.backend import Backend
-from utio_jax.serving.errors import ApiError, engine_ended
-from utio_jax.serving.gate import Gate, log_line, note_fault
-from utio_jax.serving.hosts import SILENT_SECONDS, parts
-from utio_jax.serving.limits import Limits
-from utio_jax.serving.model import ServedModel
-from utio_jax.serving.worker import Worker
+from utio_jax.engine import Channel
+from utio_jax.serving.app import Application
+from utio_jax.serving.gate import Log, log_line
+from utio_jax.serving.model import Limits, ServedModel
 
 _BACKLOG = 2048
 """Connections that the system holds until they are taken."""
-
-_FAREWELL_SECONDS = 3.0
-"""In which requests are refused where another process of the engine is gone."""
-
-Log = Callable[[dict[str, Any]], None]
 
 
 def _is_loopback(host: str) -> bool:
@@ -79,31 +68,25 @@ class Address:
         Raises:
           ValueError: the file cannot be read, or holds something else than one key.
         """
-        return None if self.key_file is None else key_of(self.key_file)
-
-
-def key_of(file: Path) -> str:
-    """Returns the key that a file holds.
-
-    Raises:
-      ValueError: it cannot be read, or holds something else than one key.
-    """
-    try:
-        words = file.read_text("ascii").split()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Wanted a key in {file}. {error}.") from error
-    if len(words) != 1:
-        raise ValueError(
-            f"Wanted one key, without blanks, in {file}. Got {len(words)} words. "
-            "Make one: openssl rand -hex 24."
-        )
-    return words[0]
+        if self.key_file is None:
+            return None
+        try:
+            words = self.key_file.read_text("ascii").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"Wanted a key in {self.key_file}. {error}.") from error
+        if len(words) != 1:
+            raise ValueError(
+                f"Wanted one key, without blanks, in {self.key_file}. Got {len(words)} words. "
+                "Make one: openssl rand -hex 24."
+            )
+        return words[0]
 
 
 class Server:
     """A server that listens, and serves while `run` runs.
 
     Attributes:
+      app: the application.
       url: where it is.
     """
 
@@ -112,212 +95,112 @@ class Server:
         model: ServedModel,
         *,
         address: Address = Address(),
-        slots: int = 8,
-        capacity: int | None = None,
-        shapes: Shapes = Shapes(),
         limits: Limits = Limits(),
         log: Log = log_line,
-        lines: Lines | None = None,
+        distributed: bool = False,
+        **options: Any,
     ) -> None:
         """Listens. Nothing is compiled yet.
 
         Args:
           model: what is served.
           address: where.
-          slots: choices that run at once.
-          capacity: tokens of each, prompt included; None: the model's context, 2048 at most.
-          shapes: which programs there are.
           limits: of requests.
           log: takes each thing worth telling, as a record.
-          lines: to the other processes over whose devices the model is spread, each of them in
-            `follow_server`; None: there are none.
+          distributed: whether the model is spread over the devices of several processes, of which
+            this is number 0. Each of the others is in `run_server_worker`.
+          **options: `slots`, `capacity` and `shapes`, see `Application`.
 
         Raises:
           ValueError: the address cannot be had, or see `Engine` and `Address.key`.
         """
-        room = model.room(capacity)
-        key = address.key()
-        self._lines = lines
-        self._limits, self._log = limits, log
-        told: Any = {"on_ready": self._ready, "on_death": self._died}
-        engine, scorer = parts(model, slots=slots, capacity=room, shapes=shapes, lines=lines)
-        self.worker: Backend = Worker(engine, scorer, **told)
-        self.worker.on_progress = self._compiled
-        self.service = Service(model, self.worker, capacity=room, slots=slots, limits=limits)
-        self.gate = Gate(
-            make_app(self.service),
-            body_bytes=limits.body_bytes,
-            key=key,
-            log=log,
-            count=self.service.metrics.request,
-        )
-        self.gate.refusing = _busy("This server is warming up. Come again soon.")
-        self._status = 0
-        self._drain: asyncio.Task[None] | None = None
-        self._began = time.monotonic()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._log, self._began = log, time.monotonic()
+        channel = Channel() if distributed else None
+        options |= {"limits": limits, "key": address.key(), "log": log, "channel": channel}
+        self.app = Application(model, **options)
+        self.app.on_change = self._changed
+        if channel is not None:
+            channel.on_ask = self.stop
         self._listener = _listen(address)
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        config = uvicorn.Config(
+            self.app,
+            http="h11",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=math.ceil(limits.drain_seconds),
+        )
+        self._server = _Uvicorn(config)
 
     def run(self) -> dict[str, Any]:
         """Serves until SIGTERM, SIGINT or `stop`; returns what was done.
 
-        The first drains: new requests get a 503, open ones have `limits.drain_seconds`. The second
+        At the first nothing new is taken, and open requests have `limits.drain_seconds`. The second
         ends at once. It listens before everything is compiled; `/ready` says when.
 
         Returns:
           `status`, for the shell: 0 drained, 1 ended by an error or at once; and `new_tokens`.
         """
-        try:
-            return asyncio.run(self._serve())
-        finally:
-            self._listener.close()
+        for name in ("uvicorn.error", "asyncio"):  # `Gate` logs what goes wrong.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        self._log({"event": "listening", "url": self.url, "pid": os.getpid()})
+        asyncio.run(self._server.serve(sockets=[self._listener]))
+        status = int(self._server.force_exit or self.app.dead is not None)
+        done = {"status": status, "new_tokens": self.app.worker.new_tokens}
+        self._log({"event": "ended", **done})
+        return done
 
     def leave(self, status: int) -> None:
         """Ends the process where the engine is in a compilation, which nothing can stop.
 
         The interpreter would be taken down under it otherwise. Else nothing happens.
         """
-        if self.worker.alive:
+        if self.app.worker.alive:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
 
     def stop(self) -> None:
-        """Tells it to end, as a signal does. From any thread."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._told)
+        """Ends it as the first signal does. From any thread."""
+        self._server.should_exit = True
 
-    async def _serve(self) -> dict[str, Any]:
-        for name in ("uvicorn.error", "asyncio"):  # `Gate` logs what goes wrong.
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-        config = uvicorn.Config(
-            self.gate,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=2,
-            h11_max_incomplete_event_size=32768,
-        )
-        self._server = _Uvicorn(config)
-        self._loop = asyncio.get_running_loop()
-        for name in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-                self._loop.add_signal_handler(name, self._told)  # In the main thread alone.
-        self.worker.start()
-        if self._lines is not None:
-            self._lines.watch(SILENT_SECONDS, on_loss=self.worker.end_by, on_end=self._asked_to_end)
-        self._log({"event": "listening", "url": self.url, "pid": os.getpid()})
-        await self._server.serve(sockets=[self._listener])
-        self.worker.stop()
-        # Else they end with status 1, as this process does, for it is gone.
-        if self._lines is not None and not self._status and not self.worker.alive:
-            with contextlib.suppress(ProcessLostError):
-                self._lines.part(order("stop"))
-        done = {"status": self._status, "new_tokens": self.worker.new_tokens}
-        self._log({"event": "ended", **done})
-        return done
-
-    def _compiled(self, done: int, programs: int) -> None:
-        self.service.compiled = f"compiling, {done} of {programs} programs"
-        self._log({"event": "compiling", "done": done, "programs": programs})
-
-    def _ready(self) -> None:
-        self.service.ready = True
-        if not self.service.draining:
-            self.gate.refusing = None
+    def _changed(self) -> None:
+        if self.app.dead is not None:
+            self.stop()  # Behind the errors that open requests get.
+            return
         seconds = round(time.monotonic() - self._began, 3)
         self._log({"event": "ready", "url": self.url, "seconds": seconds})
 
-    def _told(self) -> None:
-        """Takes a signal: the first drains, the second ends at once."""
-        if self._drain is None:
-            self._drain_once()
-            return
-        self._status = 1
-        self._end_all("This server was told to end at once.")
-        self._server.should_exit = self._server.force_exit = True
-
-    def _asked_to_end(self) -> None:
-        """Takes a signal that another process has had. From any thread."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._drain_once)
-
-    def _drain_once(self) -> None:
-        if self._drain is None:
-            self._log({"event": "draining", "open": len(self.service.answers)})
-            self.service.draining = True
-            self.gate.refusing = _busy("This server is ending.", close=True)
-            self._drain = asyncio.get_running_loop().create_task(self._drained())
-
-    async def _drained(self) -> None:
-        end = time.monotonic() + self._limits.drain_seconds
-        while self.gate.open_requests and time.monotonic() < end:  # Bodies on their way, too.
-            await asyncio.sleep(0.02)
-        if self.service.answers:
-            self._end_all("This server is ending, and could not wait for the rest of the answer.")
-            await asyncio.sleep(0.2)
-        self._server.should_exit = True
-
-    def _died(self, error: BaseException) -> None:
-        self.service.dead, self._status = error, 1
-        self.gate.refusing = engine_ended(error)
-        record: dict[str, Any] = {"event": "engine_died"}
-        note_fault(record, error)
-        if isinstance(error, ProcessLostError) or not self.service.ready:
-            record["why"] = str(error)  # It quotes nobody: no prompt has been seen.
-        self._log(record)
-
-        async def leave() -> None:
-            for _ in range(50):  # What was open has heard of it: let it be sent.
-                await asyncio.sleep(0.02)
-                if not self.service.answers:
-                    break
-            # Whoever sends requests here shall see 503 before nobody answers any more.
-            await asyncio.sleep(_FAREWELL_SECONDS if isinstance(error, ProcessLostError) else 0.1)
-            self._server.should_exit = self._server.force_exit = True
-
-        self._leaving = asyncio.get_running_loop().create_task(leave())
-
-    def _end_all(self, why: str) -> None:
-        for answer in [*self.service.answers]:
-            answer.end(ApiError(503, why, code="shutting_down", headers={"connection": "close"}))
-
 
 class _Uvicorn(uvicorn.Server):
-    """Uvicorn without hands on signals."""
+    """Uvicorn that leaves by returning, not by the signal that has ended it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                loop.add_signal_handler(number, self._signalled)  # In the main thread alone.
         yield
 
-
-def _busy(message: str, *, close: bool = False) -> ApiError:
-    headers = {"retry-after": "1"} | ({"connection": "close"} if close else {})
-    return ApiError(503, message, code="not_ready", headers=headers)
+    def _signalled(self) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
 
 
 def _listen(address: Address) -> socket.socket:
-    listener = None
+    place = address.host, address.port
     try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, place = found[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(place)
-        listener.listen(_BACKLOG)
-        listener.setblocking(False)
+        family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server(place, family=family, backlog=_BACKLOG)
     except OSError as error:
-        if listener is not None:
-            listener.close()
         raise ValueError(
             f"Wanted an address to listen at. {address.host}:{address.port} cannot be had: "
             f"{error.strerror or error}. Name another port, or 0 for a free one."
         ) from error
+    listener.setblocking(False)
     return listener

@@ -28,40 +28,24 @@ _MOST_NAMES = 32
 """Of an object in which each unknown name is an error of its own."""
 
 _NOTHING: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo_prompt": (False,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "functions": ([],),
-    "function_call": ("none",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "reasoning_effort": (),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "prompt_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "add_generation_prompt": (True,),
-    "prompt_embeds": (),
+    name: values
+    for names, values in (
+        ("frequency_penalty presence_penalty min_tokens prompt_logprobs", (0,)),
+        ("best_of repetition_penalty length_penalty", (1,)),
+        ("functions tools bad_words", ([],)),
+        ("logit_bias chat_template_kwargs", ({},)),
+        ("echo_prompt use_beam_search continue_final_message", (False,)),
+        ("add_generation_prompt", (True,)),
+        ("suffix", ("",)),
+        ("function_call", ("none",)),
+        ("tool_choice", ("none", "auto")),
+        ("response_format", ({"type": "text"},)),
+        ("modalities", (["text"],)),
+        ("audio prediction web_search_options reasoning_effort structured_outputs", ()),
+        ("guided_json guided_regex guided_choice guided_grammar allowed_token_ids", ()),
+        ("truncate_prompt_tokens chat_template prompt_embeds", ()),
+    )
+    for name in names.split()
 }
 """Fields of other servers that are not there, with the values that change nothing."""
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that owns an engine, and how an event loop talks with it.
+"""The thread that owns an engine, and the tickets by which an event loop talks with it.
 
 An engine knows no threads, so one thread alone touches it: it takes what was asked for, runs a
 block, and hands what that brought to the loop in one call. JAX works outside the interpreter's
@@ -10,20 +10,95 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from utio_jax.engine import Engine
-from utio_jax.engine.statistics import EngineStats
-from utio_jax.serving.backend import Backend, News, ScorePrompt, Ticket
-from utio_jax.serving.prompt_scores import PromptScorer
+import numpy as np
+from jaxtyping import Int
+
+from utio_jax.engine import Engine, LeaderEngine
+from utio_jax.engine.requests import END_REASONS, Event
+from utio_jax.serving.engine import PromptScorer, PromptScores
+
+_REST_SECONDS = 2.0
+"""Between two calls of an engine that has nothing to do, where other processes wait for them."""
 
 
-class Worker(Backend):
-    """An engine in a thread of its own."""
+class EngineStoppedError(Exception):
+    """The engine has ended, by the error that is its argument: nothing more will come."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """New tokens are wanted, or a prompt's own log-probabilities at full depth.
+
+    Attributes:
+      prompt: token ids.
+      options: keyword arguments of `Engine.submit`; None: the log-probabilities.
+    """
+
+    prompt: Int[np.ndarray, " token"]
+    options: dict[str, Any] | None = None
+
+
+News = Event | PromptScores | Exception
+
+
+class Ticket:
+    """What a request waits for: tasks that were handed in together, and what has come of each.
+
+    Attributes:
+      tasks: that were handed in.
+      news: of each, by its index.
+    """
+
+    def __init__(self, tasks: Sequence[Task], worker: Worker) -> None:
+        """Holds tasks that `Worker.hand_in` has let in."""
+        self.tasks = tuple(tasks)
+        self.news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
+        self._open = set(range(len(self.tasks)))
+        self._worker = worker
+
+    @property
+    def done(self) -> bool:
+        """Whether the last that will ever come has come."""
+        return not self._open
+
+    def cancel(self) -> None:
+        """Ends what is still open: nothing more comes, and slots become free."""
+        for index in sorted(self._open):
+            self._worker.cancel(self, index)
+            self._close(index)
+
+    def take(self, index: int, news: News) -> None:
+        """Takes what has come of a task, on the loop."""
+        if index not in self._open:
+            return  # Cancelled since.
+        self._worker.waiting.discard((self, index))
+        if not isinstance(news, Event) or news.finished is not None:
+            self._close(index)
+        self.news.put_nowait((index, news))
+
+    def _close(self, index: int) -> None:
+        self._open.discard(index)
+        self._worker.waiting.discard((self, index))
+        self._worker.open_tasks.discard((self, index))
+
+
+class Worker:
+    """An engine in a thread of its own, for one event loop.
+
+    Attributes:
+      open_tasks: that were let in, and have not ended, each as its ticket and its index there.
+      waiting: those of which nothing has come yet.
+      ended: choices that ended, by why.
+      new_tokens: handed out so far.
+      stats: of the engine, of its last block but for at most a second.
+    """
 
     def __init__(
         self,
@@ -32,22 +107,31 @@ class Worker(Backend):
         *,
         on_ready: Callable[[], None],
         on_death: Callable[[BaseException], None],
+        on_progress: Callable[[int, int], None] = lambda done, programs: None,
     ) -> None:
         """Makes a worker that has not begun.
 
         Args:
           engine: not warmed up yet.
           scorer: of prompts.
-          on_ready: see `Backend`.
-          on_death: likewise.
+          on_ready: called on the loop once everything is compiled.
+          on_death: called on the loop where the engine ends by an error, after that was put into
+            all tickets.
+          on_progress: called on the loop with how many programs are compiled, and of how many.
         """
-        super().__init__(on_ready=on_ready, on_death=on_death)
+        self._on_ready, self._on_death, self._on_progress = on_ready, on_death, on_progress
         self._engine, self._scorer = engine, scorer
+        self._leads = isinstance(engine, LeaderEngine)  # Its workers wait for each call.
+        self.open_tasks: set[tuple[Ticket, int]] = set()
+        self.waiting: set[tuple[Ticket, int]] = set()
+        self.ended: dict[str, int] = dict.fromkeys(END_REASONS, 0)
+        self.new_tokens = 0
+        self.stats = engine.stats()
+        self._dead: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: queue.SimpleQueue[tuple[str, Any, int]] = queue.SimpleQueue()
-        self._numbers: dict[int, tuple[Ticket, int]] = {}
-        self._tickets: dict[tuple[Ticket, int], int] = {}
+        self._of_number: dict[int, tuple[Ticket, int]] = {}
         self._scores: list[tuple[Ticket, int]] = []
-        self._stats = engine.stats()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -61,89 +145,99 @@ class Worker(Backend):
         self._thread.join(seconds)
 
     @property
-    def stats(self) -> EngineStats:
-        """Of the engine, of its last block but for at most a second."""
-        return self._stats
-
-    @property
     def alive(self) -> bool:
-        """Whether the thread has not ended."""
+        """Whether the thread has not ended: nothing can stop a compilation."""
         return self._thread.is_alive()
 
-    def begin(self, ticket: Ticket, index: int) -> None:
-        """Takes up a task behind the current block."""
-        self._inbox.put(("begin", ticket, index))
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of which nothing has come yet."""
+        return sum(ticket.tasks[index].prompt.size for ticket, index in self.waiting)
+
+    def hand_in(self, tasks: Sequence[Task]) -> Ticket:
+        """Returns the ticket of tasks that are taken up behind the current block.
+
+        Raises:
+          EngineStoppedError: nothing is taken up any more.
+        """
+        if self._dead is not None:
+            raise EngineStoppedError(self._dead)
+        ticket = Ticket(tasks, self)
+        for index in range(len(ticket.tasks)):
+            self.open_tasks.add((ticket, index))
+            self.waiting.add((ticket, index))
+            self._inbox.put(("begin", ticket, index))
+        return ticket
 
     def cancel(self, ticket: Ticket, index: int) -> None:
-        """Ends a task."""
+        """Ends a task behind the current block."""
         self._inbox.put(("cancel", ticket, index))
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Calls a function on the loop, from the thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # The loop has ended before the thread.
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _end_all(self, error: BaseException) -> None:
+        self._dead = error
+        _deliver([(*each, EngineStoppedError(error)) for each in self.open_tasks])
+        self._on_death(error)
 
     # What follows runs in the thread.
 
     def _run(self) -> None:
         try:
             self._warmup()
-            self._stats = self._engine.stats()
             self._call(self._on_ready)
             self._serve()
-        except BaseException as error:  # Whatever it was: nobody may wait for ever.
-            self.end_by(error)
+        except BaseException as error:  # Whatever it was: no request may wait for ever.
+            self._call(self._end_all, error)
 
     def _warmup(self) -> None:
-        """Compiles everything, and says how far it is."""
         done, rest = 0, self._scorer.programs
 
         def engine_progress(count: int, programs: int) -> None:
             nonlocal done
             done = count
-            self._call(self.on_progress, count, programs + rest)
+            self._call(self._on_progress, count, programs + rest)
 
         self._engine.warmup(progress=engine_progress)
         self._scorer.warmup(
-            progress=lambda count: self._call(self.on_progress, done + count, done + rest)
+            progress=lambda count: self._call(self._on_progress, done + count, done + rest)
         )
 
     def _serve(self) -> None:
-        looked = time.monotonic()
-        tokens = 0
+        noted = 0.0
         while True:
             idle = self._engine.idle and not self._scores
-            if idle:
-                self._stats = self._engine.stats()
-            if not self._obey(wait=idle):
+            if idle or time.monotonic() - noted > 1.0:
+                self.stats, noted = self._engine.stats(), time.monotonic()
+            if not self._take_up(wait=idle):
                 return
-            if idle:  # The time without work says nothing of its pace.
-                looked, tokens = time.monotonic(), 0
             posts: list[tuple[Ticket, int, News]] = []
             if self._scores:
                 posts.append(self._score(*self._scores.pop(0)))
-            if not self._engine.idle:
+            if self._leads or not self._engine.idle:
                 for event in self._engine.advance():
-                    found = self._numbers.get(event.request)
-                    tokens += event.token_ids.size
-                    self.new_tokens += event.token_ids.size
-                    if event.finished is not None:
-                        self.ended[event.finished.reason] += 1
-                        self._numbers.pop(event.request, None)
-                        self._tickets.pop(found, None) if found is not None else None
-                    if found is not None:
-                        posts.append((*found, event))
+                    posts += self._posts_of(event)
             if posts:
                 self._call(_deliver, posts)
-            now = time.monotonic()
-            if now - looked > 1.0:
-                stats = self._engine.stats()
-                tokens += max(0, stats.prompt_tokens - self._stats.prompt_tokens)
-                rate = tokens / (now - looked)
-                old = self.tokens_per_second
-                self.tokens_per_second = rate if not old else 0.7 * old + 0.3 * rate
-                self._stats, looked, tokens = stats, now, 0
 
-    def _obey(self, *, wait: bool) -> bool:
+    def _posts_of(self, event: Event) -> list[tuple[Ticket, int, News]]:
+        self.new_tokens += event.token_ids.size
+        found = self._of_number.get(event.request)
+        if event.finished is not None:
+            self.ended[event.finished.reason] += 1
+            self._of_number.pop(event.request, None)
+        return [] if found is None else [(*found, event)]
+
+    def _take_up(self, *, wait: bool) -> bool:
         """Takes up what was asked for; returns False where the thread shall end."""
+        seconds = _REST_SECONDS if self._leads else None
         while True:
             try:
-                what, ticket, index = self._inbox.get(block=wait)
+                what, ticket, index = self._inbox.get(block=wait, timeout=seconds)
             except queue.Empty:
                 return True
             wait = False
@@ -151,25 +245,21 @@ class Worker(Backend):
                 return False
             if what == "cancel":
                 self._cancel(ticket, index)
-                continue
-            task = ticket.tasks[index]
-            if isinstance(task, ScorePrompt):
+            elif (task := ticket.tasks[index]).options is None:
                 self._scores.append((ticket, index))
-                continue
-            try:
-                number = self._engine.submit(task.prompt, **task.options)
-            except Exception as error:  # Of this request alone: nothing has run for it.
-                self._call(_deliver, [(ticket, index, error)])
-                continue
-            self._numbers[number] = (ticket, index)
-            self._tickets[ticket, index] = number
+            else:
+                try:
+                    number = self._engine.submit(task.prompt, **task.options)
+                    self._of_number[number] = (ticket, index)
+                except Exception as error:  # Of this request alone: nothing has run for it.
+                    self._call(_deliver, [(ticket, index, error)])
 
     def _cancel(self, ticket: Ticket, index: int) -> None:
         with contextlib.suppress(ValueError):
             self._scores.remove((ticket, index))
-        number = self._tickets.get((ticket, index))
-        if number is not None:
-            self._engine.cancel(number)
+        for number, found in self._of_number.items():
+            if found == (ticket, index):
+                self._engine.cancel(number)
 
     def _score(self, ticket: Ticket, index: int) -> tuple[Ticket, int, News]:
         try:

@@ -20,8 +20,8 @@ from utio_jax.core.arrays import executed_heads, flat, map_head, most_probable, 
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.pytrees import pytree
+from utio_jax.core.rows import Rows, over_rows
 from utio_jax.core.work import Work
-from utio_jax.devices.rows import Rows, over_rows
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.staircase.base import Executor
@@ -83,7 +83,7 @@ def score(  # noqa: PLR0913 (options, each named)
       executor: how live slots are run.
       attention: who attends sparsely; None: nobody.
       mesh: splits the rows over its axis "data"; every device packs its own. Put parameters and
-        rows there by `utio_jax.devices.rows.place`. `Scores.work` then leads with a device axis.
+        rows there by `utio_jax.core.rows.place`. `Scores.work` then leads with a device axis.
 
     Raises:
       TypeError: no policy, but the name of one.

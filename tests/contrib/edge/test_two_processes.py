@@ -100,7 +100,7 @@ def test_a_model_is_known_by_its_config_too(
         assert main([*words, "--model", str(folder)]) == 0
         assert json.loads(capsys.readouterr().out)["by_cloud"] == 2
         assert main([*words, "--model", str(file.parent)]) == 2
-        assert "Wanted an edge with protocol 2, model" in capsys.readouterr().err
+        assert "Wanted an edge with protocol 3, model" in capsys.readouterr().err
 
 
 def test_a_cloud_that_is_killed_in_the_middle_of_a_text(folder: Path, tmp_path: Path) -> None:

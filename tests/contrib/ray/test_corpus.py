@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +10,21 @@ import numpy as np
 import pytest
 from helpers.corpora import named_documents, write_jsonl, write_parquet
 
-from utio_jax.contrib.ray.corpus import Columns, Corpus, corpus_of, read_group, scan_file
+from utio_jax.contrib.ray.corpus import Columns, Corpus, hash_files, prepare
 
 COLUMNS = Columns()
 
 
-def scanned(*files: Path, documents: int = 5, size: int = 1 << 20) -> Corpus:
-    return corpus_of(
-        [scan_file(file, COLUMNS) for file in files], COLUMNS, documents=documents, size=size
-    )
+def prepared(*files: Path, columns: Columns = COLUMNS, **sizes: Any) -> Corpus:
+    """Returns a corpus beside its first file."""
+    options: dict[str, Any] = {"documents": 5, "size": 1 << 20, "sha256": hash_files(files)}
+    return prepare(files, columns, files[0].with_name("corpus"), **options | sizes)
 
 
 def read(corpus: Corpus) -> list[list[tuple[str, Any]]]:
     return [
-        [(each.id, each.text if each.token_ids is None else [*each.token_ids]) for each in group]
-        for group in (read_group(spans, COLUMNS) for spans in corpus.groups)
+        [(each.id, each.text if each.token_ids is None else each.token_ids) for each in group]
+        for group in map(corpus.read, range(len(corpus.sizes)))
     ]
 
 
@@ -49,7 +48,7 @@ def test_groups_hold_every_document_once_and_in_order(
     files: tuple[dict[str, Any], list[Path]], documents: int
 ) -> None:
     wanted, paths = files
-    corpus = scanned(*paths, documents=documents)
+    corpus = prepared(*paths, documents=documents)
     groups = read(corpus)
     assert [each for group in groups for each in group] == [*wanted.items()]
     assert [*corpus.sizes] == [len(group) for group in groups]
@@ -58,8 +57,8 @@ def test_groups_hold_every_document_once_and_in_order(
 
 def test_groups_end_where_they_would_become_too_large(tmp_path: Path) -> None:
     texts = {"a": "x" * 50, "b": "x" * 50, "c": "x" * 500, "d": "x", "e": "x"}
-    corpus = scanned(write_jsonl(tmp_path / "a.jsonl", texts), size=200)
-    # A line is its text and 23 bytes more; one document alone may be larger.
+    corpus = prepared(write_jsonl(tmp_path / "a.jsonl", texts), size=200)
+    # One document alone may be larger.
     assert [[name for name, _ in group] for group in read(corpus)] == [
         ["a", "b"],
         ["c"],
@@ -70,15 +69,29 @@ def test_groups_end_where_they_would_become_too_large(tmp_path: Path) -> None:
 def test_a_corpus_is_known_by_what_its_files_hold(
     files: tuple[dict[str, Any], list[Path]], tmp_path: Path
 ) -> None:
-    _, (first, second, *_) = files
-    one = scanned(first, second)
-    assert scanned(first, second).sha256 == one.sha256
-    assert scanned(second, first).sha256 != one.sha256
+    _, (first, second, *_, alone) = files
+    one = hash_files([first, second])
+    assert hash_files([second, first]) != one
     moved = tmp_path / "moved.jsonl"
     moved.write_bytes(first.read_bytes())
-    assert scanned(moved, second).sha256 == one.sha256
+    assert hash_files([moved, second]) == one
     moved.write_bytes(first.read_bytes() + b'{"id": "more", "text": ""}\n')
-    assert scanned(moved, second).sha256 != one.sha256
+    assert hash_files([moved, second]) != one
+    (tmp_path / "named.txt").write_bytes(alone.read_bytes())
+    assert hash_files([tmp_path / "named.txt"]) != hash_files([alone])
+
+
+def test_what_was_prepared_is_prepared_once_and_anew_where_it_was_cut_short(
+    files: tuple[dict[str, Any], list[Path]],
+) -> None:
+    wanted, paths = files
+    corpus = prepared(*paths)
+    stamps = [file.stat().st_mtime_ns for file in sorted(corpus.folder.iterdir())]
+    assert prepared(*paths) == corpus
+    assert [file.stat().st_mtime_ns for file in sorted(corpus.folder.iterdir())] == stamps
+    (corpus.folder / "index.json").unlink()
+    assert read(prepared(*paths)) == read(corpus)
+    assert [*prepared(*paths, documents=61).sizes] == [len(wanted)]
 
 
 def test_ids_that_occur_twice_are_named_with_their_files(tmp_path: Path) -> None:
@@ -87,11 +100,11 @@ def test_ids_that_occur_twice_are_named_with_their_files(tmp_path: Path) -> None
     with pytest.raises(
         ValueError, match="no two documents share. Got 'y' in .*a.jsonl and in .*b.p"
     ):
-        scanned(a, b)
+        prepared(a, b)
     # An integer is a name as good as its text.
     (tmp_path / "c.jsonl").write_text('{"id": 7, "text": ""}\n{"id": "7", "text": ""}\n')
     with pytest.raises(ValueError, match="Got '7' in"):
-        scanned(tmp_path / "c.jsonl")
+        prepared(tmp_path / "c.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -114,7 +127,7 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path, line: bytes, match:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"id": "a", "text": "t"}\n' + line + b'\n{"id": "c", "text": "t"}\n')
     with pytest.raises(ValueError, match=match + ".*Mend these, or name the columns"):
-        scanned(file)
+        prepared(file)
 
 
 def test_all_that_is_wrong_is_told_at_once_but_not_all_of_it(tmp_path: Path) -> None:
@@ -124,36 +137,29 @@ def test_all_that_is_wrong_is_told_at_once_but_not_all_of_it(tmp_path: Path) -> 
     bare = write_parquet(tmp_path / "d.parquet", {"x": "y"})
     files = [tmp_path / name for name in ("missing.jsonl", "b.txt", "c.parquet", "a.jsonl")]
     columns = Columns(id="name")
-    found = [scan_file(file, columns) for file in [*files, bare]]
     with pytest.raises(ValueError, match="an id in 'name'") as caught:
-        corpus_of(found, columns, documents=5)
+        prepared(*files, bare, columns=columns)
     said = str(caught.value)
     for part in ("missing.jsonl: No such file", "b.txt: not UTF-8", "c.parquet: not Parquet"):
         assert part in said
     assert said.count("not JSON") == 5
     assert "and 26 more" in said
     with pytest.raises(ValueError, match=r"d.parquet: no column 'name' in \['id', 'text'\]"):
-        corpus_of(found[-1:], columns, documents=5)
+        prepared(bare, columns=columns)
+    assert not (tmp_path / "corpus").exists()
+    assert not (tmp_path / "corpus.partial").exists()
 
 
 def test_a_corpus_without_documents_and_groups_without_any_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="at least one document. Got files without any"):
-        scanned(tmp_path / "a.jsonl")
+        prepared(tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match="at least 1 document. Got --group 0"):
-        scanned(tmp_path / "a.jsonl", documents=0)
-
-
-def test_a_file_that_changes_under_way_is_noticed(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", {"x": "1", "y": "2"})
-    corpus = scanned(file)
-    file.write_text(json.dumps({"id": "x", "text": "1"}) + "\n")
-    with pytest.raises(ValueError, match="Wanted 2 documents in .*a.jsonl from 0 on"):
-        read_group(corpus.groups[0], COLUMNS)
+        prepared(tmp_path / "a.jsonl", documents=0)
 
 
 def test_ids_are_kept_as_sixteen_bytes_each(tmp_path: Path) -> None:
     documents = named_documents(500, longest=2)
-    corpus = scanned(write_jsonl(tmp_path / "a.jsonl", documents))
-    assert corpus.ids.dtype == "S16"
-    assert np.unique(corpus.ids).size == 500
+    ids = prepared(write_jsonl(tmp_path / "a.jsonl", documents)).ids()
+    assert ids.dtype == "S16"
+    assert np.unique(ids).size == 500

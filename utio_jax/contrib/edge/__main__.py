@@ -70,7 +70,6 @@ class Edge(OfModel):
       threshold: of one minus the gap between the exit's two largest probabilities: tokens above it
         ask.
       states: type in which states are sent: float32, float16 or int8.
-      wait_seconds: that the cloud has to answer.
       require_cloud: end with an error where the cloud is lost, rather than go on from the exit.
       max_new_tokens: at most.
       temperature: 0 takes the most probable token, always; above it tokens are drawn.
@@ -83,7 +82,6 @@ class Edge(OfModel):
     key_file: Path | None = None
     threshold: float = 0.5
     states: str = "float16"
-    wait_seconds: float = 10.0
     require_cloud: bool = False
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -150,7 +148,6 @@ class Edge(OfModel):
             port=int(port),
             key=_key_of(self.key_file),
             states=self.states,
-            seconds=self.wait_seconds,
             falls_back=not self.require_cloud,
         )
 

@@ -12,7 +12,6 @@ the full model's, whichever side the earlier tokens came from. Asks of several e
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -23,8 +22,11 @@ import zmq
 
 from utio_jax.contrib.edge.parts import Widths, all_shapes, identify, part_of, read_last, run_part
 from utio_jax.contrib.edge.wire import (
+    FORMATS,
+    MISSING,
     MOST_SAID,
     PROTOCOL,
+    TOKEN,
     Ask,
     bytes_per_token,
     check_key,
@@ -36,13 +38,10 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.loop import round_up
 from utio_jax.decoding.sampling import PerRowSampling
 
-_LETTERS = 2000
-"""Of what is wrong, that an edge is sent."""
-
 _POLL_MS = 50
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass
 class CloudStats:
     """What a cloud has done so far.
 
@@ -130,7 +129,7 @@ class Cloud:
         self._part = part_of(decoder, params, start=exit)
         self._wanted = {
             "protocol": PROTOCOL,
-            "model": identity or identify(decoder, params),
+            "model": (identity or identify(decoder, params)).encode(),
             "exit": exit,
         }
         self._room = round_up(slots, widths.key_step)
@@ -173,13 +172,9 @@ class Cloud:
             socket.bind(endpoint(host, port))
         except zmq.ZMQError as error:
             raise ValueError(
-                f"Wanted an address to listen on. Got {endpoint(host, port)}: {error}. "
-                + (
-                    "Name another port, or 0 for a free one."
-                    if error.errno in (zmq.EADDRINUSE, 13)
-                    else "Name an address of this machine: 127.0.0.1 for edges on it alone, "
-                    "0.0.0.0 for all."
-                )
+                f"Wanted an address to listen on. Got {endpoint(host, port)}: {error}. Name "
+                "another port, or 0 for a free one, and an address of this machine: 127.0.0.1 for "
+                "edges on it alone, 0.0.0.0 for all."
             ) from error
         self.address = host, int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
@@ -187,7 +182,8 @@ class Cloud:
         all_shapes(self._part, self._widths, self._room)
         x = np.zeros((1, self._part.decoder.config.embed_dim), np.float32)
         row = _Row(cache=self._part.empty_cache(self._room))
-        self._next_token(row, x, _sampling([0.0, 0, 1.0, 0.0]), 0)
+        ask = Ask(PROTOCOL, b"", 0, 0, 0, 0, 0, 0, 0.0, 0, 1.0, 0.0)
+        self._next_token(row, x, ask)
         self.stats = CloudStats()
 
     def _serve(self) -> None:
@@ -197,29 +193,30 @@ class Cloud:
                 try:
                     said = self._answer(edge, frames)
                 except ValueError as error:
-                    said = {"refused": str(error)[:_LETTERS]}
+                    said = b"r" + str(error)[:2000].encode()
                 except Exception as error:  # Of the device, say: others go on.
                     self._rows.pop(edge, None)  # Its cache was donated.
-                    said = {"fault": str(error)[:_LETTERS]}
-                self._socket.send_multipart([edge, json.dumps(said).encode()])
+                    said = b"f" + str(error)[:2000].encode()
+                self._socket.send_multipart([edge, said])
         self._context.destroy(linger=1000)
 
-    def _answer(self, edge: bytes, frames: list[bytes]) -> dict[str, Any]:
+    def _answer(self, edge: bytes, frames: list[bytes]) -> bytes:
         """Returns the answer to an edge's message. Raises ValueError to refuse it."""
         if len(frames) != 2:
             raise ValueError(f"Wanted a header and states. Got {len(frames)} frames.")
-        ask = Ask.read(frames[0])
+        ask = Ask.unpack(frames[0])
         theirs = {name: getattr(ask, name) for name in self._wanted}
         if theirs != self._wanted:
             wanted, got = (
-                ", ".join(f"{name} {value!s:.16}" for name, value in each.items())
+                f"protocol {each['protocol']}, model {each['model'].decode(errors='replace')}, "
+                f"exit {each['exit']}"
                 for each in (self._wanted, theirs)
             )
             raise ValueError(
                 f"Wanted an edge with {wanted}. Got {got}. Start both with the same version, "
                 "weights, config and exit."
             )
-        x = unpack_states(frames[1], ask.states, self._part.decoder.config.embed_dim)
+        x = unpack_states(frames[1], FORMATS[ask.states], self._part.decoder.config.embed_dim)
         if max(ask.slots, ask.first + len(x)) > self._slots:
             raise ValueError(
                 f"Wanted prompt and new tokens within the {self._slots} that a row of the cloud "
@@ -228,8 +225,8 @@ class Cloud:
             )
         row = self._row_of(edge, ask.text)
         if ask.first != row.known:
-            return {"missing": row.known}
-        return self._next_token(row, x, _sampling(ask.method), ask.seed)
+            return MISSING.pack(b"m", row.known)
+        return self._next_token(row, x, ask)
 
     def _row_of(self, edge: bytes, text: int) -> _Row:
         """Returns the row of an edge; it may be that of another one, which has been idle."""
@@ -241,13 +238,11 @@ class Cloud:
             row = _Row(cache=self._part.empty_cache(self._room))
         if row.text != text:
             row.text, row.known = text, 0
-            self._count(texts=1)
+            self.stats.texts += 1
         self._rows[edge] = row
         return row
 
-    def _next_token(
-        self, row: _Row, x: np.ndarray, sampling: PerRowSampling, seed: int
-    ) -> dict[str, Any]:
+    def _next_token(self, row: _Row, x: np.ndarray, ask: Ask) -> bytes:
         """Runs states through the deep layers; returns the token behind the last one."""
         part, done, slots = self._part, 0, 0
         last: Any = None
@@ -259,22 +254,16 @@ class Cloud:
             ran = run_part(part, row.cache, block, *where, width=width)
             row.cache, last, row.known = ran.cache, ran.last, row.known + real
             done, slots = done + real, slots + wide
+        sampling = PerRowSampling(
+            temperature=np.asarray([ask.temperature], np.float32),
+            top_k=np.asarray([ask.top_k], np.int32),
+            top_p=np.asarray([ask.top_p], np.float32),
+            min_p=np.asarray([ask.min_p], np.float32),
+        )
         position = np.int32(row.known - 1)
-        found = read_last(part, None, sampling, last, np.int32(0), position, np.uint32(seed))
+        found = read_last(part, None, sampling, last, np.int32(0), position, np.uint32(ask.seed))
         token, log_probability = jax.device_get((found.token_id, found.log_probability))
-        self._count(tokens=1, states=done, slots=slots)
-        return {"token": int(token), "log_probability": float(log_probability), "slots": slots}
-
-    def _count(self, **amounts: int) -> None:
-        grown = {name: getattr(self.stats, name) + amount for name, amount in amounts.items()}
-        self.stats = dataclasses.replace(self.stats, **grown)
-
-
-def _sampling(method: list[float]) -> PerRowSampling:
-    temperature, top_k, top_p, min_p = method
-    return PerRowSampling(
-        temperature=np.asarray([temperature], np.float32),
-        top_k=np.asarray([top_k], np.int32),
-        top_p=np.asarray([top_p], np.float32),
-        min_p=np.asarray([min_p], np.float32),
-    )
+        stats = self.stats
+        stats.tokens, stats.states = stats.tokens + 1, stats.states + done
+        stats.slots += slots
+        return TOKEN.pack(b"t", token, log_probability, slots)

@@ -13,7 +13,6 @@ comes from the exit, as from the model truncated there.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 import weakref
@@ -24,13 +23,15 @@ import numpy as np
 
 from utio_jax.contrib.edge.parts import Widths, all_shapes, identify, part_of, read_last, run_part
 from utio_jax.contrib.edge.wire import (
+    FORMATS,
+    MISSING,
     PROTOCOL,
+    TOKEN,
     Ask,
     CloudLostError,
     Connection,
     Link,
     pack_states,
-    read_object,
 )
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.loop import canonical, check_prompts, round_up
@@ -298,62 +299,44 @@ class _Row:
 
     def _ask(self, link: Link) -> tuple[int, float]:
         """Returns the cloud's token and its log-probability, once it has all states."""
-        edge, record = self._edge, self.record
-        config, method = edge._part.decoder.config, self._sampling
+        edge, record, method = self._edge, self.record, self._sampling
+        config = edge._part.decoder.config
         fields = (method.temperature, method.top_k, method.top_p, method.min_p)
         for _ in range(3):  # It may have forgotten the text once, or been started again.
-            ask = Ask(
-                protocol=PROTOCOL,
-                model=edge._model,
-                exit=edge.exit,
-                states=link.states,
-                text=edge._texts,
-                slots=self._slots,
-                first=self._sent,
-                seed=self._seed,
-                method=[np.asarray(field)[0].item() for field in fields],
-            )
-            header = json.dumps(dataclasses.asdict(ask)).encode()
+            header = Ask(
+                PROTOCOL,
+                edge._model.encode(),
+                edge.exit,
+                FORMATS.index(link.states),
+                edge._texts,
+                self._slots,
+                self._sent,
+                self._seed,
+                *(np.asarray(field)[0].item() for field in fields),
+            ).pack()
             states = pack_states(np.stack(self._states[self._sent :]), link.states)
             answer = edge._connected(link).ask(header, states)
             record.bytes_up += len(header) + len(states)
             record.bytes_down += len(answer)
             record.states_sent += len(self._states) - self._sent
-            said = _read_answer(answer, link, vocab_size=config.vocab_size)
-            if "refused" in said:
+            kind, said = answer[:1], answer[1:].decode(errors="replace")
+            if kind == b"r":
                 raise ValueError(
-                    f"Wanted the cloud at {link.host}:{link.port} to work with. It says: "
-                    f"{said['refused']}"
+                    f"Wanted the cloud at {link.host}:{link.port} to work with. It says: {said}"
                 )
-            if "fault" in said:
-                raise link.lost(said["fault"])
-            if "token" in said:
-                self._sent = len(self._states)
-                record.cloud_layers += said["slots"] * (config.num_layers - edge.exit)
-                return said["token"], said["log_probability"]
-            self._sent = min(said["missing"], len(self._states) - 1)
+            if kind == b"f":
+                raise link.lost(said)
+            if kind == b"m" and len(answer) == MISSING.size:
+                self._sent = min(MISSING.unpack(answer)[1], len(self._states) - 1)
+                continue
+            if kind == b"t" and len(answer) == TOKEN.size:
+                _, token, log_probability, slots = TOKEN.unpack(answer)
+                if token < config.vocab_size and not math.isnan(log_probability):
+                    self._sent = len(self._states)
+                    record.cloud_layers += slots * (config.num_layers - edge.exit)
+                    return token, log_probability
+            raise link.lost(f"it answers nonsense ({answer[:40]!r})")
         raise link.lost("it forgets the text as soon as it has been sent: it has too few rows")
-
-
-def _read_answer(data: bytes, link: Link, *, vocab_size: int) -> dict[str, Any]:
-    """Returns an answer that is one of the four. Raises CloudLostError where it is nonsense."""
-    try:
-        said = read_object(data)
-    except ValueError:
-        said = {}
-    kinds = {name: type(value) for name, value in said.items()}
-    if kinds in ({"refused": str}, {"fault": str}):
-        return said
-    if kinds == {"missing": int} and said["missing"] >= 0:
-        return said
-    if (
-        kinds == {"token": int, "log_probability": float, "slots": int}
-        and 0 <= said["token"] < vocab_size
-        and 0 < said["slots"] < 2**31
-        and not math.isnan(said["log_probability"])
-    ):
-        return said
-    raise link.lost(f"it answers nonsense ({data[:40]!r})")
 
 
 def _depths_of(policy: Policy, decoder: Decoder) -> tuple[int, ...]:

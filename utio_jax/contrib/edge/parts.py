@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,15 +143,8 @@ def identify(decoder: Decoder, params: Params) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-@pytree
-class Ran:
-    """What a part made of a block of tokens.
-
-    Attributes:
-      states: behind its last layer; what is padding means nothing.
-      last: of the last real token.
-      cache: with the block's keys and values.
-    """
+class Ran(NamedTuple):
+    """States behind a part's last layer (padding means nothing), the last real one, the cache."""
 
     states: Float[Array, "chunk dim"]
     last: Float[Array, " dim"]
@@ -197,15 +190,8 @@ def run_part(
     return Ran(states=x, last=x[count - 1], cache=cache)
 
 
-@pytree
-class Next:
-    """The token that a part's head says comes next.
-
-    Attributes:
-      token_id: drawn by the row's method.
-      log_probability: in nats, before any method.
-      goes: whether the policy wants deeper layers to be asked instead.
-    """
+class Next(NamedTuple):
+    """The token that comes next, its log-probability in nats, whether to ask deeper layers."""
 
     token_id: Int[Array, ""]
     log_probability: Float[Array, ""]
@@ -230,9 +216,26 @@ def read_last(
     with jax.named_scope("head"):
         seen = apply_exit_lens(decoder, params, x[None], part.stop)
         logits = decoder.unembed(params, seen).astype(jnp.float32)
-    goes = jnp.bool_(False)
+    ids, places, goes = token_id[None, None], position[None, None], jnp.bool_(False)
+
+    def per_token(function: Any, *arrays: jax.Array) -> jax.Array:
+        return function(*(array[:, 0] for array in arrays))[:, None]
+
     if policy is not None:
-        goes = _goes_deeper(part, policy, logits, x, token_id, position)
+        boundary = Boundary(
+            x=x[None, None],
+            positions=places,
+            live=jnp.ones_like(places, jnp.bool_),
+            params=params,
+            depth=part.stop,
+            decoder=decoder,
+            map_live=per_token,
+            map_logits=lambda function, *arrays: per_token(
+                lambda *blocks: function(logits, *blocks), *arrays
+            ),
+        )
+        with jax.named_scope("decide"):
+            goes = policy.go_deeper(0, boundary, policy.start(ids, places))[0][0, 0]
     # Draws are keyed by the length of the row, as everywhere.
     new = draw(sampling, logits[:, None], token_keys(seed[None], position[None, None] + 1, DRAW))
     token = new[0, 0]
@@ -240,45 +243,12 @@ def read_last(
     return Next(token_id=token, log_probability=logits[0, token] - total, goes=goes)
 
 
-def _goes_deeper(
-    part: Part,
-    policy: Policy,
-    logits: Float[Array, "1 vocab"],
-    x: Float[Array, " dim"],
-    token_id: Int[Array, ""],
-    position: Int[Array, ""],
-) -> Bool[Array, ""]:
-    def per_token(function: Any, *arrays: jax.Array) -> jax.Array:
-        return function(*(array[:, 0] for array in arrays))[:, None]
-
-    def of_logits(function: Any, *arrays: jax.Array) -> jax.Array:
-        return per_token(lambda *blocks: function(logits, *blocks), *arrays)
-
-    ids, places = token_id[None, None], position[None, None]
-    boundary = Boundary(
-        x=x[None, None],
-        positions=places,
-        live=jnp.ones_like(places, jnp.bool_),
-        params=part.params,
-        depth=part.stop,
-        decoder=part.decoder,
-        map_live=per_token,
-        map_logits=of_logits,
-    )
-    with jax.named_scope("decide"):
-        goes, _ = policy.go_deeper(0, boundary, policy.start(ids, places))
-    return goes[0, 0]
-
-
 def all_shapes(part: Part, widths: Widths, slots: int) -> None:
     """Compiles every program that rows of so many slots may need of a part's layers."""
     wide = part.decoder.config.embed_dim
     for chunk in widths.chunks:
         for width in key_widths(slots, key_step=widths.key_step):
-            inputs = (
-                np.zeros((chunk, wide), np.float32) if part.start else np.zeros(chunk, np.int32)
-            )
-            where = np.int32(0), np.int32(1)
-            jax.block_until_ready(
-                run_part(part, part.empty_cache(slots), inputs, *where, width=width)
-            )
+            shape = (chunk, wide) if part.start else (chunk,)
+            inputs = np.zeros(shape, np.float32 if part.start else np.int32)
+            cache, where = part.empty_cache(slots), (np.int32(0), np.int32(1))
+            jax.block_until_ready(run_part(part, cache, inputs, *where, width=width))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between an edge and its cloud: ZeroMQ with CURVE, hidden states as bytes, JSON headers.
+"""Messages between an edge and its cloud: ZeroMQ with CURVE, headers and hidden states as bytes.
 
-    ask      header (JSON: `Ask`), states of the next tokens at the exit
-    answer   JSON, one of  {"token": 7, "log_probability": -0.3, "slots": 16}  the token
-                           {"missing": 0}      states from this position on have to come first
-                           {"refused": "..."}  another model, protocol or size: cannot work
-                           {"fault": "..."}    of the cloud
+    ask      header (`Ask`), states of the next tokens at the exit
+    answer   b"t" token, log-probability, slots      the token
+             b"m" position                           states from there on have to come first
+             b"r" text                               refused: another model, protocol or size
+             b"f" text                               a fault of the cloud
 
 A cloud may forget any row at any time: the edge keeps the states of its text, and sends them again.
 """
@@ -15,9 +15,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
-import time
-from typing import Any
+import struct
+from typing import NamedTuple
 
 import numpy as np
 import zmq
@@ -25,7 +24,7 @@ import zmq.utils.monitor
 from jaxtyping import Float
 from zmq.utils import z85
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Both sides have to speak the same."""
 
 FORMATS = ("float32", "float16", "int8")
@@ -34,6 +33,10 @@ FORMATS = ("float32", "float16", "int8")
 MOST_SAID = 2**16
 """Bytes of a message without its states."""
 
+TOKEN, MISSING = struct.Struct("<cIfI"), struct.Struct("<cI")
+"""Answers of a fixed size."""
+
+_ASK = struct.Struct("<H16sHHIIIIfIff")
 _FLOATS = {"float32": "<f4", "float16": "<f2"}
 _KEYLESS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -46,43 +49,35 @@ class CloudLostError(ConnectionError):
     """The cloud cannot be reached, has gone, is silent, or answers nonsense."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What an edge says with the states of its next tokens.
-
-    Attributes:
-      protocol: see `PROTOCOL`.
-      model: see `utio_jax.contrib.edge.identify`.
-      exit: layers of the edge.
-      states: type of the states.
-      text: number of the text among those of this edge.
-      slots: tokens that the text will have at most.
-      first: position of the first of these states.
-      seed: of the text's draws.
-      method: temperature, top-k, top-p and min-p, as `PerRowSampling` has them.
-    """
+class Ask(NamedTuple):
+    """What an edge says with the states of its next tokens."""
 
     protocol: int
-    model: str
+    model: bytes  # As `identify` returns it.
     exit: int
-    states: str
-    text: int
-    slots: int
-    first: int
+    states: int  # Their type's place in `FORMATS`.
+    text: int  # Its number among those of this edge.
+    slots: int  # Tokens that it will have at most.
+    first: int  # Position of the first of these states.
     seed: int
-    method: list[float]
+    temperature: float  # This and the next three as `PerRowSampling` has them.
+    top_k: int
+    top_p: float
+    min_p: float
+
+    def pack(self) -> bytes:
+        """Returns it as bytes."""
+        return _ASK.pack(*self)
 
     @classmethod
-    def read(cls, data: bytes) -> Ask:
+    def unpack(cls, data: bytes) -> Ask:
         """Returns what a header says. Raises ValueError where it is none."""
-        said, kinds = read_object(data), {"model": str, "states": str, "method": list}
-        names = [field.name for field in dataclasses.fields(cls)]
-        ok = set(names) == set(said) and all(type(said[n]) is kinds.get(n, int) for n in names)
-        if ok:
-            ok = len(said["method"]) == 4 and all(type(e) in (int, float) for e in said["method"])
-        if not ok or not 0 <= said["seed"] < 2**32 or not -1 < said["method"][1] < 2**31:
-            raise ValueError(f"Wanted a header with {', '.join(names)}. Got {data[:80]!r}.")
-        return cls(**said)
+        if len(data) != _ASK.size:
+            raise ValueError(f"Wanted a header of {_ASK.size} bytes. Got {len(data)}.")
+        ask = cls(*_ASK.unpack(data))
+        if ask.states >= len(FORMATS) or ask.top_k >= 2**31:
+            raise ValueError(f"Wanted a header with a type of states and top-k. Got {ask}.")
+        return ask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,8 +102,12 @@ class Link:
     falls_back: bool = True
 
     def __post_init__(self) -> None:
-        check_format(self.states)
         check_key(self.key)
+        if self.states not in FORMATS:
+            raise ValueError(
+                f"Wanted states to cross the wire as {', '.join(FORMATS)}. Got "
+                f"states={self.states!r:.40}."
+            )
         if not 0 < self.port < 2**16 or not self.seconds > 0:
             raise ValueError(
                 "Wanted a port from 1 to 65535, and more than 0 seconds. Got "
@@ -117,17 +116,10 @@ class Link:
 
     def lost(self, why: str) -> CloudLostError:
         """Returns the error of a cloud that is not there, or no more."""
-        alone = (
-            ""
-            if self.falls_back
-            else (
-                ", or let tokens come from the exit while it is away: falls_back=True, or the "
-                "command edge without --require-cloud"
-            )
-        )
+        alone = ", or let tokens come from the exit while it is away: falls_back=True"
         return CloudLostError(
             f"Wanted the cloud at {self.host}:{self.port}. It is lost: {why}. Start it again"
-            f"{alone}."
+            f"{'' if self.falls_back else alone}."
         )
 
 
@@ -160,22 +152,19 @@ class Connection:
         while self._events.poll(0):  # What was before: rows that are lost are sent again.
             self._events.recv_multipart()
         self._socket.send_multipart([header, states])
-        until = time.monotonic() + self._link.seconds
-        while True:
-            left = max(0, round(1000 * (until - time.monotonic())))
-            ready = dict(self._poller.poll(left))
-            if self._socket in ready:
-                return b"".join(self._socket.recv_multipart())
-            if not ready:
-                raise self._link.lost(f"no answer within {self._link.seconds:g} s")
-            event = zmq.utils.monitor.recv_monitor_message(self._events)["event"]
-            if event & _KEYLESS:
-                raise ValueError(
-                    f"Wanted a cloud at {self._link.host}:{self._link.port} that has the same key. "
-                    "Got none: it hung up during the handshake. Give both the same key."
-                )
-            gone = event == zmq.EVENT_DISCONNECTED
-            raise self._link.lost("it has ended" if gone else "it cannot be reached")
+        ready = dict(self._poller.poll(round(1000 * self._link.seconds)))
+        if self._socket in ready:
+            return b"".join(self._socket.recv_multipart())
+        if not ready:
+            raise self._link.lost(f"no answer within {self._link.seconds:g} s")
+        event = zmq.utils.monitor.recv_monitor_message(self._events)["event"]
+        if event & _KEYLESS:
+            raise ValueError(
+                f"Wanted a cloud at {self._link.host}:{self._link.port} that has the same key. "
+                "Got none: it hung up during the handshake. Give both the same key."
+            )
+        gone = event == zmq.EVENT_DISCONNECTED
+        raise self._link.lost("it has ended" if gone else "it cannot be reached")
 
     def close(self) -> None:
         """Hangs up."""
@@ -215,37 +204,13 @@ def check_key(key: bytes) -> bytes:
     return key
 
 
-def check_format(states: str) -> str:
-    """Returns a type of states, once it is known to be one.
-
-    Raises:
-      ValueError: it is not.
-    """
-    if states not in FORMATS:
-        raise ValueError(
-            f"Wanted states to cross the wire as {', '.join(FORMATS)}. Got states={states!r:.40}."
-        )
-    return states
-
-
-def read_object(data: bytes) -> dict[str, Any]:
-    """Returns a JSON object. Raises ValueError where it is none, or nested too deeply."""
-    try:
-        said = json.loads(data)
-    except RecursionError as error:
-        raise ValueError("Wanted JSON. Got one that is nested too deeply.") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"Wanted a JSON object. Got {data[:40]!r}.")
-    return said
-
-
 def bytes_per_token(states: str, dim: int) -> int:
     """Returns the bytes that one token's state takes on the wire.
 
     >>> [bytes_per_token(each, 160) for each in FORMATS]
     [640, 320, 164]
     """
-    return {"float32": 4 * dim, "float16": 2 * dim, "int8": dim + 4}[check_format(states)]
+    return {"float32": 4 * dim, "float16": 2 * dim, "int8": dim + 4}[states]
 
 
 def pack_states(x: Float[np.ndarray, "token dim"], states: str) -> bytes:
@@ -278,11 +243,11 @@ def unpack_states(data: bytes, states: str, dim: int) -> Float[np.ndarray, "toke
     Raises:
       ValueError: the bytes are of no whole number of tokens, or of none.
     """
-    count, rest = divmod(len(data), bytes_per_token(states, dim))
+    size = bytes_per_token(states, dim)
+    count, rest = divmod(len(data), size)
     if rest or not count:
         raise ValueError(
-            f"Wanted states of whole tokens, {bytes_per_token(states, dim)} bytes each. Got "
-            f"{len(data)} bytes."
+            f"Wanted states of whole tokens, {size} bytes each. Got {len(data)} bytes."
         )
     if states == "int8":
         scale = np.frombuffer(data, "<f4", count)

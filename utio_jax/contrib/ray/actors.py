@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from utio_jax.contrib.ray.corpus import Corpus, Group, read_group
+from utio_jax.contrib.ray.corpus import Corpus
 from utio_jax.contrib.ray.job import Job, Runner, Worker, run_group
 from utio_jax.core.extras import missing_library
 
@@ -125,7 +125,7 @@ def run_by_ray(
                 _Actor,
                 batch_size=1,
                 compute=ActorPoolStrategy(size=actors),
-                fn_constructor_args=(make, job, corpus.groups, int(device.get("num_cpus", 0))),
+                fn_constructor_args=(make, job, corpus, int(device.get("num_cpus", 0))),
                 **device,
             )
             try:
@@ -146,17 +146,14 @@ def run_by_ray(
 class _Actor:
     """A device's process: the model, loaded once, and its compiled passes."""
 
-    def __init__(
-        self, make: Callable[[], Worker], job: Job, groups: Sequence[Group], cpus: int
-    ) -> None:
+    def __init__(self, make: Callable[[], Worker], job: Job, corpus: Corpus, cpus: int) -> None:
         keep_to(cpus)
-        self._worker, self._job, self._groups = make(), job, groups
+        self._worker, self._job, self._corpus = make(), job, corpus
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Writes the rows of a group; returns its number."""
         for number in batch["group"].tolist():
-            documents = read_group(self._groups[number], self._job.columns)
-            run_group(self._job, number, documents, self._worker)
+            run_group(self._job, self._corpus, number, self._worker)
         return batch
 
 

@@ -108,10 +108,10 @@ class OfCorpus(OfModel):
         if self.ray is not None:
             make = functools.partial(_made, anywhere(self), model.sha256, worker_of)
             run = run_by_ray(make, address=self.ray, actors=self.actors, cpus=self.actor_cpus)
-        found = run_job(job, run, progress=progress_bar)
+        kept = run_job(job, run, progress=progress_bar)
         summary = {"command": name, **sums(job)}
         save_json(job.out / "summary.json", summary)
-        return {**summary, "out": str(job.out), "kept": found.kept}
+        return {**summary, "out": str(job.out), "kept": kept}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ def anywhere(command: Command) -> Command:
 
 def _digest(tree: Any) -> str:
     """Returns what identifies a policy or a mode with its fitted arrays."""
-    from utio_jax.devices.processes import digest
+    from utio_jax.core.processes import digest
 
     return digest(tree)[:16]
 

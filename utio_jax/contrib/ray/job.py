@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A resumable batch job over a corpus: groups of documents in, one Parquet file per group out.
+"""Runs a corpus into a folder, group by group, and goes on with what is missing after any end.
 
     out/job.json                    what the rows are of: another corpus, model or policy is refused
+    out/corpus/group-00000007.parquet  documents, in groups that the corpus alone decides
     out/rows/group-00000007.parquet one row per document; written whole or not at all
     out/summary.json                once every document is there
 
-A group is fixed by the corpus alone and has one file name, so a group that is run twice, after a
-failure or by two actors, replaces its rows with the same rows. With or without Ray, rows are equal.
+A group has one file name, so a group that is run twice, after a failure or by two actors, replaces
+its rows with the same rows. With or without Ray, rows are equal.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from utio_jax.contrib.ray.corpus import (
     Columns,
     Corpus,
     Document,
-    corpus_of,
+    group_file,
+    hash_files,
     id_digest,
     load_parquet,
-    read_group,
-    scan_file,
+    prepare,
 )
 from utio_jax.core.files import load_json, replacing, save_json
 
@@ -61,7 +62,7 @@ class Job:
 
     def row_file(self, number: int) -> Path:
         """Returns the file of a group's rows."""
-        return self.out / "rows" / f"group-{number:08d}.parquet"
+        return group_file(self.out / "rows", number)
 
     def columns_of(self, names: list[str]) -> Iterator[dict[str, np.ndarray]]:
         """Yields some columns of all rows, a file at a time."""
@@ -71,21 +72,16 @@ class Job:
             yield {name: table[name].to_numpy(zero_copy_only=False) for name in names}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finished:
-    """What a job has come to: `documents` in its folder; of these, `kept` were found finished."""
-
-    documents: int
-    kept: int
-
-
-def run_job(job: Job, run: Runner, *, progress: Progress) -> Finished:
-    """Runs all documents of a corpus that are not finished, and checks that each is there once.
+def run_job(job: Job, run: Runner, *, progress: Progress) -> int:
+    """Runs all documents of a corpus that are not finished; checks that each is there once.
 
     Args:
       job: what is to be done.
       run: `run_here`, or a Ray cluster's way.
       progress: of documents.
+
+    Returns:
+      Documents that were found finished.
 
     Raises:
       ValueError: the corpus cannot be read, or the folder belongs to another job.
@@ -93,21 +89,16 @@ def run_job(job: Job, run: Runner, *, progress: Progress) -> Finished:
     """
     if not job.files:
         raise ValueError("Wanted files of a corpus. Got none.")
-    with progress(len(job.files), "reading files") as step:
-        scanned = []
-        for file in job.files:
-            scanned.append(scan_file(file, job.columns))
-            step(1)
-    corpus = corpus_of(scanned, job.columns, documents=job.group)
-    _claim(job, corpus)
-    missing = [n for n in range(len(corpus.groups)) if not job.row_file(n).exists()]
-    kept = len(corpus.ids) - sum(corpus.sizes[number] for number in missing)
+    with progress(None, "reading files"):
+        corpus = _claimed(job)
+    missing = [n for n in range(len(corpus.sizes)) if not job.row_file(n).exists()]
+    kept = sum(corpus.sizes) - sum(corpus.sizes[number] for number in missing)
     if missing:
-        with progress(len(corpus.ids), "documents") as step:
+        with progress(sum(corpus.sizes), "documents") as step:
             step(kept)
             run(job, corpus, missing, step)
     _check_complete(job, corpus)
-    return Finished(documents=len(corpus.ids), kept=kept)
+    return kept
 
 
 def run_here(make: Callable[[], Worker]) -> Runner:
@@ -116,62 +107,63 @@ def run_here(make: Callable[[], Worker]) -> Runner:
     def run(job: Job, corpus: Corpus, missing: Sequence[int], step: Callable[[int], Any]) -> None:
         worker = make()
         for number in missing:
-            run_group(job, number, read_group(corpus.groups[number], job.columns), worker)
+            run_group(job, corpus, number, worker)
             step(corpus.sizes[number])
 
     return run
 
 
-def run_group(job: Job, number: int, documents: Sequence[Document], worker: Worker) -> None:
+def run_group(job: Job, corpus: Corpus, number: int, worker: Worker) -> None:
     """Runs a group's documents and writes their rows."""
     import pyarrow
 
-    schema, rows = worker(documents)
+    schema, rows = worker(corpus.read(number))
     table = pyarrow.Table.from_pylist(rows, schema=schema)
     with replacing(job.row_file(number)) as (partial,):
         load_parquet().write_table(table, partial)
 
 
-def _claim(job: Job, corpus: Corpus) -> None:
-    """Says what the folder is of, or checks that it is of the same."""
-    file = job.out / "job.json"
+def _claimed(job: Job) -> Corpus:
+    """Returns the corpus, once the folder is known to be of this job, or is made so."""
+    file, sha256 = job.out / "job.json", hash_files(job.files)
     wanted = {
         **job.identity,
         "columns": [job.columns.id, job.columns.text],
-        "corpus": corpus.sha256[:16],
-        "documents": len(corpus.ids),
+        "corpus": sha256[:16],
         "group": job.group,
     }
-    if not file.exists():
-        if job.out.exists() and any(job.out.iterdir()):
+    if file.exists():
+        found = load_json(file, "what --out is of", remedy="Name another --out.")
+        found = found if isinstance(found, dict) else {}
+        differs = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+        if differs:
             raise ValueError(
-                f"Wanted an empty folder as --out, or one of this job. Got {job.out}, with files "
-                "and without job.json. Name another."
+                "Wanted --out of this job: "
+                + ", ".join(f"{name} {wanted.get(name)}" for name in differs)
+                + f". Got {job.out} of "
+                + ", ".join(f"{name} {found.get(name)}" for name in differs)
+                + ". Name another --out, or go on with what this one was begun with."
             )
-        save_json(file, wanted)
-        return
-    found = load_json(file, "what --out is of", remedy="Name another --out.")
-    found = found if isinstance(found, dict) else {}
-    differs = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
-    if differs:
+    elif job.out.exists() and any(each.stem != "corpus" for each in job.out.iterdir()):
         raise ValueError(
-            "Wanted --out of this job: "
-            + ", ".join(f"{name} {wanted.get(name)}" for name in differs)
-            + f". Got {job.out} of "
-            + ", ".join(f"{name} {found.get(name)}" for name in differs)
-            + ". Name another --out, or go on with what this one was begun with."
+            f"Wanted an empty folder as --out, or one of this job. Got {job.out}, with files and "
+            "without job.json. Name another."
         )
+    into: Any = {"folder": job.out / "corpus", "sha256": sha256, "documents": job.group}
+    corpus = prepare(job.files, job.columns, **into)
+    if not file.exists():
+        save_json(file, wanted)
+    return corpus
 
 
 def _check_complete(job: Job, corpus: Corpus) -> None:
     """Checks that every document of a corpus is there exactly once."""
     found = [id_digest(name) for each in job.columns_of(["id"]) for name in each["id"].tolist()]
-    ids = np.sort(np.asarray(found, "S16"))
-    if ids.size != corpus.ids.size or (ids != corpus.ids).any():
-        missing = int(np.sum(~np.isin(corpus.ids, ids)))
+    ids, wanted = np.sort(np.asarray(found, "S16")), corpus.ids()
+    if ids.size != wanted.size or (ids != wanted).any():
+        missing = int(np.sum(~np.isin(wanted, ids)))
         double = int(np.sum(ids[1:] == ids[:-1]))
         raise RuntimeError(
-            f"Wanted each of {corpus.ids.size} documents once in {job.out / 'rows'}. Got "
-            f"{ids.size} rows, {missing} missing and {double} double. Start anew with another "
-            "--out."
+            f"Wanted each of {wanted.size} documents once in {job.out / 'rows'}. Got {ids.size} "
+            f"rows, {missing} missing and {double} double. Start anew with another --out."
         )

@@ -18,13 +18,7 @@ import threading
 from typing import Any
 
 from utio_jax.contrib.ray.actors import cluster, device_of, keep_to, own_words
-from utio_jax.engine import Shapes
-from utio_jax.serving.app import Service, make_app
-from utio_jax.serving.gate import Gate, log_line
-from utio_jax.serving.hosts import parts
-from utio_jax.serving.limits import Limits
-from utio_jax.serving.run import key_of
-from utio_jax.serving.worker import Worker
+from utio_jax.serving import Address, Application, Limits
 
 _WAITING = 256
 """Requests that Serve gives to a replica beyond its slots; they wait in the server's own queue."""
@@ -36,49 +30,40 @@ class Replica:
     async def __init__(self, command: Any, cpus: int) -> None:
         """Returns once everything is compiled."""
         keep_to(cpus)
-        model = command.served()
-        room, slots = model.room(command.capacity), command.slots
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def died(error: BaseException) -> None:
-            if not ready.done():
-                ready.set_exception(error)
-
-        engine = parts(model, slots=slots, capacity=room, shapes=Shapes(), lines=None)
-        self._worker = Worker(*engine, on_ready=lambda: ready.set_result(None), on_death=died)
         limits = Limits(
             queue_requests=command.queue,
             queue_tokens=command.queue_tokens,
             request_seconds=command.request_seconds,
         )
-        service = Service(model, self._worker, capacity=room, slots=slots, limits=limits)
-        key = None if command.api_key_file is None else key_of(command.api_key_file)
-        count = service.metrics.request
-        self._gate = Gate(
-            make_app(service), body_bytes=limits.body_bytes, key=key, log=log_line, count=count
-        )
-        self._worker.start()
-        await ready
-        service.ready = True
+        sizes: dict[str, Any] = {"slots": command.slots, "capacity": command.capacity}
+        key = Address(key_file=command.api_key_file).key()
+        self._app = Application(command.served(), limits=limits, key=key, **sizes)
+        changed = asyncio.Event()
+        self._app.on_change = changed.set
+        self._life = self._app.lifespan()
+        await self._life.__aenter__()
+        await changed.wait()
+        if self._app.dead is not None:
+            raise self._app.dead
 
     def __serve_build_asgi_app__(self) -> Any:
         """Returns the application; Ray Serve asks for it once the constructor has ended."""
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             if scope["type"] != "lifespan":
-                await self._gate(scope, receive, send)
+                await self._app(scope, receive, send)
                 return
             await receive()  # Startup: the constructor has started the engine.
             await send({"type": "lifespan.startup.complete"})
             await receive()
-            self._worker.stop()
+            await self._life.__aexit__(None, None, None)
             await send({"type": "lifespan.shutdown.complete"})
 
         return app
 
     def check_health(self) -> None:
         """Raises where Ray Serve shall start another one instead."""
-        if not self._worker.alive:
+        if self._app.dead is not None:
             raise RuntimeError("The engine has ended.")
 
 

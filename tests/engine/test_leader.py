@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that tells others what to do on devices, between threads here, against one alone."""
+"""An engine that broadcasts its calls to workers, between threads here, against one alone."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 from helpers.engine import CAPACITY, SHAPES, SLOTS, STEPS, engine_of, modes, pool
 from helpers.generation import lively_model
-from helpers.lines import joined
 from helpers.models import Model, live_params
+from helpers.processes import exchanges
 
+from utio_jax.core.processes import ProcessLostError
 from utio_jax.decoding import Confidence, Thinking
 from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
-from utio_jax.engine import LedEngine, follow
-from utio_jax.engine import led as subject
-from utio_jax.engine.led import pack, unpack
+from utio_jax.engine import LeaderEngine
+from utio_jax.engine import leader as subject
+from utio_jax.engine.leader import Channel, decode, encode, run_worker
 from utio_jax.engine.requests import Request, stop_arrays
 from utio_jax.engine.slots import Slots
 
@@ -30,24 +31,23 @@ SIZES: dict[str, Any] = {"slots": SLOTS, "capacity": CAPACITY, "steps": STEPS, "
 
 
 @contextlib.contextmanager
-def led(model: Model, other: Model | None = None, **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yields an engine and what has become of its one follower, in a thread."""
-    first, second = joined(2)
-    options = {**SIZES, **options}
-    theirs = other or model
-    with ThreadPoolExecutor() as threads:
+def spread(model: Model, other: Model | None = None, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yields an engine and what has become of its one worker, in a thread."""
+    with exchanges(2) as (first, second), ThreadPoolExecutor() as threads:
         try:
-            followed = threads.submit(
-                follow, second, theirs.decoder, theirs.params, **options, deeds={}
+            options = {**SIZES, **options}
+            theirs = other or model
+            worker = threads.submit(
+                run_worker, Channel(second), theirs.decoder, theirs.params, **options
             )
-            yield LedEngine(first, model.decoder, model.params, **options), followed
+            yield LeaderEngine(Channel(first), model.decoder, model.params, **options), worker
         finally:
-            first.close()
+            first.end()
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[Slots]:
-    """Returns the followers' rows."""
+    """Returns the workers' rows."""
     found: list[Slots] = []
 
     class Noted(Slots):
@@ -67,7 +67,7 @@ def test_requests_come_out_as_alone_and_the_other_has_done_the_same(
     model, (mode, prefill) = lively_model(), modes()[name]
     shapes = dataclasses.replace(SHAPES, chunk=4)
     options: dict[str, Any] = {"mode": mode, "prefill": prefill, "shapes": shapes}
-    with led(model, **options) as (engine, followed):
+    with spread(model, **options) as (engine, worker):
         found = []
         for each in (engine, engine_of(model, **options)):
             numbers = [asked.submit(each) for asked in pool(12)]
@@ -83,74 +83,93 @@ def test_requests_come_out_as_alone_and_the_other_has_done_the_same(
                 np.testing.assert_array_equal(getattr(one, field), getattr(other, field))
         assert {each.reason for each in found[0]} >= {"cancelled", "length"}
         engine.close()
-        followed.result(timeout=60)
+        worker.result(timeout=60)
         (mirror,) = rows
         for mine, theirs in zip(
             *(jax.tree.leaves(each.state) for each in (engine._rows, mirror)), strict=True
         ):
             np.testing.assert_array_equal(mine, theirs)
-        assert len(engine._mine) < 4  # What the other says of the last blocks may come later.
-        assert not engine._theirs
 
 
 def test_other_options_or_weights_are_refused_on_both_sides() -> None:
     model = lively_model()
-    first, second = joined(2)
-    with ThreadPoolExecutor() as threads:
-        followed = threads.submit(
-            follow, second, model.decoder, model.params, **SIZES, identity="other weights"
-        )
+    arguments: Any = model.decoder, model.params
+    with exchanges(2) as (first, second), ThreadPoolExecutor() as threads:
+        other: dict[str, Any] = {**SIZES, "identity": "other weights"}
+        worker = threads.submit(run_worker, Channel(second), *arguments, **other)
         with pytest.raises(ValueError, match=r"process 0's on processes \[1\]"):
-            LedEngine(first, model.decoder, model.params, **SIZES, identity="weights")
+            LeaderEngine(Channel(first), *arguments, **SIZES, identity="weights")
         with pytest.raises(ValueError, match="the same model and options on all 2 processes"):
-            followed.result(timeout=60)
-    first.close()
+            worker.result(timeout=60)
 
 
 def test_a_process_that_comes_to_other_tokens_is_found_out() -> None:
     model = lively_model()
     other = Model(model.decoder, live_params(model.decoder, seed=5))
-    with led(model, other) as (engine, _):
+    with spread(model, other) as (engine, worker):
         pool(1)[0].submit(engine)
         engine.submit([1, 2, 3], max_new_tokens=40, eos_ids=())
-        with pytest.raises(RuntimeError, match=r"Processes \[1\] have others in block"):
+        with pytest.raises(RuntimeError, match=r"Processes \[1\] have others than process 0"):
             engine.drain()
+        with pytest.raises(RuntimeError, match=r"Processes \[1\] have others than process 0"):
+            worker.result(timeout=60)
 
 
-def test_an_engine_whose_follower_is_gone_says_so() -> None:
+def test_where_one_has_ended_the_other_gets_an_error_with_requests_and_without() -> None:
     model = lively_model()
-    with led(model) as (engine, followed):
+    with spread(model) as (engine, worker):
         engine.submit([1, 2, 3], max_new_tokens=40, eos_ids=())
         engine.advance()
-        engine.close()
-        followed.result(timeout=60)
-        engine._lines._lines[0].lose("has ended")
-        with pytest.raises(subject.ProcessLostError, match="Process 1 has ended"):
+        engine._channel.exchange.end()
+        with pytest.raises(ProcessLostError):
             engine.drain()
+        with pytest.raises(ProcessLostError):
+            worker.result(timeout=60)
+    with spread(model) as (engine, worker):
+        engine._channel.exchange.end()
+        with pytest.raises(ProcessLostError):
+            engine.advance()
 
 
-def test_an_error_of_a_collective_is_blamed_on_who_is_gone(monkeypatch: Any) -> None:
+def test_an_error_of_the_runtime_means_that_a_process_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = lively_model()
-    with led(model) as (engine, followed):
+    with spread(model) as (engine, _):
         engine.submit([1, 2, 3], max_new_tokens=40, eos_ids=())
 
         def broken(*_: Any) -> Any:
-            raise RuntimeError("Gloo all-reduce failed")
+            raise jax.errors.JaxRuntimeError("Gloo all-reduce failed")
 
         monkeypatch.setattr(Slots, "run", broken)
-        with pytest.raises((subject.ProcessLostError, RuntimeError)) as caught:
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        with pytest.raises(ProcessLostError, match="A collective failed.*Gloo all-reduce failed"):
             engine.advance()
-        # The follower fails in the same way; a follower that lives on blames nobody.
-        assert followed.exception(timeout=60) is not None
-        assert "Gloo" in str(caught.value)
-        engine._lines._lines[0].lose("has ended")
-        with pytest.raises(subject.ProcessLostError, match="Process 1 has ended"):
-            engine._together(broken)
+
+
+def test_a_worker_asks_the_leader_to_end_and_rests_meanwhile() -> None:
+    model, asked = lively_model(), list[bool]()
+    with exchanges(2) as (first, second), ThreadPoolExecutor() as threads:
+        channels, arguments = (Channel(first), Channel(second)), (model.decoder, model.params)
+        worker = threads.submit(run_worker, channels[1], *arguments, **SIZES)
+        engine = LeaderEngine(channels[0], *arguments, **SIZES)
+        channels[0].on_ask = lambda: asked.append(True)
+        assert engine.advance() == []
+        assert not asked
+        channels[1].ending = True
+        for _ in range(2):  # It may wait in an exchange that it began before.
+            engine.advance()
+        assert asked
+        engine.close()
+        worker.result(timeout=60)
 
 
 def test_no_plan_is_made_of_times_that_one_process_cannot_take() -> None:
     model = lively_model()
-    with led(model) as (engine, _), pytest.raises(ValueError, match="a warmup without a histogram"):
+    with (
+        spread(model) as (engine, _),
+        pytest.raises(ValueError, match="a warmup without a histogram"),
+    ):
         engine.warmup(histogram={1: 1.0})
 
 
@@ -180,7 +199,7 @@ def test_a_request_arrives_as_it_was_sent(method: Any) -> None:
         "emitted": np.asarray([6, 1], np.int32),
         "sampling": method,
         "eos_ids": ends,
-        "sequences": sequences,
+        "sequences": np.zeros((0, 16), np.int32) if method == Greedy() else sequences,
         "thresholds": np.asarray([-np.inf, 0.1], np.float32),
         "thinking": Thinking(
             end_ids=(3, 4), confidence=Confidence(threshold=float("inf"), cue_ids=(1,))
@@ -188,8 +207,8 @@ def test_a_request_arrives_as_it_was_sent(method: Any) -> None:
         "emitted_uncertainty": np.asarray([0.5, 2.0], np.float32),
     }
     request = Request(**known)
-    found = unpack(json.loads(json.dumps(pack(request))), alternatives=5)
-    for name in subject._sent():
+    found = decode(json.loads(json.dumps(encode(request))))
+    for name in known.keys() - {"text", "submitted", "expires"}:
         one, other = getattr(request, name), getattr(found, name)
         if isinstance(one, np.ndarray):
             assert one.dtype == other.dtype

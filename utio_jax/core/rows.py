@@ -145,7 +145,7 @@ def over_rows(mesh: Mesh, function: Callable[..., Any], *args: Any) -> Any:
     if any(count % parts for count in counts):
         raise ValueError(
             f"Wanted rows that {parts} devices share evenly. Got {sorted(counts)} rows. Fill them "
-            "up with empty ones: utio_jax.devices.rows.place."
+            "up with empty ones: utio_jax.core.rows.place."
         )
     made: dict[str, Any] = {}
 

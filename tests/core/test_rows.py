@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utio_jax.devices import processes
+from utio_jax.core import processes
 
 ROOT = Path(__file__).parents[2]
 
 ON_TWO_DEVICES = """
 import jax
 import numpy as np
-from utio_jax.devices.rows import PerDevice, Rows, StackedRows, over_rows, place
+from utio_jax.core.rows import PerDevice, Rows, StackedRows, over_rows, place
 
 mesh = jax.make_mesh((2,), ("data",))
 rows, stacks, shared = np.arange(10.0).reshape(5, 2), np.arange(20.0).reshape(2, 5, 2), np.ones(2)

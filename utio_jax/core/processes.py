@@ -11,10 +11,11 @@ everywhere too. With one process this is a loop.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from utio_jax.core.files import replacing
-from utio_jax.devices.lines import join
-from utio_jax.devices.rows import DATA, check_mesh
+from utio_jax.core.rows import DATA, check_mesh
+
+_FIRST = 4096
+"""Bytes of an exchange that go at once, its length included."""
 
 Arrays = Mapping[str, np.ndarray]
 """A result: arrays by name, none of them of objects."""
+
+
+class ProcessLostError(RuntimeError):
+    """Another process of the job has ended: nothing that takes all can be done."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +120,7 @@ def share(
     if alone:
         yield from map(find, range(count))
         return
-    check_same(mesh, identity, what=what)
+    check_same(identity, what=what)
     # Items come longest first: dealt out in turns, every process has as much to do.
     mine = {number: find(number) for number in range(index, count, processes)}
     found: dict[int, Arrays] = {}
@@ -129,30 +136,66 @@ def share(
 
 
 def exchange(data: bytes) -> list[bytes]:
-    """Returns what every process called this with, in the order of the processes.
+    """Returns what each process called this with, in the order of the processes: an all-gather.
+
+    All of them call it, as often and in the same order as other collectives. What is short, as most
+    is, takes one collective; what is longer a second one.
 
     Raises:
-      ProcessLostError: one of them has ended.
+      ProcessLostError: a process has ended.
     """
     from jax.experimental.multihost_utils import process_allgather
 
-    join().meet()  # Collectives on CPU give up after 30 s, and shares of work end at any time.
-    sizes = np.asarray(process_allgather(np.asarray([len(data)], np.int32))).reshape(-1)
-    padded = np.zeros(max(sizes.max(), 1), np.uint8)
-    padded[: len(data)] = np.frombuffer(data, np.uint8)
-    everyone = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
-    return [bytes(row[:size]) for row, size in zip(everyone, sizes, strict=True)]
+    if jax.process_count() == 1:
+        return [data]
+
+    def gather(part: bytes, size: int) -> np.ndarray:
+        padded = np.zeros(size, np.uint8)
+        padded[: len(part)] = np.frombuffer(part, np.uint8)
+        return np.asarray(process_allgather(padded)).reshape(-1, size)
+
+    framed = len(data).to_bytes(8, "little") + data
+    with lost_processes():
+        rows = gather(framed[:_FIRST], _FIRST)
+        sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in rows]
+        if (rest := max(sizes) + 8 - _FIRST) > 0:
+            # Few different sizes, for each is a program; an eighth too much at most.
+            step = max(_FIRST, 2 ** max(0, rest.bit_length() - 3))
+            rest = -(-rest // step) * step
+            rows = np.concatenate([rows, gather(framed[_FIRST:], rest)], axis=1)
+    return [row[8 : 8 + size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
-def check_same(mesh: Mesh | None, tree: Any, *, what: str) -> None:
-    """Raises ValueError, on every process, where a mesh's processes have different pytrees."""
-    if mesh is None or local_mesh(mesh) is mesh:
-        return
-    everyone = exchange(digest(tree).encode())
+@contextlib.contextmanager
+def lost_processes() -> Iterator[None]:
+    """Raises ProcessLostError where the runtime fails inside: with several processes, a peer ended.
+
+    Whether it did, or this process' own devices failed, the runtime does not say: all have to end.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise ProcessLostError(
+            "Wanted all processes of the job. A collective failed, as it does where one of them "
+            f"has ended: {str(error)[:500]}. Logs of the others say more; start the job again."
+        ) from error
+
+
+def check_same(tree: Any, *, what: str, by: Callable[[bytes], Sequence[bytes]] = exchange) -> None:
+    """Raises ValueError, on every process, where the processes have different pytrees.
+
+    Args:
+      tree: of this process.
+      what: it is, in the message.
+      by: the all-gather of bytes to compare with.
+    """
+    everyone = by(digest(tree).encode())
     if others := [index for index, theirs in enumerate(everyone) if theirs != everyone[0]]:
         raise ValueError(
             f"Wanted the same {what} on all {len(everyone)} processes. Got others than process "
-            f"0's on processes {others}. Do all see the same files?"
+            f"0's on processes {others}. Do all see the same files, and get one command?"
         )
 
 

@@ -26,6 +26,7 @@ from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import collect, exit_statistics, study_exits
 from utio_jax.core.documents import Batch, batches_of
 from utio_jax.core.files import flatten, nest
+from utio_jax.core.rows import Rows, place
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import Generated, stream
@@ -35,7 +36,6 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.decoding.state import stop_rules
 from utio_jax.decoding.throttle import Throttle
-from utio_jax.devices.rows import Rows, place
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.evaluation.generation import spent_on
 from utio_jax.models import load, save

@@ -20,7 +20,7 @@ from helpers.models import Model
 
 from utio_jax.cli.main import main
 from utio_jax.cli.options import OfDevices
-from utio_jax.devices.processes import Shards, digest, local_mesh, share
+from utio_jax.core.processes import Shards, digest, local_mesh, share
 from utio_jax.models import save
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,344 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One engine over several processes: the leader decides, workers repeat what it does on devices.
+
+    mesh = jax.make_mesh((jax.device_count(),), ("model",), ...)
+    model, channel = load("FOLDER", sharding=mesh), Channel()
+    if jax.process_index():
+        run_worker(channel, model.decoder, model.params, slots=16, capacity=512)  # until `close`
+    else:
+        engine = LeaderEngine(channel, model.decoder, model.params, slots=16, capacity=512)
+        ...                                                                       # an `Engine`
+        engine.close()
+
+Every program on a mesh over processes has to be started by all of them, in one order. So process 0,
+the leader, broadcasts each call of its `Slots` before it makes it: which prompts go into which
+slots, a block, slots that become free. Queue, clock, deadlines, cancelled requests and stop strings
+are the leader's alone; nothing is decided twice, so nothing can be decided differently.
+
+The broadcast is a collective of its own between the engine's (`utio_jax.core.processes.exchange`).
+A worker waits in it for the leader, so the leader's `advance` has to be called every few seconds,
+with or without requests: the runtime may give up on a collective that takes long (gloo).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+import types
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.processes import check_same, exchange, lost_processes
+from utio_jax.decoding import sampling as methods
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.thinking import Confidence, Thinking
+from utio_jax.engine.blocks import report_columns
+from utio_jax.engine.engine import Engine
+from utio_jax.engine.requests import Event, Request
+from utio_jax.engine.slots import Reading, Served, Shapes, Slots
+
+_HEAD = struct.Struct("!I?")
+
+Calls = Mapping[str, Callable[..., Any]]
+"""What else the leader may broadcast, by name, with keyword arguments: what workers then call."""
+
+
+class Channel:
+    """The leader's calls on their way to all processes, with what these have to say meanwhile.
+
+    Attributes:
+      exchange: the all-gather of bytes that it uses.
+      ending: whether this process asks the leader to end. May be set at any time.
+      on_ask: called, on the leader, with every exchange in which a process asks for that.
+    """
+
+    def __init__(self, exchange: Callable[[bytes], Sequence[bytes]] = exchange) -> None:
+        """Exchanges messages by an all-gather of bytes between the processes of the job."""
+        self.exchange = exchange
+        self._tokens, self._block = 0, lambda: b""
+        self.ending = False
+        self.on_ask: Callable[[], None] = lambda: None
+
+    def broadcast(self, call: str, **arguments: Any) -> None:
+        """Sends a call to all workers, where this is the leader. Arguments: as JSON has them.
+
+        Raises:
+          ProcessLostError: a process has ended.
+          RuntimeError: the processes have come to different tokens.
+        """
+        self._round(json.dumps([call, arguments]).encode())
+
+    def receive(self) -> tuple[str, dict[str, Any]]:
+        """Returns the leader's next call and its arguments, where this is a worker.
+
+        Raises:
+          ProcessLostError: a process has ended.
+          RuntimeError: the processes have come to different tokens.
+        """
+        call, arguments = json.loads(self._round(b""))
+        return call, arguments
+
+    def note(self, report: jax.Array, room: int) -> None:
+        """Takes what a block has brought here; the next exchange compares it between processes."""
+        columns = report_columns(room)  # Lengths, why rows ended, token ids.
+        self._block = lambda: np.asarray(report)[:, :columns].tobytes()
+
+    def _round(self, message: bytes) -> bytes:
+        # Not at once: the collective waits for that block anyhow.
+        self._tokens, self._block = zlib.crc32(self._block(), self._tokens), lambda: b""
+        messages = self.exchange(_HEAD.pack(self._tokens, self.ending) + message)
+        tokens, asked = zip(*(_HEAD.unpack_from(each) for each in messages), strict=True)
+        if wrong := [process for process, each in enumerate(tokens) if each != tokens[0]]:
+            raise RuntimeError(
+                f"Wanted the same tokens on all processes. Processes {wrong} have others than "
+                "process 0. Are devices and libraries of one kind everywhere?"
+            )
+        if any(asked):
+            self.on_ask()
+        return messages[0][_HEAD.size :]
+
+
+class LeaderSlots(Slots):
+    """Rows on all processes: each call that touches devices is broadcast before it is made."""
+
+    def __init__(self, served: Served, mode: Mode, channel: Channel) -> None:
+        """Makes free rows alone, here; workers make theirs."""
+        super().__init__(served, mode)
+        self._channel = channel
+        self._sent: set[int] = set()
+
+    def read(
+        self, requests: Sequence[Request], rows: Sequence[int], *, reading: Reading, group: int
+    ) -> bool:
+        """Reads prompts on all processes, see `Slots.read`."""
+        numbers = {each.number for each in requests}
+        self._channel.broadcast(
+            "read",
+            fresh=[encode(each) for each in requests if each.number not in self._sent],
+            numbers=[each.number for each in requests],
+            rows=[*rows],
+            reading=self.readings.index(reading),
+            group=group,
+        )
+        done = super().read(requests, rows, reading=reading, group=group)
+        self._sent = self._sent - numbers if done else self._sent | numbers
+        return done
+
+    def forget(self, request: Request) -> None:
+        """Drops a prompt's chunks on all processes, see `Slots.forget`."""
+        if request.number in self._sent:
+            self._sent.discard(request.number)
+            self._channel.broadcast("forget", number=request.number)
+        super().forget(request)
+
+    def run(self) -> jax.Array:
+        """Runs a block on all processes, see `Slots.run`."""
+        self._channel.broadcast("run")
+        report = super().run()
+        self._channel.note(report, self.room)
+        return report
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Frees rows on all processes, see `Slots.release`."""
+        self._channel.broadcast("release", rows=[*rows])
+        super().release(rows)
+
+
+class LeaderEngine(Engine):
+    """An engine whose model is spread over the devices of several processes; this is process 0.
+
+    Each of the others is in `run_worker`, with the same model and options.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        decoder: Decoder,
+        params: Params,
+        *,
+        identity: str = "",
+        **options: Any,
+    ) -> None:
+        """Makes an engine without requests, once all processes are there.
+
+        Args:
+          channel: to the workers.
+          decoder: the model.
+          params: its parameters, on a mesh over the devices of all processes.
+          identity: of what has to be the same and cannot be seen, such as the weights' hash.
+          **options: see `Engine`.
+
+        Raises:
+          ValueError: workers have another model or other options, or see `Engine`.
+          ProcessLostError: a process has ended.
+        """
+        self._channel = channel
+        options["mode"] = everywhere(options.get("mode", Plain()), params)
+        super().__init__(decoder, params, **options)
+        _check_same(channel, self._served, self.mode, identity)
+
+    def advance(self) -> list[Event]:
+        """Runs one block on all processes, see `Engine.advance`. Without requests workers rest.
+
+        Raises:
+          ProcessLostError: a process has ended.
+          RuntimeError: they have come to different tokens.
+        """
+        with lost_processes():
+            if self.idle:
+                self._channel.broadcast("rest")
+            return super().advance()
+
+    def warmup(
+        self,
+        *,
+        histogram: Mapping[int, float] | None = None,
+        progress: Callable[[int, int], None] = lambda done, programs: None,
+    ) -> None:
+        """Compiles every program that requests may need, on all processes.
+
+        Args:
+          histogram: has to be None: blocks are timed on devices of one process.
+          progress: see `Engine.warmup`.
+
+        Raises:
+          ValueError: requests wait or run, or a histogram.
+          ProcessLostError: a process has ended.
+        """
+        if histogram is not None:
+            raise ValueError(
+                "Wanted a warmup without a histogram: a plan is made of times on one process. Make "
+                "it there with Engine.warmup, and this engine with the mode that it chooses."
+            )
+        super().warmup(progress=progress)
+
+    def close(self) -> None:
+        """Ends the workers: they return from `run_worker`."""
+        self._channel.broadcast("stop")
+
+    def _make_rows(self, mode: Mode) -> Slots:
+        return LeaderSlots(self._served, mode, self._channel)
+
+
+def run_worker(
+    channel: Channel,
+    decoder: Decoder,
+    params: Params,
+    *,
+    mode: Mode = Plain(),
+    identity: str = "",
+    calls: Calls = types.MappingProxyType({}),
+    **options: Any,
+) -> None:
+    """Repeats what process 0's `LeaderEngine` does on devices, until that is closed.
+
+    Args:
+      channel: to the leader.
+      decoder: the model.
+      params: its parameters, on a mesh over the devices of all processes.
+      mode: see `Engine`.
+      identity: see `LeaderEngine`.
+      calls: what else the leader may broadcast.
+      **options: fields of `utio_jax.engine.slots.Served`, with the defaults of `Engine`.
+
+    Raises:
+      ValueError: the leader has another model or other options, or see `Engine`.
+      ProcessLostError: a process has ended.
+      RuntimeError: they have come to different tokens.
+    """
+    defaults = {"prefill": None, "steps": 8, "shapes": Shapes(), "alternatives": 0}
+    served = Served(decoder=decoder, params=params, **{**defaults, **options})
+    held = Slots(served, everywhere(mode, params))
+    _check_same(channel, served, held.mode, identity)
+    known: dict[int, Request] = {}  # Whose prompts are not read to the end.
+
+    def read(*, fresh: Any, numbers: list[int], rows: list[int], reading: int, group: int) -> None:
+        known.update((each.number, each) for each in map(decode, fresh))
+        requests, way = [known[number] for number in numbers], held.readings[reading]
+        if held.read(requests, rows, reading=way, group=group):
+            for number in numbers:
+                del known[number]
+
+    own: Calls = {
+        "read": read,
+        "run": lambda: channel.note(held.run(), held.room),
+        "release": held.release,
+        "forget": lambda number: held.forget(known.pop(number)),
+        "rest": lambda: None,
+    }
+    with lost_processes():
+        while (received := channel.receive())[0] != "stop":
+            call, arguments = received
+            {**calls, **own}[call](**arguments)
+
+
+def everywhere(tree: Any, params: Params) -> Any:
+    """Returns the pytree with a copy of its arrays on each of the parameters' devices, for good.
+
+    What lies there already stays as it is. Where parameters lie on one device, all of it.
+    """
+    named = jax.sharding.NamedSharding
+    homes = [leaf.sharding for leaf in jax.tree.leaves(params) if isinstance(leaf.sharding, named)]
+    if not homes:
+        return tree
+    home = homes[0]
+    place = jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        if leaf.sharding.device_set == place.device_set:
+            return leaf
+        known = np.asarray(leaf)
+        return jax.make_array_from_callback(known.shape, place, lambda index: known[index])
+
+    return jax.tree.map(put, tree)
+
+
+_METHODS = (methods.Greedy, methods.Temperature, methods.TopK, methods.TopP, methods.MinP)
+_KINDS = {kind.__name__: kind for kind in (Request, Thinking, Confidence, methods.Chain, *_METHODS)}
+
+_HOST = {"text": None, "submitted": 0.0, "expires": math.inf}
+"""Fields of a request that the leader alone knows, and what workers have instead."""
+
+
+def encode(value: Any) -> Any:
+    """Returns what devices need of a request, and what it is made of, as JSON has it."""
+    if (kind := type(value).__name__) in _KINDS:
+        fields = {each.name for each in dataclasses.fields(value)}
+        if isinstance(value, Request):  # Others change while it runs, and begin as they are there.
+            fields -= {*_HOST, "slot", "admitted", "ending", "done", "_reports", "_texts", "_times"}
+        return {"kind": kind, **{name: encode(getattr(value, name)) for name in sorted(fields)}}
+    if isinstance(value, list | tuple):
+        return [*map(encode, value)]
+    if isinstance(value, np.ndarray | np.generic | jax.Array) and np.ndim(value):
+        array = np.asarray(value)
+        return {"array": array.tolist(), "dtype": array.dtype.name, "shape": array.shape}
+    return value.item() if isinstance(value, np.ndarray | np.generic | jax.Array) else value
+
+
+def decode(value: Any) -> Any:
+    """Returns what `encode` was given, lists as tuples and numbers as Python's."""
+    if isinstance(value, list):
+        return tuple(map(decode, value))
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        return np.asarray(value["array"], value["dtype"]).reshape(value["shape"])
+    kind, fields = _KINDS[value["kind"]], {k: decode(v) for k, v in value.items() if k != "kind"}
+    return kind(**fields, **(_HOST if kind is Request else {}))
+
+
+def _check_same(channel: Channel, served: Served, mode: Mode, identity: str) -> None:
+    sizes = dataclasses.replace(served, decoder=None, params=None, prefill=None)
+    about = repr((type(served.decoder).__name__, served.decoder.config, sizes, identity))
+    shapes = repr([(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(served.params)])
+    check_same((about, shapes, mode, served.prefill), what="model and options", by=channel.exchange)

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a server runs on devices: an engine, and scores of prompts; in one process or in several."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.processes import lost_processes
+from utio_jax.engine import Alternatives, Channel, Engine, LeaderEngine, Shapes, run_worker
+from utio_jax.engine.leader import everywhere
+from utio_jax.engine.slots import prompt_widths
+from utio_jax.serving.gate import Log, log_line
+from utio_jax.serving.model import ServedModel
+from utio_jax.serving.schema import MOST_LOGPROBS
+from utio_jax.staircase.exit_head import Readout
+from utio_jax.staircase.loop import staircase
+from utio_jax.staircase.score import full_depth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptScores:
+    """What the full model says of a prompt. Entry `i` is of token `i`, given those before it.
+
+    Attributes:
+      token_ids: of the prompt.
+      log_probabilities: of each in nats; NaN for the first, which nothing predicts.
+      alternatives: the most probable tokens there; at the first 0, and NaN.
+    """
+
+    token_ids: Int[np.ndarray, " token"]
+    log_probabilities: Float[np.ndarray, " token"]
+    alternatives: Alternatives
+
+
+class PromptScorer:
+    """Scores prompts one at a time, padded to a few widths: each is a program."""
+
+    def __init__(
+        self, model: ServedModel, *, capacity: int, shapes: Shapes, channel: Channel | None = None
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+          model: what is served.
+          capacity: tokens of a slot.
+          shapes: their `prompt_widths` are its own, within the context.
+          channel: of the leader, where other processes have to do the same.
+        """
+        config = model.text.decoder.config
+        widths = shapes.prompt_widths or prompt_widths(capacity)
+        self._widths = sorted({min(width, config.context_length) for width in widths})
+        self._model, self._channel = (model.text.decoder, model.text.params), channel
+        self._count = min(MOST_LOGPROBS, config.vocab_size)
+
+    @property
+    def programs(self) -> int:
+        """Programs that `warmup` compiles."""
+        return len(self._widths)
+
+    def warmup(self, *, progress: Callable[[int], None]) -> None:
+        """Compiles the program of every width; calls `progress` with how many are."""
+        for done, width in enumerate(self._widths, start=1):
+            self.score(np.zeros(width, np.int32))
+            progress(done)
+
+    def score(self, prompt: Int[np.ndarray, " token"]) -> PromptScores:
+        """Returns the scores of a prompt's tokens.
+
+        Raises:
+          ValueError: it is longer than the largest width.
+          ProcessLostError: another process has ended.
+        """
+        size = prompt.size
+        if size > self._widths[-1]:
+            raise ValueError(
+                f"Wanted a prompt of at most {self._widths[-1]} tokens to score. Got {size}."
+            )
+        ids = np.zeros((1, next(width for width in self._widths if width >= size)), np.int32)
+        ids[0, :size] = prompt
+        with lost_processes():
+            if self._channel is not None:
+                self._channel.broadcast("score", prompt=prompt.tolist())
+            lengths = np.asarray([size], np.int32)
+            found = _scored(*self._model, ids, lengths, count=self._count)
+            # What token i says of token i + 1 stands at i there, and at i + 1 here.
+            chosen, best, likely = (np.asarray(leaf)[0, : size - 1] for leaf in found)
+        return PromptScores(
+            token_ids=prompt,
+            log_probabilities=np.pad(chosen, (1, 0), constant_values=np.nan),
+            alternatives=Alternatives(
+                token_ids=np.pad(best, ((1, 0), (0, 0))),
+                log_probabilities=np.pad(likely, ((1, 0), (0, 0)), constant_values=np.nan),
+            ),
+        )
+
+
+@partial(jax.jit, static_argnames=("decoder", "count"))
+def _scored(
+    decoder: Decoder,
+    params: Params,
+    token_ids: Int[Array, "batch token"],
+    lengths: Int[Array, " batch"],
+    *,
+    count: int,
+) -> Any:
+    """Returns each next token's log-probability, and the most probable ids and theirs."""
+    labels = jnp.roll(token_ids, -1, axis=1)
+
+    def read(logits: jax.Array, label: jax.Array) -> Any:
+        logs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+        likely, best = jax.lax.top_k(logs, count)
+        chosen = jnp.take_along_axis(logs, label[..., None], axis=-1)[..., 0]
+        return chosen, best, likely
+
+    readout = Readout(function=read, arrays=(labels,))
+    return staircase(decoder, params, token_ids, lengths, full_depth(decoder), readout=readout).read
+
+
+def make_engine(
+    model: ServedModel, *, slots: int, capacity: int, shapes: Shapes, channel: Channel | None
+) -> Engine:
+    """Returns the engine of a server.
+
+    Args:
+      model: what is served.
+      slots: choices that run at once.
+      capacity: tokens of each.
+      shapes: which programs there are.
+      channel: to the workers over whose devices the model is spread; None: there are none.
+    """
+    options = _options(model, slots=slots, capacity=capacity, shapes=shapes)
+    if channel is None:
+        return Engine.of(model.text, **options)
+    options |= {"tokenizer": model.text.tokenizer, "identity": _identity(model)}
+    return LeaderEngine(channel, model.text.decoder, model.text.params, **options)
+
+
+def run_server_worker(
+    model: ServedModel,
+    *,
+    slots: int = 8,
+    capacity: int | None = None,
+    shapes: Shapes = Shapes(),
+    log: Log = log_line,
+) -> None:
+    """Does a worker's part of process 0's `Server`, on the devices, until that ends.
+
+    A signal to end is passed on: process 0 drains, and ends all. Arguments are as process 0's.
+
+    Raises:
+      ValueError: process 0 serves something else.
+      ProcessLostError: another process has ended.
+    """
+    channel, room = Channel(), model.room(capacity)
+
+    def ask(*_: Any) -> None:
+        channel.ending = True
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    log({"event": "working", "process": jax.process_index(), "pid": os.getpid()})
+    scorer = PromptScorer(model, capacity=room, shapes=shapes)
+    try:
+        run_worker(
+            channel,
+            model.text.decoder,
+            model.text.params,
+            identity=_identity(model),
+            calls={"score": lambda prompt: scorer.score(np.asarray(prompt, np.int32))},
+            **_options(model, slots=slots, capacity=room, shapes=shapes),
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    log({"event": "ended", "process": jax.process_index(), "status": 0})
+
+
+def _options(model: ServedModel, *, slots: int, capacity: int, shapes: Shapes) -> dict[str, Any]:
+    return {
+        "slots": slots,
+        "capacity": capacity,
+        "mode": model.mode,
+        "prefill": everywhere(model.prefill, model.text.params),
+        "shapes": shapes,
+        "alternatives": MOST_LOGPROBS,
+        "thinking": model.thinking is not None,
+    }
+
+
+def _identity(model: ServedModel) -> str:
+    """Returns what tells one model's weights from another's."""
+    return str(getattr(model.text, "sha256", ""))
