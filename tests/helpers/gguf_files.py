@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -72,20 +73,27 @@ def write_gguf(
     of_arch = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(of_arch, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    stacks: dict[str, list[np.ndarray]] = {}
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     for name, values in stored.items():
-        module, leaf = name.rsplit(".", 1)
+        module, leaf = (name, "weight") if name.endswith("_scale") else name.rsplit(".", 1)
+        stack = re.fullmatch(r"(model\.altup_\w+)\.\d+", module)
+        if stack:  # One tensor of all.
+            stacks.setdefault(stack[1], []).append(values)
+            continue
         found = names.get_name(module)
         assert found is not None, name
         rows = tensors.get(name, values)
         part = module.rsplit(".", 1)[-1]
         if arch == "llama" and part in heads:
             rows = permuted(rows, heads[part])
-        if arch.startswith("gemma") and module.endswith("norm"):
+        if arch in ("gemma2", "gemma3") and module.endswith("norm"):
             rows = rows + np.float32(1)
         kind = gguf.GGMLQuantizationType[kinds[name]] if name in kinds else None
         writer.add_tensor(f"{found}.{leaf}", np.ascontiguousarray(rows), raw_dtype=kind)
+    for module, each in stacks.items():
+        writer.add_tensor(f"{names.get_name(module)}.weight", np.stack(each))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -100,7 +108,8 @@ def _describe(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    widths = config["intermediate_size"]
+    writer.add_feed_forward_length(widths if isinstance(widths, int) else list(widths))
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)

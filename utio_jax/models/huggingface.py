@@ -25,10 +25,10 @@ from utio_jax.core.files import (
     load_json,
     refuse_pickle,
 )
-from utio_jax.models.families import FAMILIES, Rule, read_config
+from utio_jax.models.families import FAMILIES, Rule, read_config, text_part
 from utio_jax.models.stacking import place_tensors, source_names, used_rules
 from utio_jax.models.tensor_parallel import Sharding
-from utio_jax.models.transformer import Transformer
+from utio_jax.models.transformer import TransformerConfig
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -95,23 +95,28 @@ def load_folder(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Sharding | None = None,
-) -> tuple[Transformer, Params]:
+) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a Hugging Face folder.
 
     Raises:
       ValueError: see `utio_jax.models.load`.
     """
-    config = read_json(folder / "config.json", "a config")
+    whole = read_json(folder / "config.json", "a config")
+    config = text_part(whole)
     if (folder / "generation_config.json").is_file():  # What ends a text is said there, if at all.
         ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
     settings = read_config(config, source=str(folder / "config.json"), exits=exits)
+    family = FAMILIES[config["model_type"]]
     home = where_tensors_are(folder, prefix=_prefix(config["model_type"]))
-    if settings.tie_embeddings and _head_differs(home, FAMILIES[config["model_type"]].rules[0]):
+    if config is not whole:
+        home = _of_text(home)
+    tied = getattr(settings, "tie_embeddings", True)
+    if tied and _head_differs(home, family.rules[0]) and isinstance(settings, TransformerConfig):
         settings = dataclasses.replace(settings, tie_embeddings=False)
     return place_tensors(
-        Transformer(settings),
-        FAMILIES[config["model_type"]].rules,
+        family.decoder(settings),
+        family.rules,
         {name: shape for name, (*_, shape) in home.items()},
         lambda name: read_tensor(*home[name][:2]),
         dtype=dtype,
@@ -121,7 +126,7 @@ def load_folder(
 
 
 def stored_form(
-    decoder: Transformer,
+    decoder: Any,
     params: Params,
     *,
     config: Mapping[str, Any],
@@ -135,16 +140,18 @@ def stored_form(
       config: the `config.json` that it came with.
       dtype: of the weights.
     """
-    dtype = jnp.dtype(dtype)
+    dtype, config = jnp.dtype(dtype), text_part(config)
     arrays = flatten(params)
     tensors: dict[str, np.ndarray] = {}
     for rule in used_rules(FAMILIES[config["model_type"]].rules, arrays):
-        for index, name in enumerate(source_names(rule, decoder.config.num_layers)):
+        for index, name in enumerate(source_names(rule, arrays)):
             leaves = [arrays[path] for path in rule.targets]
             if "{layer}" in rule.source:
                 leaves = [leaf[index] for leaf in leaves]
             joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
-            tensors[name] = (joined.T if rule.transpose else joined).astype(dtype)
+            tensors[name] = (np.swapaxes(joined, -1, -2) if rule.transpose else joined).astype(
+                dtype
+            )
     stored = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     stored.pop("torch_dtype", None)
     return tensors, stored
@@ -192,6 +199,16 @@ def where_tensors_are(folder: Path, *, prefix: str) -> dict[str, tuple[Path, str
     if any(name.startswith(prefix) for name in home):
         return home
     return {prefix + name: entry for name, entry in home.items()}
+
+
+def _of_text(home: dict[str, Any]) -> dict[str, Any]:
+    """Returns the text part's tensors of a model that reads images or sound, too, by its names."""
+    inner = "model.language_model."
+    return {
+        "model." + name.removeprefix(inner) if name.startswith(inner) else name: entry
+        for name, entry in home.items()
+        if name.startswith((inner, "lm_head."))
+    }
 
 
 def _head_differs(home: dict[str, tuple[Path, str, tuple[int, ...]]], embedding: Rule) -> bool:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -125,6 +126,25 @@ def test_gemma_3_with_its_own_pattern_of_windows(tmp_path: Path) -> None:
     )
     config = load(tmp_path / "plain.gguf").decoder.config
     assert config.windows == (5, 5, 5, 5), "of six, the last attends to all"
+
+
+def describe_gemma_3n(writer: gguf.GGUFWriter) -> None:
+    """What is special about the folder `gemma3n`, as llama.cpp's converter says it."""
+    config = json.loads((FOLDER / "gemma3n" / "config.json").read_text())
+    cut = [NormalDist().inv_cdf(s) if s else -np.inf for s in config["activation_sparsity_pattern"]]
+    writer.add_rope_freq_base_swa(100.0)
+    writer.add_sliding_window_pattern([kind[0] == "s" for kind in config["layer_types"]])
+    writer.add_altup_active_idx(0)
+    writer.add_altup_num_inputs(4)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_activation_sparsity_scale(cut)
+
+
+def test_gemma_3n_with_stacked_streams_and_what_is_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, FOLDER / "gemma3n", arch="gemma3n", describe=describe_gemma_3n)
+    check_same(file, FOLDER / "gemma3n")
 
 
 def test_the_largest_gemmas_scale_queries_by_the_width_of_states(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ LLAMA_3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+FAR = {"rope_type": "default", "rope_theta": 1000.0}
+NEAR_AND_FAR = ["sliding_attention", "full_attention"]
 
 CASES = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -79,13 +81,31 @@ CASES = {
             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
         },
     ),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 6,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": 3 * NEAR_AND_FAR,
+            "rope_parameters": {"full_attention": FAR, "sliding_attention": LOCAL},
+            "final_logit_softcapping": 5.0,
+            "vocab_size_per_layer_input": 40,
+            "hidden_size_per_layer_input": 6,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 5,
+            "activation_sparsity_pattern": [0.7, 0.3, 0.0, 0.0, 0.6, 0.0],
+        },
+    ),
 }
 
 
 def make(name: str, folder: Path) -> None:
     """Writes a model's folder, split into shards for one family, with its reference values."""
     family, options = CASES[name]
-    text = "Text" if family == "Gemma3" else ""
+    text = "Text" if family in ("Gemma3", "Gemma3n") else ""
     config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **options})
     kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     torch.manual_seed(len(name))

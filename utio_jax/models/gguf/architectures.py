@@ -13,6 +13,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,10 @@ class Keys:
             return None
         return value
 
+    def rows(self, name: str) -> int:
+        """Returns how many rows a tensor has; one that is missing is found missing later."""
+        return self.tensors[name].shape[0] if name in self.tensors else 1
+
     def has(self, *names: str) -> bool:
         """Whether the first layer has one of these tensors."""
         return any(f"blk.0.{name}" in self.tensors for name in names)
@@ -129,11 +134,14 @@ class Architecture:
         )
 
     def _renamed(self, source: str) -> str:
-        module, leaf = source.rsplit(".", 1)
         layer = "model.layers.{layer}."
-        if module.startswith(layer):
-            return f"blk.{{layer}}.{self.names[module.removeprefix(layer)]}.{leaf}"
-        return f"{self.names[module]}.{leaf}"
+        place, inner = (
+            ("blk.{layer}.", source.removeprefix(layer)) if layer in source else ("", source)
+        )
+        if inner in self.names:
+            return f"{place}{self.names[inner]}.weight"
+        module, leaf = inner.rsplit(".", 1)
+        return f"{place}{self.names[module]}.{leaf}"
 
 
 def _llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -177,6 +185,37 @@ def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         },
         "sliding_window": keys.count("attention.sliding_window"),
         "final_logit_softcapping": keys.scale("final_logit_softcapping") if capped else None,
+    }
+
+
+def _gemma3n(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 3n: inner sizes are those of tensors; what is cut off is stored in deviations."""
+    layers = common["num_hidden_layers"]
+    rope = _rope(keys)["rope_parameters"]
+    local = keys.scale("rope.freq_base_swa", 10_000.0)
+    keys.need("altup.active_idx", 0)
+    cut = keys.stored("activation_sparsity_scale")
+    if cut is not None and (not isinstance(cut, np.ndarray) or cut.shape != (layers,)):
+        keys.problems.append(f"{keys.arch}.activation_sparsity_scale={_short(cut)}")
+        cut = None
+    own = 20  # Of both published sizes.
+    shared = keys.stored("attention.shared_kv_layers")
+    return {
+        **_gemma(keys, common, period=5, largest=0),
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+        "sliding_window": keys.count("attention.sliding_window"),
+        "final_logit_softcapping": keys.scale("final_logit_softcapping", 30.0),
+        "altup_num_inputs": keys.count("altup.num_inputs", 4),
+        "hidden_size_per_layer_input": keys.count("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": keys.rows("per_layer_token_embd.weight"),
+        "laurel_rank": keys.rows("blk.0.laurel_l.weight"),
+        "num_kv_shared_layers": max(0, layers - own) if shared is None else shared,
+        "activation_sparsity_pattern": None
+        if cut is None
+        else [round(NormalDist().cdf(deviations), 6) for deviations in cut.tolist()],
     }
 
 
@@ -247,12 +286,33 @@ _GEMMA_NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 
+_GEMMA_3N_NAMES = {
+    **_GEMMA_NAMES,
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "model.altup_projections.{layer}": "altup_proj",  # All of them are one tensor.
+    "model.altup_unembed_projections.{layer}": "altup_unembd_proj",
+    "altup.modality_router": "altup_router",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.correct_output_scale": "altup_correct_scale",
+    "altup.router_norm": "altup_router_norm",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+}
+
 ARCHITECTURES = {
     "llama": Architecture("llama", _llama, _LLAMA_NAMES, rotates_pairs=True),
     "qwen2": Architecture("qwen2", _qwen, _LLAMA_NAMES),
     "qwen3": Architecture("qwen3", _qwen, _LLAMA_NAMES),
     "gemma2": Architecture("gemma2", _gemma2, _GEMMA_NAMES, norms_plus_one=True),
     "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA_NAMES, norms_plus_one=True),
+    "gemma3n": Architecture("gemma3n_text", _gemma3n, _GEMMA_3N_NAMES),
 }
 """By `general.architecture`."""
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.core.decoder import Params
-from utio_jax.models.families import read_config
+from utio_jax.models.families import FAMILIES, read_config
 from utio_jax.models.gguf.architectures import (
     Architecture,
     architecture_of,
@@ -26,7 +26,6 @@ from utio_jax.models.gguf.architectures import (
 from utio_jax.models.gguf.header import Header, Tensor, library, read_header
 from utio_jax.models.stacking import place_tensors
 from utio_jax.models.tensor_parallel import Sharding
-from utio_jax.models.transformer import Transformer, TransformerConfig
 
 # Numbers that are dequantised at once: their intermediates stay in the caches.
 _BLOCK = 2**18
@@ -40,7 +39,7 @@ def load_file(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Sharding | None = None,
-) -> tuple[Transformer, Params]:
+) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a GGUF file.
 
     Raises:
@@ -57,7 +56,7 @@ def load_file(
         return _halves(found, heads[part]) if interleaved else found
 
     return place_tensors(
-        Transformer(settings),
+        FAMILIES[architecture.family].decoder(settings),
         architecture.rules(),
         {name: tensor.shape for name, tensor in header.tensors.items() if name != _ROPE_FREQS},
         read,
@@ -76,9 +75,7 @@ def config_of(header: Header) -> dict[str, Any]:
     return _understood(header, ())[1]
 
 
-def _understood(
-    header: Header, exits: tuple[int, ...]
-) -> tuple[Architecture, dict[str, Any], TransformerConfig]:
+def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, dict[str, Any], Any]:
     source = str(header.file)
     architecture = architecture_of(header.keys, source=source)
     config, problems = read_keys(header.keys, header.tensors)
