@@ -17,6 +17,9 @@ from utio_jax.core.files import load_tensors
 # Where a block of random bytes has its scales, which must be small numbers: bytes of float16.
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
+# What transformers stores under a name without `.weight`.
+_BARE = ("_scale", "_scalar")
+
 
 def quantised(values: np.ndarray, kind: str, *, seed: int = 0) -> np.ndarray:
     """Returns rows of bytes; those that the library cannot quantise to are made up."""
@@ -77,7 +80,7 @@ def write_gguf(
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     for name, values in stored.items():
-        module, leaf = (name, "weight") if name.endswith("_scale") else name.rsplit(".", 1)
+        module, leaf = (name, "weight") if name.endswith(_BARE) else name.rsplit(".", 1)
         stack = re.fullmatch(r"(model\.altup_\w+)\.\d+", module)
         if stack:  # One tensor of all.
             stacks.setdefault(stack[1], []).append(values)
@@ -109,11 +112,18 @@ def _describe(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     widths = config["intermediate_size"]
-    writer.add_feed_forward_length(widths if isinstance(widths, int) else list(widths))
+    if config.get("use_double_wide_mlp"):
+        shared = config["num_kv_shared_layers"]
+        widths = [widths] * (config["num_hidden_layers"] - shared) + [2 * widths] * shared
+    writer.add_feed_forward_length(widths)
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    wide = next(iter(config.get("per_layer_config", {}).values()), {}).get("head_dim")
+    if wide:  # Of layers without a window.
+        writer.add_key_length_swa(head_dim)
+        writer.add_value_length_swa(head_dim)
+    writer.add_key_length(wide or head_dim)
+    writer.add_value_length(wide or head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)

@@ -51,6 +51,7 @@ from utio_jax.decoding.base import Mode
 from utio_jax.evaluation.controls import PlainControls, load_controls
 from utio_jax.models import huggingface
 from utio_jax.models.gemma3n import Gemma3n
+from utio_jax.models.gemma4 import Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
@@ -87,7 +88,7 @@ class Model(Verbs):
       prompt_choices: ways of reading prompts that were measured with its KV maps.
     """
 
-    decoder: Transformer | Gemma3n | Lensed | KVMapped
+    decoder: Transformer | Gemma3n | Gemma4 | Lensed | KVMapped
     params: Params
     folder: Path
     lens: Path | None = None
@@ -268,8 +269,8 @@ def load(
 ) -> Model:
     """Loads a model folder, a GGUF file, a model of the Hugging Face hub, or the shipped model.
 
-    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, Gemma 2, 3 or
-    3n; a GGUF file a Llama, Qwen 2 or 3, Gemma 2, 3 or 3n, in float or quantised; it is dequantised.
+    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, or Gemma 2, 3,
+    3n or 4 (text parts); a GGUF file one of these but Mistral and GPT-2, in float or quantised.
     Tensors go one at a time to their place: memory peaks little above the parameters' own.
 
     Args:
@@ -402,7 +403,7 @@ def _as_tuples(value: Any) -> Any:
 
 def save(
     folder: str | Path,
-    decoder: Transformer | Gemma3n,
+    decoder: Transformer | Gemma3n | Gemma4,
     params: Params,
     *,
     like: str | Path | None = None,
@@ -430,8 +431,8 @@ def save(
         )
     if like is None and not isinstance(decoder, Transformer):
         raise ValueError(
-            f"Wanted like=, a folder or file whose layout a {type(decoder).__name__} is saved in. Got "
-            "none: this library's own layout is that of a Transformer."
+            f"Wanted like=, a folder or file in whose layout to save a {type(decoder).__name__}. "
+            "Got none: the layout of this library is a Transformer's."
         )
     out = Path(folder)
     config: dict[str, Any] = dataclasses.asdict(decoder.config)

@@ -14,6 +14,7 @@ from typing import Any
 
 from utio_jax.models.config_reader import Config, Reader
 from utio_jax.models.gemma3n import Gemma3n, Gemma3nConfig, state_width
+from utio_jax.models.gemma4 import Gemma4, Gemma4Config
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 
@@ -73,11 +74,20 @@ GEMMA_RULES = (
 )
 """Gemma 2 and 3, which normalise before and after each block."""
 
-GEMMA_3N_RULES = (
+GEMMA_4_RULES = (
     *GEMMA_RULES,
     Rule("model.embed_tokens_per_layer.weight", ("input_embedding.embedding",)),
     Rule("model.per_layer_model_projection.weight", ("input_proj.kernel",), transpose=True),
     Rule("model.per_layer_projection_norm.weight", ("input_norm.scale",)),
+    Rule(f"{_BLOCK}per_layer_input_gate.weight", ("layers.input_gate.kernel",), transpose=True),
+    Rule(f"{_BLOCK}per_layer_projection.weight", ("layers.input_out.kernel",), transpose=True),
+    Rule(f"{_BLOCK}post_per_layer_input_norm.weight", ("layers.input_out_norm.scale",)),
+    Rule(f"{_BLOCK}layer_scalar", ("layers.out.scale",)),
+)
+"""Gemma 4, with inputs to each layer."""
+
+GEMMA_3N_RULES = (
+    *GEMMA_4_RULES[:-1],
     Rule("model.altup_projections.{layer}.weight", ("stream_in.kernel",), transpose=True),
     Rule("model.altup_unembed_projections.{layer}.weight", ("stream_out.kernel",), transpose=True),
     *(
@@ -88,16 +98,13 @@ GEMMA_3N_RULES = (
             "altup.correction_coefs": "correct",
             "laurel.linear_left": "laurel_left",
             "laurel.linear_right": "laurel_right",
-            "per_layer_input_gate": "input_gate",
-            "per_layer_projection": "input_out",
         }.items()
     ),
     Rule(f"{_BLOCK}altup.correct_output_scale", ("layers.corrected.scale",)),
     Rule(f"{_BLOCK}altup.router_norm.weight", ("layers.router_norm.scale",)),
     Rule(f"{_BLOCK}laurel.post_laurel_norm.weight", ("layers.laurel_norm.scale",)),
-    Rule(f"{_BLOCK}post_per_layer_input_norm.weight", ("layers.input_out_norm.scale",)),
 )
-"""Gemma 3n, with streams and their router (AltUp), Laurel, and inputs to each layer."""
+"""Gemma 3n, with streams and their router (AltUp), and Laurel besides."""
 
 GPT2_RULES = (
     Rule("transformer.wte.weight", ("embedding.embedding",)),
@@ -220,50 +227,115 @@ def _gemma(read: Reader) -> dict[str, Any]:
     )
 
 
-def _gemma3n(read: Reader) -> dict[str, Any]:
-    """Gemma 3n: what is shared with Llama, and K/V of the last own layer of a kind above."""
+def _gemma_inputs(
+    read: Reader, *, every: int, shared: int, streams: int
+) -> tuple[dict[str, Any], Callable[[int], bool]]:
+    """Returns what Gemma 3n and 4 share, and which layers have a window.
+
+    Args:
+      read: their settings.
+      every: so many layers, by default, has one without a window.
+      shared: layers, by default, that read the K/V of others.
+      streams: of a token's state.
+    """
     for name, wanted in {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
         "use_bidirectional_attention": False,
         "tie_word_embeddings": True,
-        "altup_active_idx": 0,
-        "altup_correct_scale": True,
     }.items():
         read.need(name, wanted)
-    widths = read.config.get("intermediate_size")
-    if isinstance(widths, list) and widths and all(width == widths[0] for width in widths):
-        read.config = {**read.config, "intermediate_size": widths[0]}  # One for each layer.
+    if read.config.get("sliding_window", 512) is None:
+        read.problems.append("sliding_window=None, of which only numbers are supported")
+    read.config = {"sliding_window": 512, "head_dim": 256, **read.config}
     layers = read.layers()
-    is_local = read.local_layers(layers, lambda layer: (layer + 1) % 5 != 0)
+    is_local = read.local_layers(layers, lambda layer: (layer + 1) % every != 0)
     base = float(read.take("rope_local_base_freq", 10_000.0))
     local_theta, local_scaling = read.rope("sliding_attention", base=base)
     if local_scaling is not None:
         read.problems.append("scaled rotations of local layers, of which only plain are supported")
-    if read.config.get("sliding_window", 512) is None:
-        read.problems.append("sliding_window=None, of which only numbers are supported")
-    read.config = {"sliding_window": 512, "head_dim": 256, **read.config}
     common = _llama_like(read, is_local=is_local, rope_base=1_000_000.0, activation="geglu")
     for name in ("activation", "tie_embeddings", "embed_dim"):
         del common[name]
-    hidden, streams = read.take("hidden_size"), read.take("altup_num_inputs", 4)
-    inputs = read.take("hidden_size_per_layer_input", 256)
+    hidden, inputs = read.take("hidden_size"), read.take("hidden_size_per_layer_input", 256)
+    return {
+        **common,
+        "embed_dim": state_width(hidden, streams, layers, inputs),
+        "hidden_dim": hidden,
+        "input_dim": inputs,
+        "input_vocab_size": read.take("vocab_size_per_layer_input", 262_144),
+        "local_rope_theta": local_theta,
+        "kv_source": _of_last_own_kind(read, layers, is_local, default=shared),
+    }, is_local
+
+
+def _gemma3n(read: Reader) -> dict[str, Any]:
+    read.need("altup_active_idx", 0)
+    read.need("altup_correct_scale", True)
+    widths = read.config.get("intermediate_size")
+    if isinstance(widths, list) and widths and all(width == widths[0] for width in widths):
+        read.config = {**read.config, "intermediate_size": widths[0]}  # One for each layer.
+    streams, layers = read.take("altup_num_inputs", 4), read.layers()
+    common, _ = _gemma_inputs(read, every=5, shared=15, streams=streams)
     sparsity = read.config.get("activation_sparsity_pattern")
     if sparsity is None:
         sparsity = [0.95 * (layer < 10) for layer in range(layers)] if layers > 10 else []
     return {
         **common,
-        "embed_dim": state_width(hidden, streams, layers, inputs),
-        "hidden_dim": hidden,
         "num_streams": streams,
-        "input_dim": inputs,
-        "input_vocab_size": read.take("vocab_size_per_layer_input", 262_144),
         "laurel_rank": read.take("laurel_rank", 64),
         "sparsity": tuple(map(float, sparsity)),
-        "local_rope_theta": local_theta,
         "logit_softcap": read.config.get("final_logit_softcapping", 30.0),
-        "kv_source": _of_last_own_kind(read, layers, is_local, default=15),
     }
+
+
+def _gemma4(read: Reader) -> dict[str, Any]:
+    """Gemma 4 with inputs to each layer; heads without a window are wider, and rotate in part."""
+    read.need("attention_k_eq_v", False)
+    read.need("enable_moe_block", False)
+    rope = dict((read.config.get("rope_parameters") or {}).get("full_attention") or _PROPORTIONAL)
+    rotated = 1.0
+    if rope.get("rope_type") == "proportional" and rope.pop("factor", 1.0) == 1.0:
+        rotated = rope.pop("partial_rotary_factor", 1.0)
+        rope["rope_type"] = "default"
+    local = (read.config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    read.config = {
+        **read.config,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }
+    common, is_local = _gemma_inputs(read, every=6, shared=0, streams=1)
+    del common["rope_scaling"]
+    layers, narrow = common["num_layers"], common["mlp_dim"]
+    # Written out per layer by transformers; one number as published.
+    wide = read.take("global_head_dim", 512)
+    each = read.config.get("per_layer_config")
+    if isinstance(each, Mapping) and each:
+        full = {str(layer): each.get(str(layer)) for layer in range(layers) if not is_local(layer)}
+        wide = next(iter(each.values())).get("head_dim", wide)
+        if each != full or any(settings != {"head_dim": wide} for settings in each.values()):
+            read.problems.append(
+                "a per_layer_config of more than one head_dim in all layers without a window"
+            )
+    if read.config.get("num_global_key_value_heads") not in (None, common["num_kv_heads"]):
+        read.problems.append("num_global_key_value_heads of another number than others")
+    shares = bool(common["kv_source"]) and bool(read.config.get("use_double_wide_mlp"))
+    return {
+        **common,
+        "head_dim": wide,
+        "local_head_dim": common["head_dim"],
+        "mlp_dim": narrow * (2 if shares else 1),
+        "own_mlp_dim": narrow,
+        "rotated": float(rotated),
+        "logit_softcap": read.config.get("final_logit_softcapping"),
+    }
+
+
+_PROPORTIONAL = {
+    "rope_type": "proportional",
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1_000_000.0,
+}
+"""Rotations of Gemma 4's layers without a window, where nothing else is said."""
 
 
 def _of_last_own_kind(
@@ -340,10 +412,11 @@ FAMILIES = {
     "gemma2": Family("Gemma2ForCausalLM", _gemma, GEMMA_RULES),
     "gemma3_text": Family("Gemma3ForCausalLM", _gemma, GEMMA_RULES),
     "gemma3n_text": Family("Gemma3nForCausalLM", _gemma3n, GEMMA_3N_RULES, Gemma3n, Gemma3nConfig),
+    "gemma4_text": Family("Gemma4ForCausalLM", _gemma4, GEMMA_4_RULES, Gemma4, Gemma4Config),
 }
 """By `model_type`."""
 
-_WITH_TEXT = {"gemma3n": "gemma3n_text"}
+_WITH_TEXT = {"gemma3n": "gemma3n_text", "gemma4": "gemma4_text"}
 """Models of text and other things, and their text parts."""
 
 

@@ -200,14 +200,8 @@ class Gemma3n:
         others = jnp.einsum("...d,sde->...se", x, params["stream_in"]["kernel"])
         streams = jnp.concatenate([x[..., None, :], _scaled_as(x, others)], axis=-2)
 
-        known = jnp.where(token_ids < config.input_vocab_size, token_ids, 0)
-        own = params["input_embedding"]["embedding"][known]
-        own *= jnp.asarray(math.sqrt(config.input_dim), x.dtype)
-        made = x @ params["input_proj"]["kernel"] * config.hidden_dim**-0.5
-        made = made.reshape(*lead, config.num_layers, config.input_dim)
-        made = self._norm(made, params["input_norm"]).reshape(own.shape)
-        inputs = (made + own) * math.sqrt(0.5)
-        return jnp.concatenate([streams.reshape(*lead, -1), inputs.astype(x.dtype)], axis=-1)
+        inputs = token_inputs(config, params, x, token_ids)
+        return jnp.concatenate([streams.reshape(*lead, -1), inputs], axis=-1)
 
     def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
         normed = self._norm(self._predicted(layer, x)[..., 0, :], layer["attention_norm"])
@@ -227,18 +221,17 @@ class Gemma3n:
         predicted = self._predicted(layer, x)
         active = predicted[..., 0, :]
         normed = norm(active, layer["attention_norm"])
-        laurel = _linear(_linear(normed, layer["laurel_left"]), layer["laurel_right"])
+        laurel = linear(linear(normed, layer["laurel_left"]), layer["laurel_right"])
         laurel = normed + norm(laurel, layer["laurel_norm"])
-        out = _linear(attended.reshape(*lead, -1), layer["o_proj"])
+        out = linear(attended.reshape(*lead, -1), layer["o_proj"])
         out = active + norm(out, layer["post_attention_norm"])
         out = (out + laurel) * math.sqrt(0.5)
         out += norm(self._mlp(layer, norm(out, layer["mlp_norm"])), layer["post_mlp_norm"])
 
-        weights = 1 + _linear(self._routed(layer, out), layer["correct"])
+        weights = 1 + linear(self._routed(layer, out), layer["correct"])
         streams = predicted + weights[..., None] * (out - active)[..., None, :]
-        gate = _linear(streams[..., 0, :] * layer["corrected"]["scale"], layer["input_gate"])
-        gate = jax.nn.gelu(gate, approximate=True) * self._input(layer, x)
-        added = norm(_linear(gate, layer["input_out"]), layer["input_out_norm"])
+        first = streams[..., 0, :] * layer["corrected"]["scale"]
+        added = from_input(self.config, layer, first, x)
         streams = streams.at[..., 1:, :].add(added[..., None, :])
         flat = streams.reshape(*lead, -1)
         return x.at[..., : flat.shape[-1]].set(flat.astype(x.dtype))
@@ -266,45 +259,66 @@ class Gemma3n:
         flat = x[..., : config.num_streams * config.hidden_dim]
         return flat.reshape(*x.shape[:-1], config.num_streams, config.hidden_dim)
 
-    def _input(self, layer: LayerParams, x: jax.Array) -> Float[Array, "*lead input"]:
-        """Returns what this layer reads of the token itself."""
-        config = self.config
-        start = config.num_streams * config.hidden_dim + layer["index"] * config.input_dim
-        return jax.lax.dynamic_slice_in_dim(x, start, config.input_dim, axis=-1)
-
     def _routed(self, layer: LayerParams, x: jax.Array) -> Float[Array, "*lead stream"]:
         normed = self._norm(x, layer["router_norm"]) / self.config.hidden_dim
-        return jnp.tanh(_linear(normed, layer["router"]))
+        return jnp.tanh(linear(normed, layer["router"]))
 
     def _predicted(self, layer: LayerParams, x: jax.Array) -> Float[Array, "*lead stream hidden"]:
         """Returns the streams as the layer expects them, each itself and a mix of all."""
         streams, count = self._streams(x), self.config.num_streams
-        weights = _linear(self._routed(layer, streams[..., 0, :]), layer["predict"])
+        weights = linear(self._routed(layer, streams[..., 0, :]), layer["predict"])
         weights = weights.reshape(*x.shape[:-1], count, count)
         return streams + jnp.einsum("...ij,...jd->...id", weights, streams)
 
     def _mlp(self, layer: LayerParams, x: jax.Array) -> jax.Array:
-        gate = _linear(x, layer["gate_proj"])
+        gate = linear(x, layer["gate_proj"])
         if any(self.config.sparsity):
             mean, deviation = (f(gate, axis=-1, keepdims=True) for f in (jnp.mean, jnp.std))
             least = mean + deviation * layer["cutoff"].astype(gate.dtype)
             gate = jnp.where(layer["is_sparse"], jax.nn.relu(gate - least), gate)
         gate = jax.nn.gelu(gate, approximate=True)
-        return _linear(gate * _linear(x, layer["up_proj"]), layer["down_proj"])
+        return linear(gate * linear(x, layer["up_proj"]), layer["down_proj"])
 
     def _heads(self, x: jax.Array, params: Params) -> Float[Array, "*lead head head_dim"]:
-        return _linear(x, params).reshape(*x.shape[:-1], -1, self.config.head_dim)
+        return linear(x, params).reshape(*x.shape[:-1], -1, self.config.head_dim)
 
     def _norm(self, x: jax.Array, params: Params | None = None) -> jax.Array:
-        """Returns `x` over its root mean square, computed in float32; scaled where there is one."""
-        wide = x.astype(jnp.float32)
-        mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
-        wide *= jax.lax.rsqrt(mean + self.config.norm_eps)
-        return (wide if params is None else wide * params["scale"]).astype(x.dtype)
+        return rms_norm(x, params, eps=self.config.norm_eps)
 
 
-def _linear(x: jax.Array, params: Params) -> jax.Array:
+def linear(x: jax.Array, params: Params) -> jax.Array:
+    """Returns a linear map of the last axis."""
     return x @ params["kernel"]
+
+
+def rms_norm(x: jax.Array, params: Params | None, *, eps: float) -> jax.Array:
+    """Returns `x` over its root mean square, computed in float32; scaled where there is one."""
+    wide = x.astype(jnp.float32)
+    wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide if params is None else wide * params["scale"]).astype(x.dtype)
+
+
+def token_inputs(
+    config: Any, params: Params, x: Float[Array, "*lead hidden"], token_ids: Int[Array, "*lead"]
+) -> Float[Array, "*lead inputs"]:
+    """Returns what all layers read of tokens themselves, of their embedding `x` and their ids."""
+    known = jnp.where(token_ids < config.input_vocab_size, token_ids, 0)
+    own = params["input_embedding"]["embedding"][known]
+    own *= jnp.asarray(math.sqrt(config.input_dim), x.dtype)
+    made = linear(x, params["input_proj"]) * config.hidden_dim**-0.5
+    made = made.reshape(*token_ids.shape, config.num_layers, config.input_dim)
+    made = rms_norm(made, params["input_norm"], eps=config.norm_eps).reshape(own.shape)
+    return ((made + own) * math.sqrt(0.5)).astype(x.dtype)
+
+
+def from_input(
+    config: Any, layer: LayerParams, x: Float[Array, "*lead hidden"], state: jax.Array
+) -> Float[Array, "*lead hidden"]:
+    """Returns what a layer makes of its input, gated by `x`; inputs are the end of the state."""
+    start = state.shape[-1] + (layer["index"] - config.num_layers) * config.input_dim
+    gate = jax.nn.gelu(linear(x, layer["input_gate"]), approximate=True)
+    gate *= jax.lax.dynamic_slice_in_dim(state, start, config.input_dim, axis=-1)
+    return rms_norm(linear(gate, layer["input_out"]), layer["input_out_norm"], eps=config.norm_eps)
 
 
 def _places(layer: LayerParams, places: Places) -> Any:

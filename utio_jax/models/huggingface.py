@@ -26,7 +26,7 @@ from utio_jax.core.files import (
     refuse_pickle,
 )
 from utio_jax.models.families import FAMILIES, Rule, read_config, text_part
-from utio_jax.models.stacking import place_tensors, source_names, used_rules
+from utio_jax.models.stacking import own_shape, place_tensors, source_names, used_rules
 from utio_jax.models.tensor_parallel import Sharding
 from utio_jax.models.transformer import TransformerConfig
 
@@ -147,7 +147,14 @@ def stored_form(
         for index, name in enumerate(source_names(rule, arrays)):
             leaves = [arrays[path] for path in rule.targets]
             if "{layer}" in rule.source:
-                leaves = [leaf[index] for leaf in leaves]
+                own = [
+                    own_shape(decoder, path, index, leaf.shape[1:])
+                    for path, leaf in zip(rule.targets, leaves, strict=True)
+                ]
+                leaves = [
+                    leaf[index][tuple(map(slice, shape))]
+                    for leaf, shape in zip(leaves, own, strict=True)
+                ]
             joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
             tensors[name] = (np.swapaxes(joined, -1, -2) if rule.transpose else joined).astype(
                 dtype

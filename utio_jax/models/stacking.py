@@ -51,7 +51,9 @@ def place_tensors(
     shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     used = list(used_rules(rules, shapes))
     wanted = {
-        name: stored_shape(rule, shapes) for rule in used for name in source_names(rule, shapes)
+        name: stored_shape(rule, shapes, decoder, index)
+        for rule in used
+        for index, name in enumerate(source_names(rule, shapes))
     }
     # Layers that read others' keys and values may have projections of their own all the same.
     spare = {
@@ -79,6 +81,8 @@ def place_tensors(
                 piece = piece.astype(dtype, copy=False)
                 if "{layer}" in rule.source:
                     stack = params[path]
+                    beyond = [(0, n - m) for n, m in zip(stack.shape[1:], piece.shape, strict=True)]
+                    piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
                     piece = put(piece, _of_slice(stack.sharding))
                     # Else the host reads ahead, and what it has read piles up.
                     params[path] = jax.block_until_ready(_put(stack, piece, index))
@@ -102,11 +106,32 @@ def source_names(rule: Rule, shapes: Mapping[str, Any]) -> list[str]:
     return [rule.source.format(layer=index) for index in range(count)]
 
 
-def stored_shape(rule: Rule, shapes: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of a rule's tensor in a checkpoint, given those of the parameters."""
-    each = [shapes[path].shape[1 if "{layer}" in rule.source else 0 :] for path in rule.targets]
+def stored_shape(
+    rule: Rule, shapes: Mapping[str, Any], decoder: Any, index: int
+) -> tuple[int, ...]:
+    """Returns the shape of a rule's tensor in a checkpoint.
+
+    Args:
+      rule: whose tensors are meant.
+      shapes: of the parameters.
+      decoder: whose they are.
+      index: of the slice, where it is one.
+    """
+    if "{layer}" in rule.source:
+        each = [own_shape(decoder, path, index, shapes[path].shape[1:]) for path in rule.targets]
+    else:
+        each = [shapes[path].shape for path in rule.targets]
     shape = (*each[0][:-1], sum(one[-1] for one in each))
     return (*shape[:-2], shape[-1], shape[-2]) if rule.transpose else shape
+
+
+def own_shape(decoder: Any, path: str, index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns how much of a slice of a stack is a layer's own, where layers differ in width.
+
+    A decoder says so itself (`utio_jax.models.gemma4`): the first entries along each axis. What is
+    beyond them is zero, and not stored.
+    """
+    return decoder.own_shape(path, index, shape) if hasattr(decoder, "own_shape") else shape
 
 
 def _abstract(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:

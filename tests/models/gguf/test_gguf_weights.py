@@ -147,6 +147,27 @@ def test_gemma_3n_with_stacked_streams_and_what_is_cut_off(tmp_path: Path) -> No
     check_same(file, FOLDER / "gemma3n")
 
 
+def describe_gemma_4(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_freq_base_swa(100.0)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_dimension_count_swa(8)
+    writer.add_sliding_window_pattern([True, False] * 3)
+    writer.add_embedding_length_per_layer_input(6)
+    writer.add_shared_kv_layers(2)
+
+
+def test_gemma_4_with_two_widths_of_heads_and_mlps_and_pairs_that_stand_still(
+    tmp_path: Path,
+) -> None:
+    file, factors = tmp_path / "m.gguf", np.asarray([1.0, 1.0, *[1e30] * 6])
+    options: dict[str, Any] = {"arch": "gemma4", "describe": describe_gemma_4}
+    write_gguf(file, FOLDER / "gemma4", factors=factors, **options)
+    check_same(file, FOLDER / "gemma4")
+    write_gguf(file, FOLDER / "gemma4", factors=factors * 2, **options)
+    with pytest.raises(ValueError, match="rope_freqs.weight, of which only divisors that stop"):
+        load(file)
+
+
 def test_the_largest_gemmas_scale_queries_by_the_width_of_states(tmp_path: Path) -> None:
     from utio_jax.models.gguf.architectures import read_keys
     from utio_jax.models.gguf.header import read_header

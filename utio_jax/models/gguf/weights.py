@@ -22,6 +22,7 @@ from utio_jax.models.gguf.architectures import (
     architecture_of,
     llama3_scaling,
     read_keys,
+    rotated_share,
 )
 from utio_jax.models.gguf.header import Header, Tensor, library, read_header
 from utio_jax.models.stacking import place_tensors
@@ -79,7 +80,9 @@ def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, d
     source = str(header.file)
     architecture = architecture_of(header.keys, source=source)
     config, problems = read_keys(header.keys, header.tensors)
-    if not problems and _ROPE_FREQS in header.tensors:
+    if not problems and architecture.local:
+        problems += _rotate_in_part(header, config)
+    elif not problems and _ROPE_FREQS in header.tensors:
         rope = config["rope_parameters"]
         factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
         found = None
@@ -97,6 +100,19 @@ def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, d
             f"{'; '.join(problems)}."
         )
     return architecture, config, read_config(config, source=source, exits=exits)
+
+
+def _rotate_in_part(header: Header, config: dict[str, Any]) -> list[str]:
+    """Sets how much of a head rotates in layers without a window. Returns what is wrong with it."""
+    share: float | None = 1.0
+    if _ROPE_FREQS in header.tensors:
+        factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
+        share = rotated_share(factors) if 2 * factors.size == config["global_head_dim"] else None
+    if share is None:
+        return [f"{_ROPE_FREQS}, of which only divisors that stop pairs are supported"]
+    rope = {"rope_type": "proportional", "partial_rotary_factor": share}
+    config["rope_parameters"]["full_attention"] |= rope
+    return []
 
 
 def read_tensor(
