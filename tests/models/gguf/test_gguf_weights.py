@@ -137,7 +137,8 @@ def describe_gemma_3n(writer: gguf.GGUFWriter) -> None:
     writer.add_altup_active_idx(0)
     writer.add_altup_num_inputs(4)
     writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
-    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    # A float, as in published files.
+    writer.add_float32("gemma3n.attention.shared_kv_layers", config["num_kv_shared_layers"])
     writer.add_activation_sparsity_scale(cut)
 
 

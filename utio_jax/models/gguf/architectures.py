@@ -204,6 +204,8 @@ def _gemma_inputs(keys: Keys, common: dict[str, Any], *, period: int, own: int) 
     rope = _rope(keys)["rope_parameters"]
     local = keys.scale("rope.freq_base_swa", 10_000.0)
     shared = keys.stored("attention.shared_kv_layers")
+    if isinstance(shared, float) and shared.is_integer():
+        shared = int(shared)  # As published files have it.
     return {
         **_gemma(keys, common, period=period, largest=0),
         "rope_parameters": {
