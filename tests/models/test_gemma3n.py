@@ -34,7 +34,7 @@ MODES = {"plain": Plain(), "ngram": Lossless(drafter="ngram"), "exit": Lossless(
 
 
 @pytest.fixture(scope="module", params=["gemma3n", "gemma4"])
-def model(request: Any) -> Model:
+def model(request: Any) -> Any:
     return load(FOLDER / request.param, exits=(4, LAYERS))
 
 
@@ -92,7 +92,7 @@ def kernels_of(model: Model) -> dict[str, int]:
 
 def test_the_cost_of_a_token_of_gemma_3n_is_that_of_its_matrices() -> None:
     """By hand: each matrix twice its size, those that mix streams once per method that needs it."""
-    model = load(FOLDER / "gemma3n")
+    model: Any = load(FOLDER / "gemma3n")
     cost, size = token_cost(model.decoder, model.params), kernels_of(model)
     mixing = size["router"] + size["predict"] + 2 * 4 * 4 * 16
     of_kv = size["k_proj"] + size["v_proj"]
@@ -103,7 +103,7 @@ def test_the_cost_of_a_token_of_gemma_3n_is_that_of_its_matrices() -> None:
 
 
 def test_the_cost_of_a_token_of_gemma_4_is_that_of_its_widest_layer() -> None:
-    model = load(FOLDER / "gemma4")
+    model: Any = load(FOLDER / "gemma4")
     cost, size = token_cost(model.decoder, model.params), kernels_of(model)
     assert cost.keys_values == size["k_proj"] + size["v_proj"] == 2 * 2 * 16 * 2 * 16
     assert cost.query == sum(size.values()) - cost.keys_values
@@ -113,7 +113,7 @@ def test_the_cost_of_a_token_of_gemma_4_is_that_of_its_widest_layer() -> None:
 
 def test_what_a_narrow_layer_of_gemma_4_does_not_have_is_zero() -> None:
     """Of parameters as loaded and as made afresh, alike; and its own part is not."""
-    model = load(FOLDER / "gemma4")
+    model: Any = load(FOLDER / "gemma4")
     for params in (model.params, model.decoder.init(jax.random.key(0))):
         layers = params["layers"]
         for name, own, wide in (("q_proj", 32, 64), ("k_proj", 16, 32), ("up_proj", 20, 40)):
@@ -145,9 +145,9 @@ def as_part(folder: Path, out: Path, **config: Any) -> Path:
     return out
 
 
-def test_the_text_part_of_a_model_with_towers_is_taken(model: Model, tmp_path: Path) -> None:
+def test_the_text_part_of_a_model_with_towers_is_taken(model: Any, tmp_path: Path) -> None:
     folder = model.folder
-    found = load(as_part(folder, tmp_path / "whole"), exits=(4, LAYERS))
+    found: Any = load(as_part(folder, tmp_path / "whole"), exits=(4, LAYERS))
     assert found.decoder.config == dataclasses.replace(model.decoder.config, eos_ids=(1, 46))
     jax.tree.map(np.testing.assert_array_equal, found.params, model.params)
     save(tmp_path / "text", found.decoder, found.params, like=found.folder, dtype=jnp.float32)
@@ -234,12 +234,12 @@ def test_a_state_of_another_width_is_refused(model: Model) -> None:
         dataclasses.replace(model.decoder.config, embed_dim=64)
 
 
-def test_fresh_parameters_are_those_of_a_checkpoint_by_shape(model: Model) -> None:
+def test_fresh_parameters_are_those_of_a_checkpoint_by_shape(model: Any) -> None:
     fresh = jax.eval_shape(model.decoder.init, jax.random.key(0))
     shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)  # noqa: E731
     assert shapes(fresh) == shapes(model.params)
 
 
-def test_own_layout_is_refused_with_what_to_do(model: Model, tmp_path: Path) -> None:
+def test_own_layout_is_refused_with_what_to_do(model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="like="):
         save(tmp_path / "out", model.decoder, model.params)
