@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from utio_jax.core.files import load_tensors
 
 # Where a block of random bytes has its scales, which must be small numbers: bytes of float16.
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+# What transformers stores under a name without `.weight`.
+_BARE = ("_scale", "_scalar")
 
 
 def quantised(values: np.ndarray, kind: str, *, seed: int = 0) -> np.ndarray:
@@ -72,20 +76,27 @@ def write_gguf(
     of_arch = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(of_arch, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    stacks: dict[str, list[np.ndarray]] = {}
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     for name, values in stored.items():
-        module, leaf = name.rsplit(".", 1)
+        module, leaf = (name, "weight") if name.endswith(_BARE) else name.rsplit(".", 1)
+        stack = re.fullmatch(r"(model\.altup_\w+)\.\d+", module)
+        if stack:  # One tensor of all.
+            stacks.setdefault(stack[1], []).append(values)
+            continue
         found = names.get_name(module)
         assert found is not None, name
         rows = tensors.get(name, values)
         part = module.rsplit(".", 1)[-1]
         if arch == "llama" and part in heads:
             rows = permuted(rows, heads[part])
-        if arch.startswith("gemma") and module.endswith("norm"):
+        if arch in ("gemma2", "gemma3") and module.endswith("norm"):
             rows = rows + np.float32(1)
         kind = gguf.GGMLQuantizationType[kinds[name]] if name in kinds else None
         writer.add_tensor(f"{found}.{leaf}", np.ascontiguousarray(rows), raw_dtype=kind)
+    for module, each in stacks.items():
+        writer.add_tensor(f"{names.get_name(module)}.weight", np.stack(each))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -100,11 +111,19 @@ def _describe(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    widths = config["intermediate_size"]
+    if config.get("use_double_wide_mlp"):
+        shared = config["num_kv_shared_layers"]
+        widths = [widths] * (config["num_hidden_layers"] - shared) + [2 * widths] * shared
+    writer.add_feed_forward_length(widths)
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    wide = next(iter(config.get("per_layer_config", {}).values()), {}).get("head_dim")
+    if wide:  # Of layers without a window.
+        writer.add_key_length_swa(head_dim)
+        writer.add_value_length_swa(head_dim)
+    writer.add_key_length(wide or head_dim)
+    writer.add_value_length(wide or head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     rope = config.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)

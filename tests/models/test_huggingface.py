@@ -23,6 +23,8 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.models import Model, Transformer, load, save
 from utio_jax.models.families import read_config
+from utio_jax.models.gemma3n import Gemma3n
+from utio_jax.models.gemma4 import Gemma4
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.shared_kv import shared_above
@@ -66,7 +68,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(case: str) ->
     np.testing.assert_array_equal(found.token_ids[0], wanted["greedy"][0])
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt2", "qwen2_window"])
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gemma3n", "gemma4", "gpt2", "qwen2_window"])
 @pytest.mark.parametrize("kv", ["propagate", "drop"])
 def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -> None:
     """Windows, caps, local rotations and learned positions, at depths of every token's own."""
@@ -84,12 +86,12 @@ def test_adaptive_depth_of_their_options_equals_the_oracle(case: str, kv: Any) -
     np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=2e-4)
 
 
-@pytest.mark.parametrize("case", ["mistral", "gpt2", "gemma3", "llama_biases"])
+@pytest.mark.parametrize("case", ["mistral", "gpt2", "gemma3", "gemma3n", "gemma4", "llama_biases"])
 def test_what_is_saved_is_what_was_loaded(case: str, tmp_path: Path) -> None:
     model = load(FOLDER / case)
     layers = model.decoder.config.num_layers
     with_exits = load(FOLDER / case, exits=(1, layers))
-    assert isinstance(with_exits.decoder, Transformer)
+    assert isinstance(with_exits.decoder, Transformer | Gemma3n | Gemma4)
     save(tmp_path, with_exits.decoder, model.params, like=model.folder, dtype=jnp.float32)
     again = load(tmp_path)
     assert again.decoder.config.exits == (1, layers), "kept in the config"
@@ -666,8 +668,9 @@ from utio_jax.models import Transformer, load
 import jax
 decoder = Transformer(read_config(config, source=""))
 shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
-names = [(name, stored_shape(rule, shapes)) for rule in used_rules(FAMILIES["llama"].rules, shapes)
-         for name in source_names(rule, 24)]
+names = [(name, stored_shape(rule, shapes, decoder, index))
+         for rule in used_rules(FAMILIES["llama"].rules, shapes)
+         for index, name in enumerate(source_names(rule, shapes))]
 size, where = 0, {{}}
 for part in range(3):
     tensors = {{name: np.ones(shape, np.float32) for name, shape in names[part::3]}}

@@ -49,6 +49,8 @@ from utio_jax.core.lens import (
 from utio_jax.decoding.base import Mode
 from utio_jax.evaluation.controls import PlainControls, load_controls
 from utio_jax.models import huggingface
+from utio_jax.models.gemma3n import Gemma3n
+from utio_jax.models.gemma4 import Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
@@ -86,7 +88,7 @@ class Model(Verbs):
       prompt_choices: ways of reading prompts that were measured with its KV maps.
     """
 
-    decoder: Transformer | Lensed | KVMapped
+    decoder: Transformer | Gemma3n | Gemma4 | Lensed | KVMapped
     params: Params
     folder: Path
     lens: Path | None = None
@@ -119,7 +121,8 @@ class Model(Verbs):
             if isinstance(decoder, Wrapped):
                 return dataclasses.replace(decoder, decoder=shorten(decoder.decoder))
             length = min(context_length, decoder.config.context_length)
-            return Transformer(dataclasses.replace(decoder.config, context_length=length))
+            config = dataclasses.replace(decoder.config, context_length=length)
+            return dataclasses.replace(decoder, config=config)
 
         return dataclasses.replace(self, decoder=shorten(self.decoder))
 
@@ -176,7 +179,7 @@ class Model(Verbs):
 
     def _seen_through(self, lens: Lens) -> tuple[Lensed, Params]:
         decoder, exits = self.decoder, self.decoder.config.exits
-        if not isinstance(decoder, Transformer):
+        if isinstance(decoder, Wrapped):
             raise ValueError(
                 "Wanted a model without lens and KV maps to put a lens on. Got a "
                 f"{type(decoder).__name__} one. Load it with lens=False; add KV maps afterwards."
@@ -184,7 +187,8 @@ class Model(Verbs):
         # The lens says where a stock model can be read.
         if len(exits) == 1:
             exits = (*lens.exits, *exits)
-            decoder = Transformer(dataclasses.replace(decoder.config, exits=exits))
+            config = dataclasses.replace(decoder.config, exits=exits)
+            decoder = dataclasses.replace(decoder, config=config)
         return lensed(decoder, self.params, lens)
 
     @cached_property
@@ -265,8 +269,8 @@ def load(
 ) -> Model:
     """Loads a model folder, a GGUF file, a model of the Hugging Face hub, or the shipped model.
 
-    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, Gemma 2 or 3;
-    a GGUF file a Llama, Qwen 2 or 3, Gemma 2 or 3, in float or quantised; it is dequantised.
+    A folder of Hugging Face's layout may hold a Llama, Mistral, Qwen 2 or 3, GPT-2, or Gemma 2, 3,
+    3n or 4 (text parts); a GGUF file one of these but Mistral and GPT-2, in float or quantised.
     Tensors go one at a time to their place: memory peaks little above the parameters' own.
 
     Args:
@@ -399,7 +403,7 @@ def _as_tuples(value: Any) -> Any:
 
 def save(
     folder: str | Path,
-    decoder: Transformer,
+    decoder: Transformer | Gemma3n | Gemma4,
     params: Params,
     *,
     like: str | Path | None = None,
@@ -417,13 +421,19 @@ def save(
       dtype: of the weights.
 
     Raises:
-      ValueError: the decoder has a lens or KV maps, which have files of their own.
+      ValueError: the decoder has a lens or KV maps, which have files of their own; or it is no
+        `Transformer`, and there is nothing that it is like.
     """
     if isinstance(decoder, Wrapped):
         raise ValueError(
             "Wanted a model without a lens or KV maps. Got a "
             f"{type(decoder).__name__} decoder. Load it with lens=False; "
             "utio_jax.core.lens.save_lens writes the lens, utio_jax.prompts.maps.save_kv_maps maps."
+        )
+    if like is None and not isinstance(decoder, Transformer):
+        raise ValueError(
+            f"Wanted like=, a folder or file in whose layout to save a {type(decoder).__name__}. "
+            "Got none: the layout of this library is a Transformer's."
         )
     out = Path(folder)
     config: dict[str, Any] = dataclasses.asdict(decoder.config)

@@ -1,19 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open model families as data: what their configs mean, and where each of their tensors goes.
 
-A `Family` turns a Hugging Face `config.json` into a `TransformerConfig`, or says all that it cannot
-run; its rules say which tensor of the checkpoint is which parameter. `{layer}` stands for the layer
-index; a parameter path of `layers.` is one slice of a stacked array.
+A `Family` turns a Hugging Face `config.json` into the config of a decoder, or says all that it
+cannot run; its rules say which tensor of the checkpoint is which parameter. `{layer}` stands for
+the index along the leading axis of a stacked array, of which each tensor is a slice.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from utio_jax.models.config_reader import Config, Reader
-from utio_jax.models.transformer import TransformerConfig
+from utio_jax.models.gemma3n import Gemma3n, Gemma3nConfig, state_width
+from utio_jax.models.gemma4 import Gemma4, Gemma4Config
+from utio_jax.models.transformer import Transformer, TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Rule:
     """One tensor of a checkpoint, and the parameters it holds.
 
     Attributes:
-      source: its name, with `{layer}` in place of the layer's index.
+      source: its name, with `{layer}` in place of the index along the parameters' leading axis.
       targets: dotted paths of parameters; several share the last axis evenly, in this order.
       transpose: whether it is stored `[out, in]`.
     """
@@ -71,6 +73,38 @@ GEMMA_RULES = (
     Rule(f"{_BLOCK}post_feedforward_layernorm.weight", ("layers.post_mlp_norm.scale",)),
 )
 """Gemma 2 and 3, which normalise before and after each block."""
+
+GEMMA_4_RULES = (
+    *GEMMA_RULES,
+    Rule("model.embed_tokens_per_layer.weight", ("input_embedding.embedding",)),
+    Rule("model.per_layer_model_projection.weight", ("input_proj.kernel",), transpose=True),
+    Rule("model.per_layer_projection_norm.weight", ("input_norm.scale",)),
+    Rule(f"{_BLOCK}per_layer_input_gate.weight", ("layers.input_gate.kernel",), transpose=True),
+    Rule(f"{_BLOCK}per_layer_projection.weight", ("layers.input_out.kernel",), transpose=True),
+    Rule(f"{_BLOCK}post_per_layer_input_norm.weight", ("layers.input_out_norm.scale",)),
+    Rule(f"{_BLOCK}layer_scalar", ("layers.out.scale",)),
+)
+"""Gemma 4, with inputs to each layer."""
+
+GEMMA_3N_RULES = (
+    *GEMMA_4_RULES[:-1],
+    Rule("model.altup_projections.{layer}.weight", ("stream_in.kernel",), transpose=True),
+    Rule("model.altup_unembed_projections.{layer}.weight", ("stream_out.kernel",), transpose=True),
+    *(
+        Rule(f"{_BLOCK}{source}.weight", (f"layers.{target}.kernel",), transpose=True)
+        for source, target in {
+            "altup.modality_router": "router",
+            "altup.prediction_coefs": "predict",
+            "altup.correction_coefs": "correct",
+            "laurel.linear_left": "laurel_left",
+            "laurel.linear_right": "laurel_right",
+        }.items()
+    ),
+    Rule(f"{_BLOCK}altup.correct_output_scale", ("layers.corrected.scale",)),
+    Rule(f"{_BLOCK}altup.router_norm.weight", ("layers.router_norm.scale",)),
+    Rule(f"{_BLOCK}laurel.post_laurel_norm.weight", ("layers.laurel_norm.scale",)),
+)
+"""Gemma 3n, with streams and their router (AltUp), and Laurel besides."""
 
 GPT2_RULES = (
     Rule("transformer.wte.weight", ("embedding.embedding",)),
@@ -193,6 +227,137 @@ def _gemma(read: Reader) -> dict[str, Any]:
     )
 
 
+def _gemma_inputs(
+    read: Reader, *, every: int, shared: int, streams: int
+) -> tuple[dict[str, Any], Callable[[int], bool]]:
+    """Returns what Gemma 3n and 4 share, and which layers have a window.
+
+    Args:
+      read: their settings.
+      every: so many layers, by default, has one without a window.
+      shared: layers, by default, that read the K/V of others.
+      streams: of a token's state.
+    """
+    for name, wanted in {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+        "tie_word_embeddings": True,
+    }.items():
+        read.need(name, wanted)
+    if read.config.get("sliding_window", 512) is None:
+        read.problems.append("sliding_window=None, of which only numbers are supported")
+    read.config = {"sliding_window": 512, "head_dim": 256, **read.config}
+    layers = read.layers()
+    is_local = read.local_layers(layers, lambda layer: (layer + 1) % every != 0)
+    base = float(read.take("rope_local_base_freq", 10_000.0))
+    local_theta, local_scaling = read.rope("sliding_attention", base=base)
+    if local_scaling is not None:
+        read.problems.append("scaled rotations of local layers, of which only plain are supported")
+    common = _llama_like(read, is_local=is_local, rope_base=1_000_000.0, activation="geglu")
+    for name in ("activation", "tie_embeddings", "embed_dim"):
+        del common[name]
+    hidden, inputs = read.take("hidden_size"), read.take("hidden_size_per_layer_input", 256)
+    return {
+        **common,
+        "embed_dim": state_width(hidden, streams, layers, inputs),
+        "hidden_dim": hidden,
+        "input_dim": inputs,
+        "input_vocab_size": read.take("vocab_size_per_layer_input", 262_144),
+        "local_rope_theta": local_theta,
+        "kv_source": _of_last_own_kind(read, layers, is_local, default=shared),
+    }, is_local
+
+
+def _gemma3n(read: Reader) -> dict[str, Any]:
+    read.need("altup_active_idx", 0)
+    read.need("altup_correct_scale", True)
+    widths = read.config.get("intermediate_size")
+    if isinstance(widths, list) and widths and all(width == widths[0] for width in widths):
+        read.config = {**read.config, "intermediate_size": widths[0]}  # One for each layer.
+    streams, layers = read.take("altup_num_inputs", 4), read.layers()
+    common, _ = _gemma_inputs(read, every=5, shared=15, streams=streams)
+    sparsity = read.config.get("activation_sparsity_pattern")
+    if sparsity is None:
+        sparsity = [0.95 * (layer < 10) for layer in range(layers)] if layers > 10 else []
+    return {
+        **common,
+        "num_streams": streams,
+        "laurel_rank": read.take("laurel_rank", 64),
+        "sparsity": tuple(map(float, sparsity)),
+        "logit_softcap": read.config.get("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma4(read: Reader) -> dict[str, Any]:
+    """Gemma 4 with inputs to each layer; heads without a window are wider, and rotate in part."""
+    read.need("attention_k_eq_v", False)
+    read.need("enable_moe_block", False)
+    rope = dict((read.config.get("rope_parameters") or {}).get("full_attention") or _PROPORTIONAL)
+    rotated = 1.0
+    if rope.get("rope_type") == "proportional" and rope.pop("factor", 1.0) == 1.0:
+        rotated = rope.pop("partial_rotary_factor", 1.0)
+        rope["rope_type"] = "default"
+    local = (read.config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    read.config = {
+        **read.config,
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+    }
+    common, is_local = _gemma_inputs(read, every=6, shared=0, streams=1)
+    del common["rope_scaling"]
+    layers, narrow = common["num_layers"], common["mlp_dim"]
+    # Written out per layer by transformers; one number as published.
+    wide = read.take("global_head_dim", 512)
+    each = read.config.get("per_layer_config")
+    if isinstance(each, Mapping) and each:
+        full = {str(layer): each.get(str(layer)) for layer in range(layers) if not is_local(layer)}
+        wide = next(iter(each.values())).get("head_dim", wide)
+        if each != full or any(settings != {"head_dim": wide} for settings in each.values()):
+            read.problems.append(
+                "a per_layer_config of more than one head_dim in all layers without a window"
+            )
+    if read.config.get("num_global_key_value_heads") not in (None, common["num_kv_heads"]):
+        read.problems.append("num_global_key_value_heads of another number than others")
+    shares = bool(common["kv_source"]) and bool(read.config.get("use_double_wide_mlp"))
+    return {
+        **common,
+        "head_dim": wide,
+        "local_head_dim": common["head_dim"],
+        "mlp_dim": narrow * (2 if shares else 1),
+        "own_mlp_dim": narrow,
+        "rotated": float(rotated),
+        "logit_softcap": read.config.get("final_logit_softcapping"),
+    }
+
+
+_PROPORTIONAL = {
+    "rope_type": "proportional",
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 1_000_000.0,
+}
+"""Rotations of Gemma 4's layers without a window, where nothing else is said."""
+
+
+def _of_last_own_kind(
+    read: Reader, layers: int, is_local: Callable[[int], bool], *, default: int
+) -> tuple[tuple[int, ...], ...]:
+    """Returns a `kv_source` whose upper layers read the last own K/V of their kind."""
+    shared = read.take("num_kv_shared_layers", default, least=0)
+    if not shared:
+        return ()
+    own = range(layers - shared)
+    last = {is_local(layer): layer for layer in own}
+    if any(is_local(layer) not in last for layer in range(len(own), layers)):
+        read.problems.append(
+            f"num_kv_shared_layers={shared} of {layers} layers, with none of the same kind below"
+        )
+        return ()
+    return (
+        *((layer,) for layer in own),
+        *((last[is_local(layer)],) for layer in range(len(own), layers)),
+    )
+
+
 def _gpt2(read: Reader) -> dict[str, Any]:
     read.need("activation_function", "gelu_new", "gelu_pytorch_tanh")
     read.need("scale_attn_weights", True)
@@ -225,13 +390,17 @@ class Family:
 
     Attributes:
       architecture: its class name in transformers.
-      settings: turns a config into the fields of `TransformerConfig`.
+      settings: turns a config into the fields of the decoder's.
       rules: where its tensors go.
+      decoder: what runs it.
+      config: what that is made of.
     """
 
     architecture: str
     settings: Callable[[Reader], dict[str, Any]]
     rules: tuple[Rule, ...]
+    decoder: Callable[[Any], Any] = Transformer
+    config: Callable[..., Any] = TransformerConfig
 
 
 FAMILIES = {
@@ -242,12 +411,33 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", _mistral, LLAMA_RULES),
     "gemma2": Family("Gemma2ForCausalLM", _gemma, GEMMA_RULES),
     "gemma3_text": Family("Gemma3ForCausalLM", _gemma, GEMMA_RULES),
+    "gemma3n_text": Family("Gemma3nForCausalLM", _gemma3n, GEMMA_3N_RULES, Gemma3n, Gemma3nConfig),
+    "gemma4_text": Family("Gemma4ForCausalLM", _gemma4, GEMMA_4_RULES, Gemma4, Gemma4Config),
 }
 """By `model_type`."""
 
+_WITH_TEXT = {"gemma3n": "gemma3n_text", "gemma4": "gemma4_text"}
+"""Models of text and other things, and their text parts."""
 
-def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> TransformerConfig:
-    """Returns the `TransformerConfig` that a Hugging Face config describes.
+
+def text_part(config: Config) -> Config:
+    """Returns the config of the text part of a model that reads images or sound, too."""
+    kind, inner = config.get("model_type"), config.get("text_config")
+    if kind not in _WITH_TEXT or not isinstance(inner, Mapping):
+        return config
+    about = ("eos_token_id", "quantization_config", "utio_jax")
+    outer = {name: config[name] for name in about if config.get(name) is not None}
+    text = _WITH_TEXT[kind]
+    return {
+        **inner,
+        **outer,
+        "model_type": text,
+        "architectures": [FAMILIES[text].architecture],
+    }
+
+
+def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> Any:
+    """Returns the config of the decoder that a Hugging Face config describes.
 
     Args:
       config: the contents of a `config.json`.
@@ -273,7 +463,9 @@ def read_config(config: Config, *, source: str, exits: tuple[int, ...] = ()) -> 
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         stored = (config.get("utio_jax") or {}).get("exits", ())
         if not read.problems:
-            return TransformerConfig(**settings, exits=exits or tuple(stored), eos_ids=tuple(ends))
+            return FAMILIES[kind].config(
+                **settings, exits=exits or tuple(stored), eos_ids=tuple(ends)
+            )
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise ValueError(
             f"Wanted the settings of {FAMILIES[kind].architecture} in {source}. "

@@ -25,13 +25,15 @@ from utio_jax.core.files import (
     load_json,
     refuse_pickle,
 )
-from utio_jax.models.families import FAMILIES, Rule, read_config
-from utio_jax.models.stacking import place_tensors, source_names, used_rules
+from utio_jax.models.families import FAMILIES, Rule, read_config, text_part
+from utio_jax.models.stacking import own_shape, place_tensors, source_names, used_rules
 from utio_jax.models.tensor_parallel import Sharding
-from utio_jax.models.transformer import Transformer
+from utio_jax.models.transformer import TransformerConfig
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# Where the tensors of a text model are in one that reads images or sound, too.
+_TEXT_PART = "model.language_model."
 # What old checkpoints hold beside their parameters.
 _NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids")
 
@@ -95,23 +97,27 @@ def load_folder(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Sharding | None = None,
-) -> tuple[Transformer, Params]:
+) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a Hugging Face folder.
 
     Raises:
       ValueError: see `utio_jax.models.load`.
     """
-    config = read_json(folder / "config.json", "a config")
+    whole = read_json(folder / "config.json", "a config")
+    config = text_part(whole)
+    inner = _TEXT_PART if config is not whole else ""
     if (folder / "generation_config.json").is_file():  # What ends a text is said there, if at all.
         ends = read_json(folder / "generation_config.json", "a config").get("eos_token_id")
         config = config if ends is None else {**config, "eos_token_id": ends}
     settings = read_config(config, source=str(folder / "config.json"), exits=exits)
-    home = where_tensors_are(folder, prefix=_prefix(config["model_type"]))
-    if settings.tie_embeddings and _head_differs(home, FAMILIES[config["model_type"]].rules[0]):
+    family = FAMILIES[config["model_type"]]
+    home = where_tensors_are(folder, prefix=_prefix(config["model_type"]), inner=inner)
+    tied = getattr(settings, "tie_embeddings", True)
+    if tied and _head_differs(home, family.rules[0]) and isinstance(settings, TransformerConfig):
         settings = dataclasses.replace(settings, tie_embeddings=False)
     return place_tensors(
-        Transformer(settings),
-        FAMILIES[config["model_type"]].rules,
+        family.decoder(settings),
+        family.rules,
         {name: shape for name, (*_, shape) in home.items()},
         lambda name: read_tensor(*home[name][:2]),
         dtype=dtype,
@@ -121,7 +127,7 @@ def load_folder(
 
 
 def stored_form(
-    decoder: Transformer,
+    decoder: Any,
     params: Params,
     *,
     config: Mapping[str, Any],
@@ -135,16 +141,25 @@ def stored_form(
       config: the `config.json` that it came with.
       dtype: of the weights.
     """
-    dtype = jnp.dtype(dtype)
+    dtype, config = jnp.dtype(dtype), text_part(config)
     arrays = flatten(params)
     tensors: dict[str, np.ndarray] = {}
     for rule in used_rules(FAMILIES[config["model_type"]].rules, arrays):
-        for index, name in enumerate(source_names(rule, decoder.config.num_layers)):
+        for index, name in enumerate(source_names(rule, arrays)):
             leaves = [arrays[path] for path in rule.targets]
             if "{layer}" in rule.source:
-                leaves = [leaf[index] for leaf in leaves]
+                own = [
+                    own_shape(decoder, path, index, leaf.shape[1:])
+                    for path, leaf in zip(rule.targets, leaves, strict=True)
+                ]
+                leaves = [
+                    leaf[index][tuple(map(slice, shape))]
+                    for leaf, shape in zip(leaves, own, strict=True)
+                ]
             joined = np.concatenate([np.asarray(leaf) for leaf in leaves], axis=-1)
-            tensors[name] = (joined.T if rule.transpose else joined).astype(dtype)
+            tensors[name] = (np.swapaxes(joined, -1, -2) if rule.transpose else joined).astype(
+                dtype
+            )
     stored = {**config, "dtype": dtype.name, "utio_jax": {"exits": list(decoder.config.exits)}}
     stored.pop("torch_dtype", None)
     return tensors, stored
@@ -155,16 +170,28 @@ def _prefix(kind: str) -> str:
     return FAMILIES[kind].rules[0].source.split(".")[0] + "."
 
 
-def where_tensors_are(folder: Path, *, prefix: str) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
+def where_tensors_are(
+    folder: Path, *, prefix: str, inner: str = ""
+) -> dict[str, tuple[Path, str, tuple[int, ...]]]:
     """Returns each tensor's file, name there and shape, by the name that rules know.
 
     A tensor may lie in several shards, as where one was renamed and the old one left: the index
     says in which of them it counts.
 
+    Args:
+      folder: with the files.
+      prefix: with which the names that rules know begin; a base model's own lack it.
+      inner: with which names begin instead, and a head's do not, where only these are meant.
+
     Raises:
       ValueError: files are missing or broken, tensors are no floating-point numbers, are not where
         the index says, or are in several shards without its saying which counts.
     """
+
+    def is_meant(name: str) -> bool:
+        part = not inner or name.startswith((inner, "lm_head."))
+        return part and not name.endswith(_NOT_PARAMETERS)
+
     files = weight_files(folder)
     where = {} if files == [folder / _WEIGHTS] else _weight_map(folder)
     home, kinds, doubtful = {}, dict[str, str](), list[str]()
@@ -172,7 +199,7 @@ def where_tensors_are(folder: Path, *, prefix: str) -> dict[str, tuple[Path, str
         try:
             with safe_open(str(file), framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118 (not a dict)
-                    if name.endswith(_NOT_PARAMETERS) or where.get(name, file.name) != file.name:
+                    if not is_meant(name) or where.get(name, file.name) != file.name:
                         continue
                     if name in home:
                         doubtful.append(f"{name} in {home[name][0].name} and {file.name}")
@@ -181,7 +208,7 @@ def where_tensors_are(folder: Path, *, prefix: str) -> dict[str, tuple[Path, str
                     kinds[name] = part.get_dtype()
         except (SafetensorError, OSError) as error:
             raise broken_file(file, error) from error
-    lost = [name for name in where if name not in home and not name.endswith(_NOT_PARAMETERS)]
+    lost = [name for name in where if name not in home and is_meant(name)]
     if lost or doubtful:
         raise ValueError(
             f"Wanted each tensor in the shard that {folder / _INDEX} names. Got "
@@ -189,6 +216,8 @@ def where_tensors_are(folder: Path, *, prefix: str) -> dict[str, tuple[Path, str
             + ". Fetch the index or the shards again."
         )
     check_floats(kinds, source=str(folder))
+    if inner:
+        return {name.replace(inner, prefix, 1): entry for name, entry in home.items()}
     if any(name.startswith(prefix) for name in home):
         return home
     return {prefix + name: entry for name, entry in home.items()}

@@ -50,10 +50,19 @@ def place_tensors(
     """
     shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
     used = list(used_rules(rules, shapes))
-    layers = decoder.config.num_layers
     wanted = {
-        name: stored_shape(rule, shapes) for rule in used for name in source_names(rule, layers)
+        name: stored_shape(rule, shapes, decoder, index)
+        for rule in used
+        for index, name in enumerate(source_names(rule, shapes))
     }
+    # Layers that read others' keys and values may have projections of their own all the same.
+    spare = {
+        rule.source.format(layer=index)
+        for rule in used
+        if rule.targets[0].startswith("layers.")
+        for index in range(len(source_names(rule, shapes)), decoder.config.num_layers)
+    }
+    found = {name: shape for name, shape in found.items() if name not in spare}
     check_shapes(_abstract(found), _abstract(wanted), source=source)
 
     place_by = place_of(sharding, decoder.config)
@@ -67,11 +76,13 @@ def place_tensors(
         if "{layer}" in rule.source:
             for path in rule.targets:
                 params[path] = jnp.zeros(shapes[path].shape, dtype, device=place(path))
-        for index, name in enumerate(source_names(rule, layers)):
+        for index, name in enumerate(source_names(rule, shapes)):
             for path, piece in zip(rule.targets, _pieces(rule, read(name)), strict=True):
                 piece = piece.astype(dtype, copy=False)
                 if "{layer}" in rule.source:
                     stack = params[path]
+                    beyond = [(0, n - m) for n, m in zip(stack.shape[1:], piece.shape, strict=True)]
+                    piece = np.pad(piece, beyond) if any(map(any, beyond)) else piece
                     piece = put(piece, _of_slice(stack.sharding))
                     # Else the host reads ahead, and what it has read piles up.
                     params[path] = jax.block_until_ready(_put(stack, piece, index))
@@ -87,18 +98,40 @@ def used_rules(rules: tuple[Rule, ...], shapes: Mapping[str, Any]) -> Iterator[R
             yield rule
 
 
-def source_names(rule: Rule, layers: int) -> list[str]:
-    """Returns the tensors that a rule is about, one per layer where it is about layers."""
+def source_names(rule: Rule, shapes: Mapping[str, Any]) -> list[str]:
+    """Returns the tensors that a rule is about: all slices of its parameters, or one."""
     if "{layer}" not in rule.source:
         return [rule.source]
-    return [rule.source.format(layer=index) for index in range(layers)]
+    count = shapes[rule.targets[0]].shape[0]
+    return [rule.source.format(layer=index) for index in range(count)]
 
 
-def stored_shape(rule: Rule, shapes: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of a rule's tensor in a checkpoint, given those of the parameters."""
-    each = [shapes[path].shape[1 if "{layer}" in rule.source else 0 :] for path in rule.targets]
+def stored_shape(
+    rule: Rule, shapes: Mapping[str, Any], decoder: Any, index: int
+) -> tuple[int, ...]:
+    """Returns the shape of a rule's tensor in a checkpoint.
+
+    Args:
+      rule: whose tensors are meant.
+      shapes: of the parameters.
+      decoder: whose they are.
+      index: of the slice, where it is one.
+    """
+    if "{layer}" in rule.source:
+        each = [own_shape(decoder, path, index, shapes[path].shape[1:]) for path in rule.targets]
+    else:
+        each = [shapes[path].shape for path in rule.targets]
     shape = (*each[0][:-1], sum(one[-1] for one in each))
-    return shape[::-1] if rule.transpose else shape
+    return (*shape[:-2], shape[-1], shape[-2]) if rule.transpose else shape
+
+
+def own_shape(decoder: Any, path: str, index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns how much of a slice of a stack is a layer's own, where layers differ in width.
+
+    A decoder says so itself (`utio_jax.models.gemma4`): the first entries along each axis. What is
+    beyond them is zero, and not stored.
+    """
+    return decoder.own_shape(path, index, shape) if hasattr(decoder, "own_shape") else shape
 
 
 def _abstract(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -107,7 +140,8 @@ def _abstract(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtype
 
 def _pieces(rule: Rule, tensor: np.ndarray) -> list[np.ndarray]:
     """Returns the parameters in a tensor."""
-    return np.split(tensor.T if rule.transpose else tensor, len(rule.targets), axis=-1)
+    stored = np.swapaxes(tensor, -1, -2) if rule.transpose else tensor
+    return np.split(stored, len(rule.targets), axis=-1)
 
 
 def _of_slice(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

@@ -24,7 +24,7 @@ from utio_jax.calibration.risk import split_documents
 from utio_jax.core.decoder import some_exits
 from utio_jax.core.documents import Batch, calibration_batches, sample_batches
 from utio_jax.core.files import check_writable
-from utio_jax.core.lens import Lensed
+from utio_jax.core.lens import Lensed, Wrapped
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
@@ -42,7 +42,6 @@ from utio_jax.evaluation.evaluate import TextScore, score_documents
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models.shipped import is_shipped
 from utio_jax.models.texts import read_files
-from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import uniform
 from utio_jax.policies.store import Calibration, calibration_file
@@ -481,16 +480,18 @@ def named_mode(mode: str | Mode | None, budget: float | None) -> str | Mode:
     return "plain" if budget is None else "adaptive"
 
 
-def with_exits(decoder: Any, exits: tuple[int, ...]) -> Transformer:
+def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:
     """Returns a stock model's decoder with depths at which it may be read.
 
     Args:
-      decoder: a `Transformer`.
+      decoder: made of its config alone, as a `Transformer` is.
       exits: these depths, and the last layer; none: those of `utio_jax.core.decoder.some_exits`.
     """
     layers = decoder.config.num_layers
     chosen = tuple(sorted({*exits, layers})) if exits else some_exits(layers)
-    return Transformer(dataclasses.replace(decoder.config, exits=chosen))
+    while isinstance(decoder, Wrapped):
+        decoder = decoder.decoder
+    return dataclasses.replace(decoder, config=dataclasses.replace(decoder.config, exits=chosen))
 
 
 def _several(budget: float | Sequence[float]) -> tuple[float, ...]:

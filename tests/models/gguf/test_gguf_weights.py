@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -125,6 +126,47 @@ def test_gemma_3_with_its_own_pattern_of_windows(tmp_path: Path) -> None:
     )
     config = load(tmp_path / "plain.gguf").decoder.config
     assert config.windows == (5, 5, 5, 5), "of six, the last attends to all"
+
+
+def describe_gemma_3n(writer: gguf.GGUFWriter) -> None:
+    """What is special about the folder `gemma3n`, as llama.cpp's converter says it."""
+    config = json.loads((FOLDER / "gemma3n" / "config.json").read_text())
+    cut = [NormalDist().inv_cdf(s) if s else -np.inf for s in config["activation_sparsity_pattern"]]
+    writer.add_rope_freq_base_swa(100.0)
+    writer.add_sliding_window_pattern([kind[0] == "s" for kind in config["layer_types"]])
+    writer.add_altup_active_idx(0)
+    writer.add_altup_num_inputs(4)
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    # A float, as in published files.
+    writer.add_float32("gemma3n.attention.shared_kv_layers", config["num_kv_shared_layers"])
+    writer.add_activation_sparsity_scale(cut)
+
+
+def test_gemma_3n_with_stacked_streams_and_what_is_cut_off(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_gguf(file, FOLDER / "gemma3n", arch="gemma3n", describe=describe_gemma_3n)
+    check_same(file, FOLDER / "gemma3n")
+
+
+def describe_gemma_4(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_freq_base_swa(100.0)
+    writer.add_rope_dimension_count(16)
+    writer.add_rope_dimension_count_swa(8)
+    writer.add_sliding_window_pattern([True, False] * 3)
+    writer.add_embedding_length_per_layer_input(6)
+    writer.add_shared_kv_layers(2)
+
+
+def test_gemma_4_with_two_widths_of_heads_and_mlps_and_pairs_that_stand_still(
+    tmp_path: Path,
+) -> None:
+    file, factors = tmp_path / "m.gguf", np.asarray([1.0, 1.0, *[1e30] * 6])
+    options: dict[str, Any] = {"arch": "gemma4", "describe": describe_gemma_4}
+    write_gguf(file, FOLDER / "gemma4", factors=factors, **options)
+    check_same(file, FOLDER / "gemma4")
+    write_gguf(file, FOLDER / "gemma4", factors=factors * 2, **options)
+    with pytest.raises(ValueError, match="rope_freqs.weight, of which only divisors that stop"):
+        load(file)
 
 
 def test_the_largest_gemmas_scale_queries_by_the_width_of_states(tmp_path: Path) -> None:

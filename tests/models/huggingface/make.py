@@ -37,6 +37,9 @@ LLAMA_3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
 LOCAL = {"rope_type": "default", "rope_theta": 100.0}
+PARTLY = {"rope_type": "proportional", "rope_theta": 1000.0, "partial_rotary_factor": 0.25}
+FAR = {"rope_type": "default", "rope_theta": 1000.0}
+NEAR_AND_FAR = ["sliding_attention", "full_attention"]
 
 CASES = {
     "llama": ("Llama", {"tie_word_embeddings": False}),
@@ -79,13 +82,49 @@ CASES = {
             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": LOCAL},
         },
     ),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 6,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": 3 * NEAR_AND_FAR,
+            "rope_parameters": {"full_attention": FAR, "sliding_attention": LOCAL},
+            "final_logit_softcapping": 5.0,
+            "vocab_size_per_layer_input": 40,
+            "hidden_size_per_layer_input": 6,
+            "num_kv_shared_layers": 2,
+            "laurel_rank": 5,
+            "activation_sparsity_pattern": [0.7, 0.3, 0.0, 0.0, 0.6, 0.0],
+        },
+    ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "hidden_size": 16,
+            "intermediate_size": 20,
+            "num_hidden_layers": 6,
+            "head_dim": 8,
+            "global_head_dim": 16,
+            "sliding_window": 5,
+            "layer_types": 3 * NEAR_AND_FAR,
+            "rope_parameters": {"full_attention": PARTLY, "sliding_attention": LOCAL},
+            "final_logit_softcapping": 5.0,
+            "vocab_size_per_layer_input": 48,
+            "hidden_size_per_layer_input": 6,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+    ),
 }
 
 
 def make(name: str, folder: Path) -> None:
     """Writes a model's folder, split into shards for one family, with its reference values."""
     family, options = CASES[name]
-    text = "Text" if family == "Gemma3" else ""
+    text = "Text" if family in ("Gemma3", "Gemma3n", "Gemma4") else ""
     config = getattr(transformers, f"{family}{text}Config")(**{**SIZES, **options})
     kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
     torch.manual_seed(len(name))
@@ -95,6 +134,9 @@ def make(name: str, folder: Path) -> None:
             noise = torch.randn_like(parameter)
             # Far from initialisation: every layer, norm and bias must matter.
             parameter.copy_(0.3 * noise if parameter.ndim > 1 else parameter + 0.3 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):  # Stored, though no parameter.
+                buffer.copy_(0.5 + torch.rand_like(buffer))
     model.eval()
     model.generation_config.pad_token_id = 0
     model.save_pretrained(folder, max_shard_size="20KB" if name == "mistral" else "1GB")

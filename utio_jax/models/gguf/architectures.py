@@ -13,6 +13,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,12 @@ class Keys:
         self.used.add(f"{self.arch}.{name}")
         return self.keys.get(f"{self.arch}.{name}")
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Returns a whole number from 1; an array must have one value for all layers."""
+    def count(self, name: str, default: int | None = None, *, layer: int | None = None) -> int:
+        """Returns a whole number from 1: an array's for one layer, or its only one for all."""
         value = self.stored(name)
-        if isinstance(value, np.ndarray) and value.size and np.all(value == value[0]):
-            value = value[0].item()
+        several = isinstance(value, np.ndarray) and value.size
+        if several and (layer is not None or np.all(value == value[0])):
+            value = value[layer or 0].item()
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
@@ -97,6 +99,10 @@ class Keys:
             return None
         return value
 
+    def rows(self, name: str) -> int:
+        """Returns how many rows a tensor has; one that is missing is found missing later."""
+        return self.tensors[name].shape[0] if name in self.tensors else 1
+
     def has(self, *names: str) -> bool:
         """Whether the first layer has one of these tensors."""
         return any(f"blk.0.{name}" in self.tensors for name in names)
@@ -113,6 +119,8 @@ class Architecture:
       rotates_pairs: whether queries and keys rotate neighbours rather than halves: the rows of
         their matrices are interleaved.
       norms_plus_one: whether norms are stored with the one that Gemma adds to them.
+      local: what keys of layers with a window end in, where they have sizes of their own. Those of
+        the first layer are then the family's `head_dim` and `intermediate_size`.
     """
 
     family: str
@@ -120,6 +128,7 @@ class Architecture:
     names: Mapping[str, str]
     rotates_pairs: bool = False
     norms_plus_one: bool = False
+    local: str = ""
 
     def rules(self) -> tuple[Rule, ...]:
         """Returns the family's rules under GGUF's names of tensors."""
@@ -129,11 +138,14 @@ class Architecture:
         )
 
     def _renamed(self, source: str) -> str:
-        module, leaf = source.rsplit(".", 1)
         layer = "model.layers.{layer}."
-        if module.startswith(layer):
-            return f"blk.{{layer}}.{self.names[module.removeprefix(layer)]}.{leaf}"
-        return f"{self.names[module]}.{leaf}"
+        place, inner = (
+            ("blk.{layer}.", source.removeprefix(layer)) if layer in source else ("", source)
+        )
+        if inner in self.names:
+            return f"{place}{self.names[inner]}.weight"
+        module, leaf = inner.rsplit(".", 1)
+        return f"{place}{self.names[module]}.{leaf}"
 
 
 def _llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -176,6 +188,74 @@ def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
         },
         "sliding_window": keys.count("attention.sliding_window"),
+        "final_logit_softcapping": keys.scale("final_logit_softcapping") if capped else None,
+    }
+
+
+def _gemma_inputs(keys: Keys, common: dict[str, Any], *, period: int, own: int) -> dict[str, Any]:
+    """Returns what Gemma 3n and 4 share; inner sizes are those of tensors.
+
+    Args:
+      keys: of the file.
+      common: what all architectures share.
+      period: the last of so many layers attends to everything.
+      own: layers with K/V of their own, where no key says so.
+    """
+    rope = _rope(keys)["rope_parameters"]
+    local = keys.scale("rope.freq_base_swa", 10_000.0)
+    shared = keys.stored("attention.shared_kv_layers")
+    if isinstance(shared, float) and shared.is_integer():
+        shared = int(shared)  # As published files have it.
+    return {
+        **_gemma(keys, common, period=period, largest=0),
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": local},
+        },
+        "sliding_window": keys.count("attention.sliding_window"),
+        "hidden_size_per_layer_input": keys.count("embedding_length_per_layer_input"),
+        "vocab_size_per_layer_input": keys.rows("per_layer_token_embd.weight"),
+        "num_kv_shared_layers": max(0, common["num_hidden_layers"] - own)
+        if shared is None
+        else shared,
+    }
+
+
+def _gemma3n(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Gemma 3n, whose file says by how many deviations gates are cut off."""
+    keys.need("altup.active_idx", 0)
+    cut = keys.stored("activation_sparsity_scale")
+    if cut is not None and np.shape(cut) != (common["num_hidden_layers"],):
+        keys.problems.append(f"{keys.arch}.activation_sparsity_scale={_short(cut)}")
+        cut = None
+    parts = cut if cut is None else [round(NormalDist().cdf(each), 6) for each in cut.tolist()]
+    return {
+        **_gemma_inputs(keys, common, period=5, own=20),  # Of both published sizes.
+        "final_logit_softcapping": keys.scale("final_logit_softcapping", 30.0),
+        "altup_num_inputs": keys.count("altup.num_inputs", 4),
+        "laurel_rank": keys.rows("blk.0.laurel_l.weight"),
+        "activation_sparsity_pattern": parts,
+    }
+
+
+def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    wide = keys.count("attention.key_length")
+    keys.need("attention.value_length", wide)
+    keys.need("rope.dimension_count", wide)
+    layers, narrow = common["num_hidden_layers"], common["intermediate_size"]
+    found = _gemma_inputs(keys, common, period=6, own=layers)
+    widths = keys.stored("feed_forward_length")
+    double = isinstance(widths, np.ndarray) and widths[-1] == 2 * narrow
+    if isinstance(widths, np.ndarray):
+        own = layers - found["num_kv_shared_layers"]
+        wanted = [narrow] * own + [narrow * (2 if double else 1)] * (layers - own)
+        if widths.tolist() != wanted:
+            keys.problems.append(f"{keys.arch}.feed_forward_length={_short(widths)}")
+    capped = f"{keys.arch}.final_logit_softcapping" in keys.keys
+    return {
+        **found,
+        "global_head_dim": wide,
+        "use_double_wide_mlp": double,
         "final_logit_softcapping": keys.scale("final_logit_softcapping") if capped else None,
     }
 
@@ -247,12 +327,38 @@ _GEMMA_NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 
+_GEMMA_4_NAMES = {
+    **_GEMMA_NAMES,
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "layer_scalar": "layer_output_scale",
+}
+_GEMMA_3N_NAMES = {
+    **_GEMMA_4_NAMES,
+    "model.altup_projections.{layer}": "altup_proj",  # All of them are one tensor.
+    "model.altup_unembed_projections.{layer}": "altup_unembd_proj",
+    "altup.modality_router": "altup_router",
+    "altup.prediction_coefs": "altup_predict_coef",
+    "altup.correction_coefs": "altup_correct_coef",
+    "altup.correct_output_scale": "altup_correct_scale",
+    "altup.router_norm": "altup_router_norm",
+    "laurel.linear_left": "laurel_l",
+    "laurel.linear_right": "laurel_r",
+    "laurel.post_laurel_norm": "laurel_post_norm",
+}
+
 ARCHITECTURES = {
     "llama": Architecture("llama", _llama, _LLAMA_NAMES, rotates_pairs=True),
     "qwen2": Architecture("qwen2", _qwen, _LLAMA_NAMES),
     "qwen3": Architecture("qwen3", _qwen, _LLAMA_NAMES),
     "gemma2": Architecture("gemma2", _gemma2, _GEMMA_NAMES, norms_plus_one=True),
     "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA_NAMES, norms_plus_one=True),
+    "gemma3n": Architecture("gemma3n_text", _gemma3n, _GEMMA_3N_NAMES),
+    "gemma4": Architecture("gemma4_text", _gemma4, _GEMMA_4_NAMES, local="_swa"),
 }
 """By `general.architecture`."""
 
@@ -278,6 +384,7 @@ def read_keys(
     """
     arch = keys["general.architecture"]
     architecture, read = ARCHITECTURES[arch], Keys(keys, tensors, arch)
+    local = architecture.local
     _check_general(read)
     vocab, dim = tensors["token_embd.weight"].shape if _is_matrix(tensors) else (1, 1)
     heads = read.count("attention.head_count")
@@ -290,8 +397,8 @@ def read_keys(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": read.count("attention.head_count_kv", heads),
-        "head_dim": read.count("attention.key_length", max(1, dim // heads)),
-        "intermediate_size": read.count("feed_forward_length"),
+        "head_dim": read.count(f"attention.key_length{local}", max(1, dim // heads)),
+        "intermediate_size": read.count("feed_forward_length", layer=0 if local else None),
         "max_position_embeddings": read.count("context_length"),
         "rms_norm_eps": read.scale("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in tensors,
@@ -300,8 +407,8 @@ def read_keys(
         "eos_token_id": _ends(read, vocab),
     }
     head_dim = config["head_dim"]
-    read.need("attention.value_length", head_dim)
-    read.need("rope.dimension_count", head_dim)
+    read.need(f"attention.value_length{local}", head_dim)
+    read.need(f"rope.dimension_count{local}", head_dim)
     read.need("vocab_size", vocab)
     read.need("expert_count", 0)
     read.need("expert_used_count", 0)
@@ -384,7 +491,7 @@ def _wrong_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> li
 
 def _strange_tensors(architecture: Architecture, tensors: Mapping[str, Tensor]) -> list[str]:
     known = {rule.source for rule in architecture.rules()}
-    if architecture.rotates_pairs:
+    if architecture.rotates_pairs or architecture.local:
         known.add("rope_freqs.weight")
     general = (re.sub(r"^blk\.\d+\.", "blk.{layer}.", name) for name in tensors)
     return [
@@ -392,6 +499,17 @@ def _strange_tensors(architecture: Architecture, tensors: Mapping[str, Tensor]) 
         for name in dict.fromkeys(general)
         if name not in known
     ]
+
+
+def rotated_share(factors: np.ndarray) -> float | None:
+    """Returns the share of a head that rotates, by the divisors of its frequencies.
+
+    Those of pairs that stand still are immense. None where the divisors are not of that form.
+    """
+    divisors = np.asarray(factors, np.float64).reshape(-1)
+    count = int(np.sum(divisors == 1.0))
+    standing = divisors[count:]
+    return count / divisors.size if np.all(standing >= 1e20) and count else None
 
 
 def llama3_scaling(factors: np.ndarray, *, theta: float) -> dict[str, Any] | None:

@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.core.decoder import Params
-from utio_jax.models.families import read_config
+from utio_jax.models.families import FAMILIES, read_config
 from utio_jax.models.gguf.architectures import (
     Architecture,
     architecture_of,
     llama3_scaling,
     read_keys,
+    rotated_share,
 )
 from utio_jax.models.gguf.header import Header, Tensor, library, read_header
 from utio_jax.models.stacking import place_tensors
 from utio_jax.models.tensor_parallel import Sharding
-from utio_jax.models.transformer import Transformer, TransformerConfig
 
 # Numbers that are dequantised at once: their intermediates stay in the caches.
 _BLOCK = 2**18
@@ -40,7 +40,7 @@ def load_file(
     exits: tuple[int, ...] = (),
     dtype: jax.typing.DTypeLike = jnp.float32,
     sharding: Sharding | None = None,
-) -> tuple[Transformer, Params]:
+) -> tuple[Any, Params]:
     """Returns the decoder and the parameters of a GGUF file.
 
     Raises:
@@ -57,7 +57,7 @@ def load_file(
         return _halves(found, heads[part]) if interleaved else found
 
     return place_tensors(
-        Transformer(settings),
+        FAMILIES[architecture.family].decoder(settings),
         architecture.rules(),
         {name: tensor.shape for name, tensor in header.tensors.items() if name != _ROPE_FREQS},
         read,
@@ -76,13 +76,13 @@ def config_of(header: Header) -> dict[str, Any]:
     return _understood(header, ())[1]
 
 
-def _understood(
-    header: Header, exits: tuple[int, ...]
-) -> tuple[Architecture, dict[str, Any], TransformerConfig]:
+def _understood(header: Header, exits: tuple[int, ...]) -> tuple[Architecture, dict[str, Any], Any]:
     source = str(header.file)
     architecture = architecture_of(header.keys, source=source)
     config, problems = read_keys(header.keys, header.tensors)
-    if not problems and _ROPE_FREQS in header.tensors:
+    if not problems and architecture.local:
+        problems += _rotate_in_part(header, config)
+    elif not problems and _ROPE_FREQS in header.tensors:
         rope = config["rope_parameters"]
         factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
         found = None
@@ -100,6 +100,19 @@ def _understood(
             f"{'; '.join(problems)}."
         )
     return architecture, config, read_config(config, source=source, exits=exits)
+
+
+def _rotate_in_part(header: Header, config: dict[str, Any]) -> list[str]:
+    """Sets how much of a head rotates in layers without a window. Returns what is wrong with it."""
+    share: float | None = 1.0
+    if _ROPE_FREQS in header.tensors:
+        factors = read_tensor(header, _ROPE_FREQS, dtype=np.float32)
+        share = rotated_share(factors) if 2 * factors.size == config["global_head_dim"] else None
+    if share is None:
+        return [f"{_ROPE_FREQS}, of which only divisors that stop pairs are supported"]
+    rope = {"rope_type": "proportional", "partial_rotary_factor": share}
+    config["rope_parameters"]["full_attention"] |= rope
+    return []
 
 
 def read_tensor(

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3n and 4: exact prompts as loaded, text parts of larger models, what is refused.
+
+That their logits are those of transformers is in `test_huggingface.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from utio_jax import Lossless, Plain, Prefill
+from utio_jax.core.files import load_tensors, save_tensors
+from utio_jax.core.flops import token_cost
+from utio_jax.decoding.generate import Generated, generate
+from utio_jax.engine import Engine, Shapes
+from utio_jax.models import Model, load, save
+
+pytestmark = pytest.mark.check
+
+FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
+PROMPTS = [[0, *range(5, 20)], [7, 9, 3, 2, 8, 8, 1], [4], [1, *range(24, 47)]]
+COMPLETE, LAYERS = 3, 6
+MODES = {"plain": Plain(), "ngram": Lossless(drafter="ngram"), "exit": Lossless(exit=4)}
+
+
+@pytest.fixture(scope="module", params=["gemma3n", "gemma4"])
+def model(request: Any) -> Any:
+    return load(FOLDER / request.param, exits=(4, LAYERS))
+
+
+def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
+    return generate(model.decoder, model.params, prompts, max_new_tokens=16, eos_ids=(), **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, mode: str) -> None:
+    whole = run(model, mode=MODES[mode], prefill=Prefill())
+    exact = run(model, mode=MODES[mode])
+    for one, other in zip(whole.token_ids, exact.token_ids, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(whole.log_probabilities, exact.log_probabilities, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_all_but_the_last_token_stop_before_the_last_layer_with_keys_and_values(
+    model: Model,
+) -> None:
+    """Layers 2 and 3 are the last of their kinds that make K/V; those above read them."""
+    config = model.decoder.config
+    assert config.kv_source == ((0,), (1,), (2,), (3,), (2,), (3,))
+    assert (config.kv_complete, config.kv_layers) == (COMPLETE, 4)
+    exact = run(model)
+    for prompt, depths in zip(PROMPTS, exact.prompt_depths, strict=True):
+        np.testing.assert_array_equal(depths, [COMPLETE] * (len(prompt) - 1) + [LAYERS])
+    work = jax.tree.map(lambda leaf: np.asarray(leaf)[0], exact.prompt_work)
+    slots = work.queries[0] // COMPLETE  # Those of the prompts, padded.
+    assert work.keys_values.sum() == slots * config.kv_layers
+    assert 0 < work.queries[1] < (LAYERS - COMPLETE) * slots / 2
+    ends = np.asarray([len(prompt) + 15 for prompt in PROMPTS])
+    np.testing.assert_array_equal(
+        exact.kv_bytes_held, ends * exact.bytes_per_slot * config.kv_layers
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 8], ids=["whole", "chunks"])
+def test_an_engine_gives_the_same_tokens(model: Model, chunk: int | None) -> None:
+    engine = Engine(
+        model.decoder, model.params, slots=2, capacity=64, mode=Plain(),
+        shapes=Shapes(prompt_widths=(8, 32), groups=(1, 2), key_step=32, chunk=chunk),
+    )  # fmt: skip
+    numbers = [engine.submit(prompt, max_new_tokens=16, eos_ids=()) for prompt in PROMPTS]
+    done = engine.drain()
+    wanted = run(model, prefill=Prefill())
+    for number, tokens in zip(numbers, wanted.token_ids, strict=True):
+        np.testing.assert_array_equal(done[number].token_ids, tokens)
+
+
+def kernels_of(model: Model) -> dict[str, int]:
+    layers = model.params["layers"]
+    return {n: 2 * leaf["kernel"][0].size for n, leaf in layers.items() if "kernel" in leaf}
+
+
+def test_the_cost_of_a_token_of_gemma_3n_is_that_of_its_matrices() -> None:
+    """By hand: each matrix twice its size, those that mix streams once per method that needs it."""
+    model: Any = load(FOLDER / "gemma3n")
+    cost, size = token_cost(model.decoder, model.params), kernels_of(model)
+    mixing = size["router"] + size["predict"] + 2 * 4 * 4 * 16
+    of_kv = size["k_proj"] + size["v_proj"]
+    once = sum(size.values()) - of_kv - size["router"] - size["predict"]
+    assert cost.keys_values == of_kv + mixing
+    assert cost.query == once + 2 * mixing + size["router"]
+    assert cost.head == 2 * 16 * (3 * 16 + 48)
+
+
+def test_the_cost_of_a_token_of_gemma_4_is_that_of_its_widest_layer() -> None:
+    model: Any = load(FOLDER / "gemma4")
+    cost, size = token_cost(model.decoder, model.params), kernels_of(model)
+    assert cost.keys_values == size["k_proj"] + size["v_proj"] == 2 * 2 * 16 * 2 * 16
+    assert cost.query == sum(size.values()) - cost.keys_values
+    assert size["up_proj"] == 2 * 16 * 40
+    assert cost.attention_per_key == 4 * 4 * 16
+
+
+def test_what_a_narrow_layer_of_gemma_4_does_not_have_is_zero() -> None:
+    """Of parameters as loaded and as made afresh, alike; and its own part is not."""
+    model: Any = load(FOLDER / "gemma4")
+    for params in (model.params, model.decoder.init(jax.random.key(0))):
+        layers = params["layers"]
+        for name, own, wide in (("q_proj", 32, 64), ("k_proj", 16, 32), ("up_proj", 20, 40)):
+            kernel = np.asarray(layers[name]["kernel"])
+            assert kernel.shape[-1] == wide
+            assert not kernel[0, :, own:].any()
+            assert kernel[0, :, :own].all()
+            assert kernel[1].all() == (name != "up_proj")
+        assert not np.asarray(layers["down_proj"]["kernel"])[3, 20:].any()
+        assert np.asarray(layers["down_proj"]["kernel"])[4].all()
+
+
+def as_part(folder: Path, out: Path, **config: Any) -> Path:
+    """Writes the model as the text part of one that reads images, with tensors of these."""
+    tensors = load_tensors(folder / "model.safetensors")
+    inner = {
+        name.replace("model.", "model.language_model.", 1): leaf for name, leaf in tensors.items()
+    }
+    towers = ("model.vision_tower.conv", "model.audio_tower.conv", "model.embed_vision.embedding")
+    out.mkdir()
+    save_tensors(
+        out / "model.safetensors",
+        inner | {f"{name}.weight": np.ones((2, 3), np.int32) for name in towers},
+    )
+    text = json.loads((folder / "config.json").read_text())
+    kind = text["model_type"].removesuffix("_text")
+    whole = {"model_type": kind, "text_config": text, "eos_token_id": [1, 46], **config}
+    (out / "config.json").write_text(json.dumps(whole))
+    return out
+
+
+def test_the_text_part_of_a_model_with_towers_is_taken(model: Any, tmp_path: Path) -> None:
+    folder = model.folder
+    found: Any = load(as_part(folder, tmp_path / "whole"), exits=(4, LAYERS))
+    assert found.decoder.config == dataclasses.replace(model.decoder.config, eos_ids=(1, 46))
+    jax.tree.map(np.testing.assert_array_equal, found.params, model.params)
+    save(tmp_path / "text", found.decoder, found.params, like=found.folder, dtype=jnp.float32)
+    assert load(tmp_path / "text").decoder == found.decoder
+    names = set(load_tensors(tmp_path / "text" / "model.safetensors"))
+    assert names == set(load_tensors(folder / "model.safetensors"))
+    with pytest.raises(ValueError, match="quantization_config, of which only plain weights"):
+        load(as_part(folder, tmp_path / "q", quantization_config={"bits": 4}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Model) -> Path:
+    """A folder to break."""
+    return Path(shutil.copytree(model.folder, tmp_path / model.folder.name))
+
+
+def test_projections_that_no_layer_reads_are_left_out(folder: Path, model: Model) -> None:
+    """Published files have those of layers that read others' keys and values, too."""
+    tensors = load_tensors(folder / "model.safetensors")
+    spare = {
+        name.replace("layers.0", f"layers.{layer}"): leaf
+        for name, leaf in tensors.items()
+        for layer in (4, 5)
+        if name.startswith("model.layers.0.self_attn.") and name.split(".")[4][0] in "kv"
+    }
+    assert len(spare) == 6
+    save_tensors(folder / "model.safetensors", tensors | spare)
+    jax.tree.map(np.testing.assert_array_equal, load(folder).params, model.params)
+    (name,) = (name for name in spare if "4.self_attn.k_proj" in name)
+    save_tensors(folder / "model.safetensors", tensors | {name.replace("4", "6"): spare[name]})
+    with pytest.raises(ValueError, match="unexpected model.layers.6.self_attn.k_proj.weight"):
+        load(folder)
+
+
+def edit(folder: Path, **settings: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
+
+
+BOTH: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_activation": "relu"}, "hidden_activation='relu'"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+    ({"attention_bias": True}, "attention_bias=True"),
+    ({"num_kv_shared_layers": 5}, "num_kv_shared_layers=5 of 6 layers, with none of the same"),
+    ({"num_kv_shared_layers": 6}, "num_kv_shared_layers=6 of 6 layers, with none of the same"),
+    ({"sliding_window": None}, "sliding_window=None"),
+    ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input=0"),
+    ({"head_dim": 7}, "an even head_dim"),
+]
+OF_GEMMA_3N: list[tuple[dict[str, Any], str]] = [
+    ({"altup_active_idx": 1}, "altup_active_idx=1, of which only 0"),
+    ({"altup_correct_scale": False}, "altup_correct_scale=False"),
+    ({"intermediate_size": [24, 24, 24, 24, 24, 48]}, "intermediate_size="),
+    ({"activation_sparsity_pattern": [0.5]}, "a sparsity from 0 to below 1 for each of its 6"),
+    ({"activation_sparsity_pattern": [1.0] * 6}, "a sparsity from 0 to below 1 for each"),
+]
+FULL = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+OF_GEMMA_4: list[tuple[dict[str, Any], str]] = [
+    ({"attention_k_eq_v": True}, "attention_k_eq_v=True"),
+    ({"enable_moe_block": True}, "enable_moe_block=True"),
+    ({"num_global_key_value_heads": 1}, "num_global_key_value_heads of another number"),
+    ({"per_layer_config": {"1": {"head_dim": 16}}}, "a per_layer_config of more than one"),
+    ({"per_layer_config": {}, "global_head_dim": 6}, "a local_head_dim of at most head_dim=6"),
+    ({"rope_parameters": {"full_attention": FULL | {"factor": 2.0}}}, "rope_type='proportional'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "wanted"),
+    [
+        *(("gemma3n", *case) for case in BOTH + OF_GEMMA_3N),
+        *(("gemma4", *case) for case in BOTH + OF_GEMMA_4),
+    ],
+    indirect=["model"],
+)
+def test_what_cannot_be_run_is_named(folder: Path, settings: Any, wanted: str) -> None:
+    edit(folder, **settings)
+    with pytest.raises(ValueError, match=wanted):
+        load(folder)
+
+
+def test_a_state_of_another_width_is_refused(model: Model) -> None:
+    with pytest.raises(ValueError, match=r"input_dim = \d+. Got embed_dim=64"):
+        dataclasses.replace(model.decoder.config, embed_dim=64)
+
+
+def test_fresh_parameters_are_those_of_a_checkpoint_by_shape(model: Any) -> None:
+    fresh = jax.eval_shape(model.decoder.init, jax.random.key(0))
+    shapes = lambda tree: jax.tree.map(lambda leaf: leaf.shape, tree)  # noqa: E731
+    assert shapes(fresh) == shapes(model.params)
+
+
+def test_own_layout_is_refused_with_what_to_do(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="like="):
+        save(tmp_path / "out", model.decoder, model.params)
