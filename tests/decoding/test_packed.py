@@ -81,7 +81,7 @@ def test_the_work_is_that_of_the_widths(kv: Any, monkeypatch: pytest.MonkeyPatch
     ids = np.asarray([[5 + row, 9, row] for row in range(ROWS)], np.int32)
     limits = np.asarray([prompt + new - 2 * row for row in range(ROWS)], np.int32)
     lengths = np.full(ROWS, prompt, np.int32)
-    fixed = decoder, model.params, mode, Greedy(), stop_rules(())
+    fixed = decoder, model.params, mode, Greedy(), stop_rules()
     state = begin(*fixed, ids, lengths, limits, np.zeros(ROWS, np.uint32), slots=64)
     jax.block_until_ready(state)
     read_counts()
@@ -120,7 +120,7 @@ def test_no_key_of_a_row_that_does_not_run_is_read() -> None:
     mode = dataclasses.replace(mode, policy=DepthAt(table=table, depths=DEPTHS))
     ids = np.asarray([[5 + row, 9, row] for row in range(ROWS)], np.int32)
     rows = ids, np.full(ROWS, 3, np.int32), np.full(ROWS, 20, np.int32), np.zeros(ROWS, np.uint32)
-    fixed = model.decoder, model.params, mode, Greedy(), stop_rules(())
+    fixed = model.decoder, model.params, mode, Greedy(), stop_rules()
     others = (jnp.arange(ROWS) != 2)[None, :, None, None, None]
 
     def spoil(leaf: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def test_no_cache_is_copied() -> None:
     extra = []
     for pack in ((), PACK):
         mode = Adaptive(policy=POLICY, pack=pack)
-        fixed = model.decoder, model.params, mode, Greedy(), stop_rules(())
+        fixed = model.decoder, model.params, mode, Greedy(), stop_rules()
         state = begin(*fixed, *rows, slots=4096)
         program = advance.lower(*fixed, state, np.int32(9), widths=(4096,)).compile()
         memory, held = program.memory_analysis(), state.cache.keys.nbytes

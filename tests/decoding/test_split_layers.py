@@ -85,7 +85,7 @@ def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
     )
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(apart[0]))
     mode = MODES[name](lively_model())
-    fixed = decoder, params, mode, Greedy(), stop_rules(())
+    fixed = decoder, params, mode, Greedy(), stop_rules()
     length = jnp.full(1, 4, jnp.int32)
     state = jax.eval_shape(
         lambda params: begin(

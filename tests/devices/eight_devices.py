@@ -271,11 +271,11 @@ def test_pmap_of_generation_yields_the_tokens_of_one_device(mode: str) -> None:
         if isinstance(mode_here, Adaptive):
             policy = DepthAt(table=table, depths=DEPTHS)
             mode_here = dataclasses.replace(mode_here, policy=policy)
-        stops = stop_rules(())
+        stops = stop_rules()
         fixed = model.decoder, params, mode_here, Greedy(), stops
         state = begin(*fixed, *rows, slots=64)
         state = advance(*fixed, state, jnp.int32(40), widths=(64,))
-        return state.token_ids, state.tally.log_probability, state.tally.decided
+        return state.token_ids, state.columns.log_probabilities, state.columns.decided
 
     split = lambda x: x.reshape(DEVICES, 2, *x.shape[1:])  # noqa: E731
     rows = map(split, (tables, ids, lengths, limits, np.arange(16, dtype=np.uint32)))

@@ -381,7 +381,7 @@ def lively() -> Any:
 
 @laws_of(POLICIES)
 def test_decoding_can_use_it(lively: Any, policy: Any, unchecked_shapes: None) -> None:
-    mode, stops = Adaptive(policy=make(lively, policy.name)), stop_rules(())
+    mode, stops = Adaptive(policy=make(lively, policy.name)), stop_rules()
     mode.check(lively.decoder)
     three = jnp.full(3, 4, jnp.int32)
     prompts = jnp.zeros((3, 8), jnp.int32)

@@ -10,7 +10,7 @@
 `fixed` is the decoder, its parameters, mode, sampling and stops; `layers` what
 `utio_jax.core.layer.split_layers` returns, or nothing. Rows neither see nor feel each
 other: each gets the tokens that `generate` gives its prompt alone. What rows bring of their own, a
-`PerRowSampling` or `PerRowStopRules`, is put into the batch's by `put_rows` of
+`PerRowSampling` or `StopRules`, is put into the batch's by `put_rows` of
 `utio_jax.devices.rows`. Shapes are those of the batch and of the fresh rows, so after the first
 admission of as many rows nothing compiles.
 """
@@ -28,19 +28,20 @@ from jaxtyping import Array, Bool, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Setting
-from utio_jax.decoding.loop import begin_thinking, unread
-from utio_jax.decoding.sampling import Sampling
-from utio_jax.decoding.state import RELEASED, DecodeState, PerRowStopRules, StopRules
+from utio_jax.decoding.loop import unread
+from utio_jax.decoding.sampling import RowSampling
+from utio_jax.decoding.state import RELEASED, DecodeState, RowHook, StopRules
 from utio_jax.devices.rows import PerDevice, put_rows
 
 
 @partial(jax.jit, static_argnames=("decoder", "batch", "slots", "alternatives"))
-def empty_state(
+def empty_state(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
     mode: Mode,
-    sampling: Sampling,
-    stops: StopRules | PerRowStopRules,
+    sampling: RowSampling,
+    stops: StopRules,
+    hook: RowHook | None = None,
     *,
     batch: int,
     slots: int,
@@ -54,16 +55,16 @@ def empty_state(
       mode: that all rows will decode in.
       sampling: how tokens will be drawn.
       stops: what will end rows.
+      hook: of as many rows; None: no row will have one.
       batch: rows.
       slots: tokens that a row can hold: prompt, new tokens, and `mode.block` more.
-      alternatives: to each new token, noted in the tally.
+      alternatives: to each new token, that are noted.
     """
     one = jnp.ones((batch,), jnp.int32)
-    arrays = one[:, None] * 0, one, one, one.astype(jnp.uint32)
+    arrays = one[:, None] * 0, one, one, one.astype(jnp.uint32), hook
     state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
     setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=1)
     state = mode.start(setting, state)
-    state = begin_thinking(setting, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 

@@ -23,9 +23,9 @@ from jaxtyping import Array, Float, Int, UInt32
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import first_tokens, unread
-from utio_jax.decoding.sampling import Sampling
+from utio_jax.decoding.sampling import RowSampling
 from utio_jax.decoding.segments import block_at, run_segment
-from utio_jax.decoding.state import DecodeState, Emitted, PerRowStopRules, StopRules
+from utio_jax.decoding.state import DecodeState, RowHook, StopRules
 from utio_jax.staircase.keys_values import project_layers
 
 
@@ -38,10 +38,10 @@ def open_prompt(  # noqa: PLR0913 (arrays of one batch)
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
+    hook: RowHook | None = None,
     *,
     slots: int,
     alternatives: int = 0,
-    emitted: Emitted | None = None,
 ) -> tuple[DecodeState, Float[Array, "batch dim"]]:
     """Returns the state of prompts that no layer has read yet, and room for their last states.
 
@@ -53,13 +53,12 @@ def open_prompt(  # noqa: PLR0913 (arrays of one batch)
       lengths: tokens of each, at least 1.
       limits: lengths at which rows will end.
       seeds: one per row.
+      hook: of the rows; None: none has one.
       slots: tokens that a row can hold.
-      alternatives: to each new token, noted in the tally.
-      emitted: what rows had emitted before; None: nothing.
+      alternatives: to each new token, that are noted.
     """
-    arrays, sizes = (token_ids, lengths, limits, seeds), {"slots": slots}
-    sizes["alternatives"] = alternatives
-    state = unread(decoder, params, mode, *arrays, **sizes, emitted=emitted)
+    arrays = token_ids, lengths, limits, seeds, hook
+    state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
     return state, jnp.zeros_like(decoder.embed(params, token_ids[:, 0], lengths * 0))
 
 
@@ -124,11 +123,10 @@ def close_prompt(
     decoder: Decoder,
     params: Params,
     mode: Mode,
-    sampling: Sampling,
-    stops: StopRules | PerRowStopRules,
+    sampling: RowSampling,
+    stops: StopRules,
     state: DecodeState,
     last: Float[Array, "batch dim"],
-    emitted: Emitted | None = None,
 ) -> DecodeState:
     """Returns the state after the first new token of each row, its prompt having been read.
 
@@ -140,7 +138,6 @@ def close_prompt(
       stops: what ends rows.
       state: from `read_chunk`. Donated.
       last: likewise.
-      emitted: as in `open_prompt`.
     """
     setting = Setting(
         decoder=decoder,
@@ -164,4 +161,4 @@ def close_prompt(
         last, state = x[:, 0], dataclasses.replace(state, cache=cache)
     logits = decoder.unembed(params, last).astype(jnp.float32)
     depth = jnp.full_like(state.lengths, decoder.config.num_layers)
-    return first_tokens(setting, mode, state, logits, depth=depth, emitted=emitted)
+    return first_tokens(setting, mode, state, logits, depth=depth)

@@ -21,20 +21,19 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.sampling import Greedy, Sampling, check_sampling, check_seeds
+from utio_jax.decoding.sampling import Greedy, RowSampling, Sampling, check_sampling, check_seeds
 from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import (
+    Columns,
     DecodeState,
-    Emitted,
-    PerRowStopRules,
+    RowHook,
     StopRules,
+    Tally,
     check_stops,
-    empty_tally,
     end_rows,
 )
-from utio_jax.decoding.thinking import Thinking
-from utio_jax.decoding.thinking_state import ThinkingState, check_thinking
+from utio_jax.decoding.thinking import Thinking, check_thinking
 from utio_jax.devices.rows import PerDevice, Rows, check_mesh, over_rows, place
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
@@ -137,16 +136,14 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
             "utio_jax.devices.processes.local_mesh returns."
         )
     row_seeds = check_seeds(seeds, rows=len(rows))
-    sampling = check_sampling(sampling, rows=len(rows))
+    drawn = check_sampling(sampling, rows=len(rows))
     stops = check_stops(
         config.eos_ids if eos_ids is None else eos_ids,
         stop_sequences,
         rows=len(rows),
         vocab_size=config.vocab_size,
     )
-    stops = dataclasses.replace(
-        stops, thinking=check_thinking(thinking, rows, vocab_size=config.vocab_size)
-    )
+    hook = check_thinking(thinking, rows, vocab_size=config.vocab_size)
 
     ends = np.asarray([row.size for row in rows], np.int32)
     width = round_up(int(ends.max()), lengths.prompt_step)
@@ -160,11 +157,11 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         if prefill is None
         else prefill.for_shape(*shape)
     )
-    mode, sampling, prefill = canonical((mode, sampling, prefill))
-    params, mode, sampling, stops, prefill = place((params, mode, sampling, stops, prefill), mesh)
-    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds
+    mode, prefill = canonical((mode, prefill))
+    params, mode, drawn, stops, prefill = place((params, mode, drawn, stops, prefill), mesh)
+    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds, hook
     arrays = place(Rows(arrays), mesh).tree
-    fixed = decoder, params, mode, sampling, stops
+    fixed = decoder, params, mode, drawn, stops
     state = begin(*fixed, *arrays, slots=slots, prefill=prefill, mesh=mesh)
     # No row will ever read fewer keys than the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
@@ -187,23 +184,23 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
     mode: Mode,
-    sampling: Sampling,
-    stops: StopRules | PerRowStopRules,
+    sampling: RowSampling,
+    stops: StopRules,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
+    hook: RowHook | None = None,
     *,
     slots: int,
     prefill: Prefill | None = None,
     mesh: Mesh | None = None,
     alternatives: int = 0,
-    emitted: Emitted | None = None,
 ) -> DecodeState:
     """Returns the state after prefill and the first new token of each row.
 
     On a mesh, every device's mode has a memory of its own. So many `alternatives` to each new token
-    are noted in the tally.
+    are noted.
     """
     if mesh is not None:
 
@@ -220,11 +217,10 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
             )
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
-        rows = Rows((token_ids, lengths, limits, seeds))
+        rows = Rows((token_ids, lengths, limits, seeds, hook))
         return over_rows(mesh, on_device, params, (mode, sampling, stops, prefill), rows)
-    arrays = token_ids, lengths, limits, seeds
-    sizes = {"slots": slots, "alternatives": alternatives}
-    state = unread(decoder, params, mode, *arrays, **sizes, emitted=emitted)
+    arrays = token_ids, lengths, limits, seeds, hook
+    state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
     depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
     if prefill is None:
         logits, cache = read_prompts(decoder, params, token_ids, lengths, state.cache)
@@ -241,7 +237,7 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
         stops=stops,
         width=token_ids.shape[1],
     )
-    return first_tokens(setting, mode, state, logits, depth=depth, emitted=emitted)
+    return first_tokens(setting, mode, state, logits, depth=depth)
 
 
 def first_tokens(
@@ -251,9 +247,8 @@ def first_tokens(
     logits: Float[Array, "batch vocab"],
     *,
     depth: Int[Array, " batch"],
-    emitted: Emitted | None = None,
 ) -> DecodeState:
-    """Returns the state after the first new token of each row, or the last that it had emitted.
+    """Returns the state after the first new token of each row.
 
     Args:
       setting: of the prompts.
@@ -261,21 +256,10 @@ def first_tokens(
       state: with the prompts in its cache.
       logits: behind them.
       depth: layers that their last tokens ran.
-      emitted: as in `unread`.
     """
     state = dataclasses.replace(state, cache=fill(state.cache, state.lengths))
-    state = begin_thinking(setting, state)
     state = mode.start(setting, state)
-    return emit_drawn(setting, state, logits, decided=depth, executed=depth, emitted=emitted)
-
-
-def begin_thinking(setting: Setting, state: DecodeState) -> DecodeState:
-    """Returns the state with what rows know of thinking before their first new token, if any."""
-    rules = setting.stops.thinking
-    if rules is None:
-        return state
-    thinking = ThinkingState.start(rules, state.lengths, slots=state.token_ids.shape[1])
-    return dataclasses.replace(state, thinking=thinking, limits=rules.limits(state.limits))
+    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 
 def unread(  # noqa: PLR0913 (arrays of one batch)
@@ -286,29 +270,30 @@ def unread(  # noqa: PLR0913 (arrays of one batch)
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
+    hook: RowHook | None = None,
     *,
     slots: int,
     alternatives: int = 0,
-    emitted: Emitted | None = None,
 ) -> DecodeState:
-    """Returns the state of prompts that no layer has read yet; the mode remembers nothing.
-
-    Rows that had `emitted` tokens come with all of them but the last, as if they were prompts.
-    """
+    """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
     batch, width = token_ids.shape
     dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
+    sizes = {"alternatives": alternatives, "measured": hook is not None}
+    columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, **sizes))
+    known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
     return DecodeState(
-        token_ids=jnp.pad(token_ids, ((0, 0), (0, slots - width))),
+        columns=dataclasses.replace(columns, token_ids=known),
         lengths=lengths,
-        prompt_lengths=lengths if emitted is None else emitted.prompt_lengths,
+        prompt_lengths=lengths,
         limits=limits,
         reason=jnp.zeros_like(lengths),
         seeds=seeds,
         cache=init_cache(
             decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
         ),
-        tally=empty_tally(batch, slots, alternatives=alternatives),
+        tally=Tally.empty(batch),
         memory=None,
+        hook=hook,
     )
 
 
@@ -317,8 +302,8 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     decoder: Decoder,
     params: Params,
     mode: Mode,
-    sampling: Sampling,
-    stops: StopRules | PerRowStopRules,
+    sampling: RowSampling,
+    stops: StopRules,
     state: DecodeState,
     until: Int[Array, "*row"],
     layers: Layers = None,

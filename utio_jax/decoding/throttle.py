@@ -22,7 +22,7 @@ from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.history import History
 from utio_jax.core.decoder import Decoder, Params, check_softmax
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.state import DecodeState, ViewTally
+from utio_jax.decoding.state import DecodeState
 from utio_jax.decoding.throttle_attention import open_view
 from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
 from utio_jax.staircase.base import Tokens
@@ -78,14 +78,11 @@ class Throttle:
 
     def open(self, state: DecodeState, *, layers: int) -> DecodeState:
         """Returns the state with views of the first `layers`, once the prompts are in the cache."""
-        batch, slots = state.token_ids.shape
-        views = ViewTally(
-            layers=jnp.zeros((batch, slots), jnp.int32), key_slots=jnp.zeros((batch,), jnp.float32)
-        )
+        none = jnp.zeros_like(state.token_ids)
         return dataclasses.replace(
             state,
             cache=open_view(state.cache, self.history, state.lengths, layers=layers),
-            tally=dataclasses.replace(state.tally, views=views),
+            columns=dataclasses.replace(state.columns, throttled=none),
         )
 
     def flops(self, policy: Policy, decoder: Decoder, params: Params) -> float:
@@ -137,25 +134,3 @@ class ThrottlePacking(Packing):
         self._low = self._throttled(scores, index + 1)
         if index == 0:
             self.scores = scores[:, 0]
-
-
-def add_views(
-    state: DecodeState, layers: Int[Array, " batch"], key_slots: Float[Array, " batch"]
-) -> DecodeState:
-    """Returns the state with a step in its tally of views, at the positions of the tokens it ran.
-
-    Args:
-      state: before the step's tokens are emitted.
-      layers: that each row's token ran throttled.
-      key_slots: read from each row's view, summed over layers.
-    """
-    views = state.tally.views
-    assert views is not None
-    rows = jnp.arange(layers.shape[0], dtype=jnp.int32)
-    slots = jnp.where(state.active, state.positions, views.layers.shape[1])
-    views = dataclasses.replace(
-        views,
-        layers=views.layers.at[rows, slots].set(layers, mode="drop"),
-        key_slots=views.key_slots + jnp.where(state.active, key_slots, 0.0),
-    )
-    return dataclasses.replace(state, tally=dataclasses.replace(state.tally, views=views))

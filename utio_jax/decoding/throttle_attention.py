@@ -12,7 +12,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from utio_jax.attention.cache import KVCache, side_by_side
 from utio_jax.attention.history import History
@@ -20,17 +20,8 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.attention.rows import attend_rows, chosen_first
 from utio_jax.attention.views import View, places_at, visible_places
-from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.segments import (
-    Attend,
-    Block,
-    Bounds,
-    Depth,
-    Layers,
-    Sources,
-    depth_of_kv,
-    run_layers,
-)
+from utio_jax.core.decoder import Decoder
+from utio_jax.decoding.segments import Attend, Attention, Block, Sources, depth_of_kv
 
 
 def open_view(
@@ -58,38 +49,24 @@ def open_view(
     return dataclasses.replace(cache, view=view)
 
 
-def run_throttled(  # noqa: PLR0913 (arrays of one segment)
+def view_attention(
     decoder: Decoder,
-    params: Params,
-    cache: KVCache,
-    x: Float[Array, "batch 1 dim"],
     block: Block,
     *,
-    start: Depth,
-    stop: Depth,
     width: int,
     runs: Bool[Array, "batch 1"],
     dense: Bool[Array, "batch 1"],
     shown: Int[Array, "batch slot"] | None = None,
-    layers: Layers = None,
-    bounds: Bounds = None,
-) -> tuple[Float[Array, "batch 1 dim"], KVCache]:
-    """Returns what `run_segment` does, where only dense rows see everything before them.
+) -> Attention:
+    """Returns attention of which only dense rows see everything before them, for `run_layers`.
 
     Args:
       decoder: the model.
-      params: its parameters.
-      cache: with a view of these layers; carried whole; donate it.
-      x: states at depth `start`, one token per row.
-      block: the tokens' places.
-      start: first layer.
-      stop: layer to stop before.
+      block: the tokens' places, one token per row.
       width: slots that dense rows attend over; more than every valid position. Static.
       runs: tokens whose state changes; no other's attention counts.
-      dense: of these, the ones that read all their slots.
+      dense: of these, the ones that read all their slots; the others read the cache's view.
       shown: as in `run_segment`.
-      layers: likewise.
-      bounds: likewise.
 
     Raises:
       ValueError: a block of some rows alone.
@@ -144,19 +121,7 @@ def run_throttled(  # noqa: PLR0913 (arrays of one segment)
 
         return attend
 
-    return run_layers(
-        decoder,
-        params,
-        cache,
-        x,
-        block,
-        attention,
-        start=start,
-        stop=stop,
-        runs=runs,
-        layers=layers,
-        bounds=bounds,
-    )
+    return attention
 
 
 def _shown_at(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: requests that join and leave a running batch of decoding rows."""
 
-from utio_jax.engine.blocks import Alternatives
 from utio_jax.engine.engine import Engine
 from utio_jax.engine.led import LedEngine, follow
 from utio_jax.engine.planning import RebatchingPlan, RowRates, measure_rates, plan_rebatching
@@ -10,7 +9,6 @@ from utio_jax.engine.slots import Shapes
 from utio_jax.engine.statistics import EngineStats, Percentiles
 
 __all__ = [
-    "Alternatives",
     "Engine",
     "EngineStats",
     "Event",
