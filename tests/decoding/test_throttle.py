@@ -27,8 +27,7 @@ from utio_jax.decoding.rows import ThrottledRows
 from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.segments import block_at, run_layers
 from utio_jax.decoding.state import stop_rules
-from utio_jax.decoding.throttle import Throttle, ThrottlePacking
-from utio_jax.decoding.throttle_attention import open_view, view_attention
+from utio_jax.decoding.throttle import Throttle, ThrottlePacking, open_view, view_attention
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer

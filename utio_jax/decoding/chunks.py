@@ -15,50 +15,31 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import first_tokens, unread
 from utio_jax.decoding.sampling import RowSampling
 from utio_jax.decoding.segments import block_at, run_segment
-from utio_jax.decoding.state import DecodeState, RowHook, StopRules
+from utio_jax.decoding.state import DecodeState, StopRules
 from utio_jax.staircase.keys_values import project_layers
 
 
 @partial(jax.jit, static_argnames=("decoder", "slots", "alternatives"))
-def open_prompt(  # noqa: PLR0913 (arrays of one batch)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    token_ids: Int[Array, "batch token"],
-    lengths: Int[Array, " batch"],
-    limits: Int[Array, " batch"],
-    seeds: UInt32[Array, " batch"],
-    hook: RowHook | None = None,
-    *,
-    slots: int,
-    alternatives: int = 0,
+def open_prompt(
+    decoder: Decoder, params: Params, mode: Mode, *rows: Any, slots: int, alternatives: int = 0
 ) -> tuple[DecodeState, Float[Array, "batch dim"]]:
     """Returns the state of prompts that no layer has read yet, and room for their last states.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      mode: that they will decode in.
-      token_ids: right-padded prompts.
-      lengths: tokens of each, at least 1.
-      limits: lengths at which rows will end.
-      seeds: one per row.
-      hook: of the rows; None: none has one.
-      slots: tokens that a row can hold.
-      alternatives: to each new token, that are noted.
+    Arguments are those of `utio_jax.decoding.loop.unread`.
     """
-    arrays = token_ids, lengths, limits, seeds, hook
-    state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
+    state = unread(decoder, params, mode, *rows, slots=slots, alternatives=alternatives)
+    token_ids, lengths = rows[:2]
     return state, jnp.zeros_like(decoder.embed(params, token_ids[:, 0], lengths * 0))
 
 
@@ -133,7 +114,7 @@ def close_prompt(
     Args:
       decoder: the model.
       params: its parameters.
-      mode: as in `open_prompt`.
+      mode: that they will decode in.
       sampling: how tokens are drawn.
       stops: what ends rows.
       state: from `read_chunk`. Donated.

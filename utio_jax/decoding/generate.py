@@ -26,7 +26,7 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
-from utio_jax.decoding.state import REASONS, Columns, DecodeState
+from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally
 from utio_jax.decoding.thinking import Thinking, Thought, thought_of
 from utio_jax.devices.rows import check_mesh
 
@@ -80,35 +80,25 @@ class GenerateOptions(DecodeOptions, total=False):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generated:
-    """What `generate` returns. All arrays live on the host; row `i` of each belongs to prompt `i`.
+class Generated(Tally):
+    """What `generate` returns: tokens, what is noted of each, and what they took after prefill.
+
+    All arrays live on the host; row `i` of each belongs to prompt `i`. Of tokens, each row has an
+    array `[new]`, see `Columns`; the first new token is prefill's.
 
     Attributes:
-      token_ids: new tokens of each prompt, `[new]`, the one that ended it included.
+      token_ids: new tokens of each prompt, the one that ended it included.
       finish_reasons: `"eos"`, `"stop"` or `"length"`.
-      decided: layers behind the distribution that each new token was taken from, `[new]`; the first
-        is prefill's. Under `Lossless`: the exit that guessed it, 0 where it was copied from the
-        row's own text, or all layers.
-      executed: layers that really ran for it, `[new]`; more than decided where other rows went
-        deeper.
-      log_probabilities: of each new token in nats, `[new]`, under the distribution that it was
-        taken from, before any sampling method.
-      steps: rounds of the loop per row.
-      drafts: drafts that were verified, per row.
-      accepted: those that were right.
-      token_layers: token slots that ran a layer after prefill, padding and rejected drafts
-        included.
-      frozen_layers: K/V-only projections of frozen states.
-      mapped_layers: layers whose K/V were mapped from frozen states.
-      attended: key slots attended over after prefill, summed over queries and layers.
-      heads: token slots that went through the vocabulary head after prefill.
-      exit_maps: states of an exit that were mapped for it.
-      kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
+      decided: layers behind the distribution that each new token was taken from.
+      executed: layers that really ran for it.
+      log_probabilities: of each new token in nats, before any sampling method.
+      throttled: layers in which the token before each new one saw a compact view of the history
+        only. All 0 without a throttle.
+      uncertainty: of the distribution that each new token was taken from: the measure of its row's
+        `Thinking`; empty where none was given one.
+      thought: how each row has thought; likewise.
       kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end,
         its views included.
-      throttled: layers in which the token before each new one saw a compact view of the history
-        only, `[new]`; the first is prefill's. All 0 without a throttle.
-      view_bytes_read: those of `kv_bytes_read` that came from views, per row.
       bytes_per_slot: that keys and values of one token take in one layer.
       key_widths: numbers of key slots that attention could read, ascending.
       prompt_depths: decided layers of each prompt token, `[prompt]`.
@@ -118,9 +108,6 @@ class Generated:
       mode: the mode's name.
       num_layers: of the model.
       group: rows that step together, on one device; the last ones may be empty.
-      thought: how each row has thought; empty where none was given a `Thinking`.
-      uncertainty: of the distribution that each new token was taken from, `[new]`: the measure of
-        its row's `Thinking`; likewise.
     """
 
     token_ids: tuple[np.ndarray, ...]
@@ -128,19 +115,10 @@ class Generated:
     decided: tuple[np.ndarray, ...]
     executed: tuple[np.ndarray, ...]
     log_probabilities: tuple[np.ndarray, ...]
-    steps: np.ndarray
-    drafts: np.ndarray
-    accepted: np.ndarray
-    token_layers: np.ndarray
-    frozen_layers: np.ndarray
-    mapped_layers: np.ndarray
-    attended: np.ndarray
-    heads: np.ndarray
-    exit_maps: np.ndarray
-    kv_bytes_read: np.ndarray
-    kv_bytes_held: np.ndarray
     throttled: tuple[np.ndarray, ...]
-    view_bytes_read: np.ndarray
+    uncertainty: tuple[np.ndarray, ...]
+    thought: tuple[Thought, ...]
+    kv_bytes_held: np.ndarray
     prompt_depths: tuple[np.ndarray, ...]
     prompt_width: int
     prompt_work: Work | None
@@ -149,8 +127,16 @@ class Generated:
     mode: str
     num_layers: int
     group: int
-    thought: tuple[Thought, ...] = ()
-    uncertainty: tuple[np.ndarray, ...] = ()
+
+    @property
+    def kv_bytes_read(self) -> np.ndarray:
+        """Bytes of keys and values that attention read, per row."""
+        return self.key_slots.astype(np.float64) * self.bytes_per_slot
+
+    @property
+    def view_bytes_read(self) -> np.ndarray:
+        """Those that came from views, per row."""
+        return self.view_slots.astype(np.float64) * self.bytes_per_slot
 
     @property
     def acceptance(self) -> float | None:
@@ -346,9 +332,6 @@ def collect(
         for field in dataclasses.fields(state.tally)
     }
     per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
-    read = {
-        name: tally.pop(name).astype(np.float64) * per_slot for name in ("key_slots", "view_slots")
-    }
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
     if state.cache.view is not None:
         held += sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view)) // all_rows
@@ -372,9 +355,7 @@ def collect(
         **noted,
         **tally,
         finish_reasons=tuple(REASONS[reason] for reason in np.asarray(state.reason)[:rows]),
-        kv_bytes_read=read["key_slots"],
         kv_bytes_held=held,
-        view_bytes_read=read["view_slots"],
         prompt_depths=tuple(prompt_depths),
         prompt_width=round_up(int(starts.max()), lengths.prompt_step),
         prompt_work=prompt_work,

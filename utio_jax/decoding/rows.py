@@ -41,7 +41,7 @@ from utio_jax.decoding.segments import (
     run_layers,
     run_segment,
 )
-from utio_jax.decoding.throttle_attention import view_attention
+from utio_jax.decoding.throttle import view_attention
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.frozen import Propagate
 

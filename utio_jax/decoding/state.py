@@ -217,17 +217,17 @@ class Tally:
       view_slots: those of `key_slots` that were read from views of throttled tokens.
     """
 
-    steps: Int[Array, " batch"]
-    drafts: Int[Array, " batch"]
-    accepted: Int[Array, " batch"]
-    token_layers: Int[Array, " batch"]
-    frozen_layers: Int[Array, " batch"]
-    mapped_layers: Int[Array, " batch"]
-    heads: Int[Array, " batch"]
-    exit_maps: Int[Array, " batch"]
-    key_slots: Float[Array, " batch"]
-    attended: Float[Array, " batch"]
-    view_slots: Float[Array, " batch"]
+    steps: Int[Any, " batch"]
+    drafts: Int[Any, " batch"]
+    accepted: Int[Any, " batch"]
+    token_layers: Int[Any, " batch"]
+    frozen_layers: Int[Any, " batch"]
+    mapped_layers: Int[Any, " batch"]
+    heads: Int[Any, " batch"]
+    exit_maps: Int[Any, " batch"]
+    key_slots: Float[Any, " batch"]
+    attended: Float[Any, " batch"]
+    view_slots: Float[Any, " batch"]
 
     @classmethod
     def empty(cls, batch: int) -> Self:
@@ -292,39 +292,26 @@ class RowHook(Protocol):
         """How far rows have come, as numbers that the host reads."""
         ...
 
-    def force(
-        self,
-        lengths: Int[Array, " batch"],
-        token_ids: Int[Array, "batch new"],
-        counts: Int[Array, " batch"],
-    ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
-        """Returns new tokens behind so many, and how many are real: what is forced instead."""
+    def force(self, lengths: Any, token_ids: Any, counts: Any) -> tuple[Any, Any]:
+        """Returns new tokens behind `lengths`, and how many are real: what is forced instead."""
         ...
 
-    def measure(
-        self, logits: Float[Array, "batch new vocab"], total: Float[Array, "batch new"]
-    ) -> Float[Array, "batch new"]:
+    def measure(self, logits: Any, total: Any) -> Float[Array, "batch new"]:
         """Returns the uncertainty of distributions; `total`: their `logsumexp`."""
         ...
 
     def follow(
-        self,
-        token_ids: Int[Array, "batch new"],
-        positions: Int[Array, "batch new"],
-        fresh: Bool[Array, "batch new"],
-        limits: Int[Array, " batch"],
-        *,
-        uncertainty: Float[Array, "batch slot"],
+        self, token_ids: Any, positions: Any, fresh: Any, limits: Any, *, uncertainty: Any,
         ends_with: Callable[[Any], Bool[Array, "batch new"]],
-    ) -> Followed:
+    ) -> Followed:  # fmt: skip
         """Returns what comes of new tokens, forced ones included.
 
         Args:
-          token_ids: the tokens.
+          token_ids: `[batch, new]`.
           positions: theirs.
           fresh: which are real.
-          limits: lengths at which rows end.
-          uncertainty: of all tokens so far, these included, by position.
+          limits: lengths at which rows end, `[batch]`.
+          uncertainty: of all tokens so far, these included, by position: `[batch, slot]`.
           ends_with: maps sequences of each row to whether one ends at each new token.
         """
         ...
