@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.generation import SMALL, lively_model, run
+from helpers.generation import SMALL, lively_model, run, setting_of
 from helpers.models import with_random_maps
 
 from utio_jax.attention.history import History
@@ -24,7 +24,7 @@ from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, PerRowSampling, Temperature
-from utio_jax.decoding.state import REASONS, RELEASED, StopRules, stop_rules
+from utio_jax.decoding.state import REASONS, RELEASED, stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.devices.rows import PerDevice, put_rows, row_axes
 from utio_jax.policies.depth import random_depths
@@ -82,8 +82,8 @@ def model_of(name: str) -> Any:
 SAMPLING = Temperature(0.9)
 
 
-def _rules(rows: int) -> tuple[PerRowSampling, StopRules]:
-    return PerRowSampling.of([SAMPLING] * rows), stop_rules()
+def _rules(rows: int) -> dict[str, Any]:
+    return {"sampling": PerRowSampling.of([SAMPLING] * rows), "stops": stop_rules()}
 
 
 class Server:
@@ -91,8 +91,8 @@ class Server:
 
     def __init__(self, name: str, *, slots: int = SLOTS, mode: Any = None) -> None:
         model, self.mode, self.slots = model_of(name), mode or MODES[name], slots
-        self.rules, self.fixed = _rules(BATCH), (model.decoder, model.params, self.mode)
-        self.state = empty_state(*self.fixed, *self.rules, batch=BATCH, slots=slots)
+        self.setting = setting_of(model, self.mode, **_rules(BATCH))
+        self.state = empty_state(self.setting, batch=BATCH, slots=slots)
 
     def begin(
         self, requests: list[Request], prefill: Prefill | None = None, rules: Any = ()
@@ -107,15 +107,14 @@ class Server:
             ids[row, : len(each.prompt)], lengths[row] = each.prompt, len(each.prompt)
             limits[row], seeds[row] = len(each.prompt) + each.new, each.seed
         rows = ids, lengths, limits, seeds
-        return begin(*self.fixed, *(rules or _rules(2)), *rows, slots=self.slots, prefill=prefill)
+        setting = dataclasses.replace(self.setting, **(rules or _rules(2)))
+        return begin(setting, *rows, slots=self.slots, prefill=prefill)
 
     def admit(self, requests: list[Request], rows: list[int]) -> None:
         self.state = admit(self.state, self.begin(requests), rows, mode=self.mode)
 
     def advance(self, until: int) -> None:
-        self.state = advance(
-            *self.fixed, *self.rules, self.state, np.int32(until), widths=(32, SLOTS)
-        )
+        self.state = advance(self.setting, self.state, np.int32(until), widths=(32, SLOTS))
 
     def found(self, row: int) -> dict[str, np.ndarray]:
         """Returns what a row has decoded so far."""
@@ -257,7 +256,8 @@ def test_a_prompt_may_be_read_by_importance():
 
 def test_rows_bring_their_own_sampling_and_stops():
     server = Server("plain")
-    rules = PerRowSampling.of([Greedy()] * BATCH), stop_rules([((), ())] * BATCH)
+    sampling = PerRowSampling.of([Greedy()] * BATCH)
+    rules = {"sampling": sampling, "stops": stop_rules([((), ())] * BATCH)}
     methods = [Temperature(0.8), Greedy(), Temperature(1.2), Greedy()]
     alone = [
         run(lively_model(), [each.prompt], sampling=method, seeds=[each.seed], max_new_tokens=9)
@@ -271,15 +271,15 @@ def test_rows_bring_their_own_sampling_and_stops():
     requests = [dataclasses.replace(each, new=9) for each in REQUESTS]
     for first, rows in ((0, [3, 1]), (2, [0, 2])):
         mine = slice(first, first + 2)
-        own = (
-            PerRowSampling.of(methods[mine]),
-            stop_rules([(end, ()) for end in ends[mine]]),
-        )
+        own = {
+            "sampling": PerRowSampling.of(methods[mine]),
+            "stops": stop_rules([(end, ()) for end in ends[mine]]),
+        }
         server.state = admit(
             server.state, server.begin(requests[mine], rules=own), rows, mode=server.mode
         )
-        rules = tuple(map(put_rows, rules, own, [np.asarray(rows)] * 2))
-        server.rules = rules
+        rules = {name: put_rows(rules[name], own[name], np.asarray(rows)) for name in own}
+        server.setting = dataclasses.replace(server.setting, **rules)
         server.advance(3)
     server.advance(SLOTS)
     for row, new in zip((3, 1, 0, 2), wanted, strict=True):

@@ -17,6 +17,7 @@ from helpers.generation import (
     lively_model,
     plain_run,
     run,
+    setting_of,
     true_logits,
 )
 
@@ -26,7 +27,6 @@ from utio_jax.decoding.generate import generate, stream
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.sampling import Chain, Greedy, PerRowSampling, Temperature, TopK
-from utio_jax.decoding.state import stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
@@ -209,15 +209,15 @@ def test_watermarks_roll_back_and_keys_are_the_full_models(model, plain):
     for row, prompt in enumerate(PROMPTS):
         token_ids[row, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    arguments = (model.decoder, model.params, mode, Greedy(), stop_rules())
+    setting = setting_of(model, mode)
     state = begin(
-        *arguments, token_ids, lengths, lengths + 40, np.arange(3, dtype=np.uint32), slots=64
+        setting, token_ids, lengths, lengths + 40, np.arange(3, dtype=np.uint32), slots=64
     )
-    state = advance(*arguments, state, np.int32(20), widths=(64,))
+    state = advance(setting, state, np.int32(20), widths=(64,))
     np.testing.assert_array_equal(state.cache.filled, np.stack([state.lengths - 1] * 2))
     # What lies below the watermarks is the cache that prefill makes of the same tokens.
     whole = begin(
-        *arguments,
+        setting,
         np.asarray(state.token_ids)[:, :48],
         np.asarray(state.lengths),
         np.asarray(state.lengths) + 5,
@@ -251,9 +251,9 @@ def test_the_second_prompt_compiles_nothing(model, count_compiles):
 def test_the_cache_is_never_copied(model, sampling):
     mode = Lossless(exit=2, max_draft=3)
     lengths = np.array([3, 7, 1], np.int32)
-    arguments = (model.decoder, model.params, mode, sampling, stop_rules())
+    setting = setting_of(model, mode, sampling)
     state = begin(
-        *arguments,
+        setting,
         np.zeros((3, 8), np.int32),
         lengths,
         lengths + 40,
@@ -261,7 +261,7 @@ def test_the_cache_is_never_copied(model, sampling):
         slots=4096,
     )
     cache_bytes = state.cache.keys.nbytes + state.cache.values.nbytes
-    memory = advance.lower(*arguments, state, np.int32(9), widths=(64,)).compile().memory_analysis()
+    memory = advance.lower(setting, state, np.int32(9), widths=(64,)).compile().memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes / 4

@@ -22,6 +22,7 @@ from utio_jax.attention.products import NOWHERE, attend
 from utio_jax.attention.views import place_of, places_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Setting
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.rows import ThrottledRows
 from utio_jax.decoding.sampling import Greedy
@@ -454,16 +455,12 @@ def test_neither_cache_nor_view_is_copied(model: Any, kv: Any) -> None:
         throttle=throttle(0.5, history=History(recent=1400, sinks=8)),
     )
     ids, lengths = np.zeros((3, 8), np.int32), np.array([3, 7, 1], np.int32)
-    state = begin(
-        model.decoder, model.params, mode, Greedy(), stop_rules(), ids, lengths, lengths + 40,
-        np.arange(3, dtype=np.uint32), slots=4096,
-    )  # fmt: skip
+    fixed = {"decoder": model.decoder, "params": model.params, "sampling": Greedy()}
+    setting = Setting(**fixed, mode=mode, stops=stop_rules())
+    state = begin(setting, ids, lengths, lengths + 40, np.arange(3, dtype=np.uint32), slots=4096)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache.keys, state.cache.values)))
     view = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view))
-    compiled = advance.lower(
-        model.decoder, model.params, mode, Greedy(), stop_rules(), state, np.int32(9),
-        widths=(64,),
-    ).compile()  # fmt: skip
+    compiled = advance.lower(setting, state, np.int32(9), widths=(64,)).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= held + view

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that come and go while others run: what a server of requests needs of the token loop.
 
-    state = empty_state(*fixed, batch=8, slots=512)
-    fresh = begin(*fixed, token_ids, lengths, limits, seeds, slots=512)     # two prompts
+    state = empty_state(setting, batch=8, slots=512)
+    fresh = begin(setting, token_ids, lengths, limits, seeds, slots=512)     # two prompts
     state = admit(state, fresh, [5, 2], mode=mode)
-    state = advance(*fixed, state, until, layers, widths=widths)
+    state = advance(setting, state, until, widths=widths)
     state = release(state, [5])                                             # or once it has ended
 
-`fixed` is the decoder, its parameters, mode, sampling and stops; `layers` what
-`utio_jax.core.layer.split_layers` returns, or nothing. Rows neither see nor feel each
-other: each gets the tokens that `generate` gives its prompt alone. What rows bring of their own, a
-`PerRowSampling` or `StopRules`, is put into the batch's by `put_rows` of
-`utio_jax.devices.rows`. Shapes are those of the batch and of the fresh rows, so after the first
-admission of as many rows nothing compiles.
+Rows neither see nor feel each other: each gets the tokens that `generate` gives its prompt alone.
+What rows bring of their own, the setting's `PerRowSampling` and `StopRules`, is put into the
+batch's by `put_rows` of `utio_jax.devices.rows`. Shapes are those of the batch and of the fresh
+rows, so after the first admission of as many rows nothing compiles.
 """
 
 from __future__ import annotations
@@ -26,21 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import unread
-from utio_jax.decoding.sampling import RowSampling
-from utio_jax.decoding.state import RELEASED, DecodeState, RowHook, StopRules
+from utio_jax.decoding.state import RELEASED, DecodeState, RowHook
 from utio_jax.devices.rows import PerDevice, put_rows
 
 
-@partial(jax.jit, static_argnames=("decoder", "batch", "slots", "alternatives"))
-def empty_state(  # noqa: PLR0913 (static and traced apart, for jit)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    sampling: RowSampling,
-    stops: StopRules,
+@partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
+def empty_state(
+    setting: Setting,
     hook: RowHook | None = None,
     *,
     batch: int,
@@ -50,21 +42,16 @@ def empty_state(  # noqa: PLR0913 (static and traced apart, for jit)
     """Returns a state of released rows alone, into which prompts are admitted.
 
     Args:
-      decoder: the model.
-      params: its parameters.
-      mode: that all rows will decode in.
-      sampling: how tokens will be drawn.
-      stops: what will end rows.
+      setting: that all rows will decode in.
       hook: of as many rows; None: no row will have one.
       batch: rows.
       slots: tokens that a row can hold: prompt, new tokens, and `mode.block` more.
       alternatives: to each new token, that are noted.
     """
     one = jnp.ones((batch,), jnp.int32)
-    arrays = one[:, None] * 0, one, one, one.astype(jnp.uint32), hook
-    state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
-    setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=1)
-    state = mode.start(setting, state)
+    rows = one[:, None] * 0, one, one, one.astype(jnp.uint32), hook
+    state = unread(setting, *rows, slots=slots, alternatives=alternatives)
+    state = setting.mode.start(setting, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.pytrees import pytree
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.sampling import DRAW, RowSampling, draw, token_keys
 from utio_jax.decoding.segments import Layers, decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
@@ -23,26 +23,29 @@ from utio_jax.devices.rows import put_rows, row_axes
 from utio_jax.policies.base import Policy
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Setting:
     """What stays the same from round to round.
 
     Attributes:
-      decoder: the model.
+      decoder: the model. Static.
       params: its parameters.
+      mode: how the loop spends its layers.
       sampling: how tokens are drawn.
       stops: what ends a row.
-      width: key slots that attention reads, more than every position of the round. Static.
       layers: each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: `params`
         alone has them.
+      width: key slots that attention reads in a step, more than every position of the round.
+        Static.
     """
 
-    decoder: Decoder
+    decoder: Decoder = static()
     params: Params
+    mode: Any
     sampling: RowSampling
     stops: StopRules
-    width: int
     layers: Layers = None
+    width: int = static(default=0)
 
 
 class Mode:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long prompts, read a chunk at a time, so that rows that run beside them go on in between.
 
-    row = open_prompt(*fixed, token_ids, lengths, limits, seeds, slots=512)
+    row, last = open_prompt(setting, token_ids, lengths, limits, seeds, slots=512)
     for start in range(0, lengths.max(), 64):
         row, last = read_chunk(decoder, params, row, last, start, chunk=64, width=...)
-    row = close_prompt(*fixed, row, last)     # what `begin` returns
+    row = close_prompt(setting, row, last)    # what `begin` returns
 
 A chunk runs its tokens' layers, and attends to the keys and values of those before it. So what
 comes out is what `begin` makes of whole prompts at full depth. Where upper layers read keys and
@@ -22,25 +22,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.base import Setting
 from utio_jax.decoding.loop import first_tokens, unread
-from utio_jax.decoding.sampling import RowSampling
 from utio_jax.decoding.segments import block_at, run_segment
-from utio_jax.decoding.state import DecodeState, StopRules
+from utio_jax.decoding.state import DecodeState
 from utio_jax.staircase.keys_values import project_layers
 
 
-@partial(jax.jit, static_argnames=("decoder", "slots", "alternatives"))
+@partial(jax.jit, static_argnames=("slots", "alternatives"))
 def open_prompt(
-    decoder: Decoder, params: Params, mode: Mode, *rows: Any, slots: int, alternatives: int = 0
+    setting: Setting, *rows: Any, slots: int, alternatives: int = 0
 ) -> tuple[DecodeState, Float[Array, "batch dim"]]:
     """Returns the state of prompts that no layer has read yet, and room for their last states.
 
     Arguments are those of `utio_jax.decoding.loop.unread`.
     """
-    state = unread(decoder, params, mode, *rows, slots=slots, alternatives=alternatives)
-    token_ids, lengths = rows[:2]
-    return state, jnp.zeros_like(decoder.embed(params, token_ids[:, 0], lengths * 0))
+    state = unread(setting, *rows, slots=slots, alternatives=alternatives)
+    x = setting.decoder.embed(setting.params, state.token_ids[:, 0], state.lengths * 0)
+    return state, jnp.zeros_like(x)
 
 
 @partial(jax.jit, static_argnames=("decoder", "chunk", "width"), donate_argnames=("state", "last"))
@@ -99,34 +98,18 @@ def _enough(decoder: Decoder) -> int:
     return config.kv_complete if config.kv_source else config.num_layers
 
 
-@partial(jax.jit, static_argnames=("decoder",), donate_argnames="state")
+@partial(jax.jit, donate_argnames="state")
 def close_prompt(
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    sampling: RowSampling,
-    stops: StopRules,
-    state: DecodeState,
-    last: Float[Array, "batch dim"],
+    setting: Setting, state: DecodeState, last: Float[Array, "batch dim"]
 ) -> DecodeState:
     """Returns the state after the first new token of each row, its prompt having been read.
 
     Args:
-      decoder: the model.
-      params: its parameters.
-      mode: that they will decode in.
-      sampling: how tokens are drawn.
-      stops: what ends rows.
+      setting: of the rows.
       state: from `read_chunk`. Donated.
       last: likewise.
     """
-    setting = Setting(
-        decoder=decoder,
-        params=params,
-        sampling=sampling,
-        stops=stops,
-        width=state.token_ids.shape[1],
-    )
+    decoder, params = setting.decoder, setting.params
     if _enough(decoder) < decoder.config.num_layers:
         positions = state.positions[:, None]
         x, cache = run_segment(
@@ -137,9 +120,9 @@ def close_prompt(
             block_at(decoder, positions, jnp.ones_like(positions, jnp.bool_)),
             start=_enough(decoder),
             stop=decoder.config.num_layers,
-            width=setting.width,
+            width=state.token_ids.shape[1],
         )
         last, state = x[:, 0], dataclasses.replace(state, cache=cache)
     logits = decoder.unembed(params, last).astype(jnp.float32)
     depth = jnp.full_like(state.lengths, decoder.config.num_layers)
-    return first_tokens(setting, mode, state, logits, depth=depth)
+    return first_tokens(setting, state, logits, depth=depth)

@@ -21,14 +21,12 @@ from utio_jax.core.documents import check_ids
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.sampling import Greedy, RowSampling, Sampling, check_sampling, check_seeds
-from utio_jax.decoding.segments import Layers
+from utio_jax.decoding.sampling import Greedy, Sampling, check_sampling, check_seeds
 from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import (
     Columns,
     DecodeState,
     RowHook,
-    StopRules,
     Tally,
     check_stops,
     end_rows,
@@ -158,20 +156,20 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         else prefill.for_shape(*shape)
     )
     mode, prefill = canonical((mode, prefill))
-    params, mode, drawn, stops, prefill = place((params, mode, drawn, stops, prefill), mesh)
+    setting = Setting(decoder=decoder, params=params, mode=mode, sampling=drawn, stops=stops)
     arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds, hook
-    arrays = place(Rows(arrays), mesh).tree
-    fixed = decoder, params, mode, drawn, stops
-    state = begin(*fixed, *arrays, slots=slots, prefill=prefill, mesh=mesh)
+    setting, prefill, arrays = place((setting, prefill, Rows(arrays)), mesh)
+    state = begin(setting, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
     # No row will ever read fewer keys than the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
-    layers = None if mesh is not None else split_layers(decoder, params)
+    if mesh is None:
+        setting = dataclasses.replace(setting, layers=split_layers(decoder, params))
 
     until = 1
     while True:
         if until < max_new_tokens:  # The first new token is prefill's.
             until = min(until + chunk, max_new_tokens)
-            state = advance(*fixed, state, np.int32(until), layers, widths=widths, mesh=mesh)
+            state = advance(setting, state, np.int32(until), widths=widths, mesh=mesh)
         if stop_when is not None:
             state = end_rows(state, stop_when)
         yield state
@@ -179,13 +177,9 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
             return
 
 
-@partial(jax.jit, static_argnames=("decoder", "slots", "mesh", "alternatives"))
+@partial(jax.jit, static_argnames=("slots", "mesh", "alternatives"))
 def begin(  # noqa: PLR0913 (static and traced apart, for jit)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    sampling: RowSampling,
-    stops: StopRules,
+    setting: Setting,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
@@ -202,47 +196,30 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     On a mesh, every device's mode has a memory of its own. So many `alternatives` to each new token
     are noted.
     """
+    rows, sizes = (token_ids, lengths, limits, seeds, hook), {"alternatives": alternatives}
     if mesh is not None:
 
-        def on_device(params: Params, settings: Any, rows: Rows) -> DecodeState:
-            *settings, prefill = settings
-            state = begin(
-                decoder,
-                params,
-                *settings,
-                *rows.tree,
-                slots=slots,
-                prefill=prefill,
-                alternatives=alternatives,
-            )
+        def on_device(setting: Setting, prefill: Prefill | None, rows: Rows) -> DecodeState:
+            state = begin(setting, *rows.tree, slots=slots, prefill=prefill, **sizes)
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
-        rows = Rows((token_ids, lengths, limits, seeds, hook))
-        return over_rows(mesh, on_device, params, (mode, sampling, stops, prefill), rows)
-    arrays = token_ids, lengths, limits, seeds, hook
-    state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
+        return over_rows(mesh, on_device, setting, prefill, Rows(rows))
+    decoder, params = setting.decoder, setting.params
+    state = unread(setting, *rows, slots=slots, **sizes)
     depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
     if prefill is None:
         logits, cache = read_prompts(decoder, params, token_ids, lengths, state.cache)
     else:
         logits, cache, prompt = prefill.read(
-            decoder, params, token_ids, lengths, state.cache, kv=mode.prompt_kv
+            decoder, params, token_ids, lengths, state.cache, kv=setting.mode.prompt_kv
         )
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
     state = dataclasses.replace(state, cache=cache, prompt=prompt)
-    setting = Setting(
-        decoder=decoder,
-        params=params,
-        sampling=sampling,
-        stops=stops,
-        width=token_ids.shape[1],
-    )
-    return first_tokens(setting, mode, state, logits, depth=depth)
+    return first_tokens(setting, state, logits, depth=depth)
 
 
 def first_tokens(
     setting: Setting,
-    mode: Mode,
     state: DecodeState,
     logits: Float[Array, "batch vocab"],
     *,
@@ -251,21 +228,18 @@ def first_tokens(
     """Returns the state after the first new token of each row.
 
     Args:
-      setting: of the prompts.
-      mode: its memory begins here.
+      setting: the memory of its mode begins here.
       state: with the prompts in its cache.
       logits: behind them.
       depth: layers that their last tokens ran.
     """
     state = dataclasses.replace(state, cache=fill(state.cache, state.lengths))
-    state = mode.start(setting, state)
+    state = setting.mode.start(setting, state)
     return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 
-def unread(  # noqa: PLR0913 (arrays of one batch)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
+def unread(
+    setting: Setting,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
@@ -276,8 +250,8 @@ def unread(  # noqa: PLR0913 (arrays of one batch)
     alternatives: int = 0,
 ) -> DecodeState:
     """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
-    batch, width = token_ids.shape
-    dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
+    (batch, width), decoder, segments = token_ids.shape, setting.decoder, setting.mode.segments
+    dtype = jax.eval_shape(decoder.embed, setting.params, token_ids, token_ids).dtype
     sizes = {"alternatives": alternatives, "measured": hook is not None}
     columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, **sizes))
     known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
@@ -289,7 +263,7 @@ def unread(  # noqa: PLR0913 (arrays of one batch)
         reason=jnp.zeros_like(lengths),
         seeds=seeds,
         cache=init_cache(
-            decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
+            decoder.config, batch=batch, slots=slots, segments=segments(decoder), dtype=dtype
         ),
         tally=Tally.empty(batch),
         memory=None,
@@ -297,16 +271,11 @@ def unread(  # noqa: PLR0913 (arrays of one batch)
     )
 
 
-@partial(jax.jit, static_argnames=("decoder", "widths", "mesh"), donate_argnames="state")
-def advance(  # noqa: PLR0913 (static and traced apart, for jit)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    sampling: RowSampling,
-    stops: StopRules,
+@partial(jax.jit, static_argnames=("widths", "mesh"), donate_argnames="state")
+def advance(
+    setting: Setting,
     state: DecodeState,
     until: Int[Array, "*row"],
-    layers: Layers = None,
     *,
     widths: tuple[int, ...],
     mesh: Mesh | None = None,
@@ -320,14 +289,13 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     """
     if mesh is not None:
 
-        def on_device(
-            params: Params, settings: Any, state: DecodeState, until: jax.Array
-        ) -> DecodeState:
+        def on_device(setting: Setting, state: DecodeState, until: jax.Array) -> DecodeState:
             state = dataclasses.replace(state, memory=state.memory.mine())
-            state = advance(decoder, params, *settings, state, until, widths=widths)
+            state = advance(setting, state, until, widths=widths)
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
-        return over_rows(mesh, on_device, params, (mode, sampling, stops), state, until)
+        return over_rows(mesh, on_device, setting, state, until)
+    mode = setting.mode
 
     def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:
         fresh = state.lengths - state.prompt_lengths
@@ -336,17 +304,9 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
 
     def walk(state: DecodeState) -> DecodeState:
         for above, width in itertools.pairwise((0, *widths)):
-            setting = Setting(
-                decoder=decoder,
-                params=params,
-                sampling=sampling,
-                stops=stops,
-                width=width,
-                layers=layers,
-            )
-            state = jax.lax.while_loop(
-                partial(goes_on, above=above, width=width), partial(mode.step, setting), state
-            )
+            step = partial(mode.step, dataclasses.replace(setting, width=width))
+            goes = partial(goes_on, above=above, width=width)
+            state = jax.lax.while_loop(goes, step, state)
         return state
 
     return walk(state) if len(widths) == 1 else jax.lax.while_loop(goes_on, walk, state)

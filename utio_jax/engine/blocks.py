@@ -13,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.base import Mode
+from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.sampling import PerRowSampling
-from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, StopRules
 from utio_jax.devices.rows import put_rows
 from utio_jax.engine.depths import with_thresholds
@@ -55,15 +53,12 @@ def put_rules(rules: Rules, fresh: Rules, rows: Int[Array | np.ndarray, " row"])
     return put_rows(rules, fresh, rows)
 
 
-@partial(jax.jit, static_argnames=("decoder", "widths", "room"), donate_argnames="state")
-def run_block(  # noqa: PLR0913 (static and traced apart, for jit)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    rules: Rules,
+@partial(jax.jit, static_argnames=("widths", "room"), donate_argnames="state")
+def run_block(
+    setting: Setting,
+    thresholds: Float[Array | np.ndarray, "slot boundary"] | None,
     state: DecodeState,
     steps: Int[Array, ""],
-    layers: Layers,
     *,
     widths: tuple[int, ...],
     room: int,
@@ -71,13 +66,10 @@ def run_block(  # noqa: PLR0913 (static and traced apart, for jit)
     """Returns the state after `steps` more tokens of every running row, and what it has to report.
 
     Args:
-      decoder: the model.
-      params: its parameters.
-      mode: of all rows.
-      rules: sampling, stops and thresholds of each.
+      setting: of all rows.
+      thresholds: of each one's depth policy, or None.
       state: running. Donated.
       steps: new tokens of each row that goes on, at least.
-      layers: each one's parameters apart, or None.
       widths: of keys that a step may read, see `utio_jax.attention.cache.key_widths`.
       room: new tokens that a row may report. Static; `block_room` is always enough.
     """
@@ -85,17 +77,8 @@ def run_block(  # noqa: PLR0913 (static and traced apart, for jit)
     unseen = state.tally.steps == 0
     since = jnp.where(unseen, state.lengths - 1, state.lengths)
     fresh = state.lengths - state.prompt_lengths
-    state = advance(
-        decoder,
-        params,
-        with_thresholds(mode, rules.thresholds),
-        rules.sampling,
-        rules.stops,
-        state,
-        fresh + steps,
-        layers,
-        widths=widths,
-    )
+    setting = dataclasses.replace(setting, mode=with_thresholds(setting.mode, thresholds))
+    state = advance(setting, state, fresh + steps, widths=widths)
     counts = [since, state.lengths, state.reason, *(getattr(state.tally, name) for name in TALLIED)]
     slots = since[:, None] + jnp.arange(room, dtype=jnp.int32)[None, :]
     rows = jnp.arange(slots.shape[0], dtype=jnp.int32)[:, None]

@@ -13,10 +13,11 @@ from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.admission import admit, empty_state, release
-from utio_jax.decoding.base import Mode, check_mode
+from utio_jax.decoding.base import Mode, Setting, check_mode
 from utio_jax.decoding.chunks import close_prompt, open_prompt, read_chunk
 from utio_jax.decoding.loop import begin, canonical
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
+from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.state import DecodeState
 from utio_jax.decoding.thinking import ThinkingRows
 from utio_jax.engine.blocks import Rules, block_room, put_rules, run_block
@@ -197,7 +198,7 @@ class Slots:
         self._rules = self._rules_of((), rows=slots)
         self._sizes = {"slots": capacity, "alternatives": served.alternatives}
         hook = self._hook_of((), rows=slots)
-        self.state = empty_state(*self._fixed(self._rules), hook, batch=slots, **self._sizes)
+        self.state = empty_state(self._setting(self._rules), hook, batch=slots, **self._sizes)
 
     def _all_readings(
         self, widths: list[int], prefill: Prefill | None, chunk: int | None
@@ -252,7 +253,7 @@ class Slots:
             return self._read_chunk(requests[0], rows[0], chunk=reading.width)
         rules = self._rules_of(requests, rows=group)
         fresh = begin(
-            *self._fixed(rules),
+            self._setting(rules),
             *_arrays(requests, rows=group, width=reading.width),
             self._hook_of(requests, rows=group),
             prefill=self._how[reading, group],
@@ -269,21 +270,28 @@ class Slots:
 
     def _read_chunk(self, request: Request, row: int, *, chunk: int) -> bool:
         served, part = self._served, self._partial
-        fixed = served.decoder, served.params
         if part is None or part.request is not request:
             arrays = _arrays([request], rows=1, width=self.capacity)
             hook = self._hook_of([request], rows=1)
-            part = _Partial(request, *open_prompt(*fixed, self.mode, *arrays, hook, **self._sizes))
+            part = _Partial(
+                request, *open_prompt(self._setting(self._rules), *arrays, hook, **self._sizes)
+            )
         end = part.start + chunk
         width = next(each for each in self._key_widths if each >= min(end, self.capacity))
         state, last = read_chunk(
-            *fixed, part.state, part.last, np.int32(part.start), chunk=chunk, width=width
+            served.decoder,
+            served.params,
+            part.state,
+            part.last,
+            np.int32(part.start),
+            chunk=chunk,
+            width=width,
         )
         if end < request.prompt.size:
             self._partial = _Partial(request, state, last, start=end)
             return False
         self._partial, rules = None, self._rules_of([request], rows=1)
-        self._put(close_prompt(*self._fixed(rules), state, last), rules, [row])
+        self._put(close_prompt(self._setting(rules), state, last), rules, [row])
         return True
 
     def _put(self, fresh: DecodeState, rules: Rules, rows: Sequence[int]) -> None:
@@ -294,13 +302,10 @@ class Slots:
     def run(self) -> jax.Array:
         """Runs a block; returns its report, which is on its way to the host."""
         self.state, report = run_block(
-            self._served.decoder,
-            self._served.params,
-            self.mode,
-            self._rules,
+            self._setting(self._rules, self._layers),
+            self._rules.thresholds,
             self.state,
             self._steps,
-            self._layers,
             widths=self._key_widths,
             room=self.room,
         )
@@ -320,5 +325,12 @@ class Slots:
         pairs = [(each.thinking, each.prompt) for each in requests]
         return ThinkingRows.of(*zip(*pairs, *[(None, ())] * (rows - len(pairs)), strict=True))
 
-    def _fixed(self, rules: Rules) -> tuple:
-        return self._served.decoder, self._served.params, self.mode, rules.sampling, rules.stops
+    def _setting(self, rules: Rules, layers: Layers = None) -> Setting:
+        return Setting(
+            decoder=self._served.decoder,
+            params=self._served.params,
+            mode=self.mode,
+            sampling=rules.sampling,
+            stops=rules.stops,
+            layers=layers,
+        )
