@@ -25,8 +25,7 @@ from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompts import prompt_choice, prompt_prefill
+from utio_jax.decoding.prefill import Prefill, prompt_choice, prompt_prefill
 from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.policies.depth import uniform
 from utio_jax.policies.signals import Position

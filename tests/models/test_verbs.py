@@ -17,7 +17,7 @@ from helpers.texts import SOURCES, source
 import utio_jax
 from utio_jax import Adaptive, Lossless, Plain, Prefill, uniform
 from utio_jax.core.lens import Lensed, load_lens
-from utio_jax.decoding.prompts import prompt_prefill
+from utio_jax.decoding.prefill import prompt_prefill
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load

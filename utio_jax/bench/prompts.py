@@ -14,8 +14,7 @@ from utio_jax.bench.rows import Group, Row, plan, timed
 from utio_jax.bench.subjects import Subject
 from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompts import prompt_choice
+from utio_jax.decoding.prefill import Prefill, prompt_choice
 from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
 from utio_jax.staircase.prompts import PromptChoice

@@ -27,8 +27,7 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless, lossless_for
-from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompts import prompt_choice
+from utio_jax.decoding.prefill import Prefill, prompt_choice
 from utio_jax.evaluation.controls import plain_hull
 from utio_jax.evaluation.ledger import uniform_hull
 from utio_jax.evaluation.prompt_cost import prompt_cost

@@ -7,21 +7,24 @@
 
 A staircase that keeps its keys and values. Even at full depth it reads long or ragged prompts
 faster on CPU than the dense program does, since it skips padding and the keys behind each block.
+`prompt_prefill` chooses one by a budget of FLOPs, in which most tokens stop early.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, HasKVMaps, Params, has_exit_lens
+from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.state import PromptPass
-from utio_jax.policies.base import Policy
+from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import CapacityPrefix
@@ -41,6 +44,9 @@ _CPU_SHALLOW_SCORES = 2**20
 
 _UNIT = 8
 """Of static shapes, in tokens of each prompt."""
+
+_NOMINAL = 448
+"""Tokens of the prompt whose cost is foretold where none was measured."""
 
 
 @pytree
@@ -207,3 +213,96 @@ def fastest_prefill(decoder: Decoder, batch: int, width: int, *, kv: str) -> Pre
 def _staircase_is_faster(batch: int, width: int, *, scores: int) -> bool:
     # Elsewhere static shapes: loops over blocks suit no accelerator that anyone has measured.
     return jax.default_backend() == "cpu" and batch * width**2 >= scores
+
+
+def prompt_prefill(
+    decoder: Decoder,
+    params: Params,
+    budget: float,
+    *,
+    choices: Sequence[PromptChoice] = (),
+    gate: Signal | None = None,
+) -> Prefill | None:
+    """Returns how to read prompts for a share of full depth's FLOPs; None: in full, budget 1.
+
+    Of the ways that were measured (`utio-jax fit-prompt`) the one of least loss within the budget.
+    Where none was, a model with exits of its own stops at the deepest one that fits, and copies
+    frozen states: what exits were trained for. The first four tokens and the last one run in full,
+    and all of prompts of up to 16.
+
+    Args:
+      decoder: the model, with KV maps where there are choices by maps.
+      params: its parameters.
+      budget: FLOPs of a prompt over full depth's, above 0 and at most 1.
+      choices: that were measured, as `utio_jax.models.Model.prompt_choices`.
+      gate: for choices by a gate; without one they are left out.
+
+    Raises:
+      ValueError: no budget, nothing that fits it, or a stock model of which nothing was measured.
+    """
+    if budget == 1:
+        return None
+    best = prompt_choice(decoder, params, budget, choices=choices, gate=gate)
+    return Prefill(policy=best.policy(decoder, gate=gate), kv=best.kv)
+
+
+def prompt_choice(
+    decoder: Decoder,
+    params: Params,
+    budget: float,
+    *,
+    choices: Sequence[PromptChoice] = (),
+    gate: Signal | None = None,
+) -> PromptChoice:
+    """Returns the way of reading prompts that `prompt_prefill` takes, for a budget below 1.
+
+    Raises:
+      ValueError: see there.
+    """
+    if not 0 < budget < 1:
+        raise ValueError(
+            "Wanted a prompt budget above 0 and at most 1, a share of the FLOPs of reading prompts "
+            f"in full. Got {budget}."
+        )
+    maps = isinstance(decoder, HasKVMaps)
+    usable = [
+        each
+        for each in choices
+        if each.flops_ratio is not None
+        and (each.by != "gate" or gate is not None)
+        and (each.kv != "mapped" or maps)
+    ]
+    known = usable or _at_exits(decoder, params)
+    if not known:
+        raise ValueError(
+            "Wanted a model that was trained to stop early, or ways of reading prompts that were "
+            "measured, for a prompt budget. Got neither. Fit KV maps: utio-jax fit-prompt --model "
+            "M --text FILES; then --prompt-maps FILE, or model.with_kv_maps(FILE)."
+        )
+    fitting = [each for each in known if (each.flops_ratio or 1.0) <= budget]
+    if not fitting:
+        least = min(each.flops_ratio or 1.0 for each in known)
+        raise ValueError(
+            f"Wanted a prompt budget of at least {least:.3f}, the cheapest way of reading prompts "
+            f"that is known of this model. Got {budget}."
+        )
+    return min(fitting, key=lambda each: (each.nll_increase_pct or 0.0, -each.stop))
+
+
+def _at_exits(decoder: Decoder, params: Params) -> list[PromptChoice]:
+    """Returns stops at a model's own exits, with what they cost nothing padded."""
+    cost, layers = token_cost(decoder, params), decoder.config.num_layers
+    per_layer = cost.query + cost.attention_per_key * _NOMINAL / 2
+    full = layers * (per_layer + cost.keys_values)
+    deep = 16 / _NOMINAL
+    return [
+        PromptChoice(
+            stop=stop,
+            deep=0.0,
+            kv="propagate",
+            flops_ratio=((stop + deep * (layers - stop)) * per_layer + layers * cost.keys_values)
+            / full,
+        )
+        for stop in decoder.config.exits
+        if stop < layers and not has_exit_lens(decoder, stop)
+    ]

@@ -12,9 +12,15 @@ import numpy as np
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import split_layers
-from utio_jax.decoding.admission import admit, empty_state, release
+from utio_jax.decoding.admission import (
+    admit,
+    close_prompt,
+    empty_state,
+    open_prompt,
+    read_chunk,
+    release,
+)
 from utio_jax.decoding.base import Mode, Setting, check_mode
-from utio_jax.decoding.chunks import close_prompt, open_prompt, read_chunk
 from utio_jax.decoding.loop import begin, canonical
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.segments import Layers

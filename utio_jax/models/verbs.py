@@ -29,8 +29,7 @@ from utio_jax.core.lens import Lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
-from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.prompts import prompt_prefill
+from utio_jax.decoding.prefill import Prefill, prompt_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
 from utio_jax.decoding.text import (
     GeneratedText,
@@ -182,7 +181,7 @@ class Verbs:
           sampling: how tokens are drawn; or a method for each prompt.
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
-            stop early, see `utio_jax.decoding.prompts.prompt_prefill`. None or 1: all in full.
+            stop early, see `utio_jax.decoding.prefill.prompt_prefill`. None or 1: all in full.
           **options: further ones of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
 
         Raises:
@@ -461,7 +460,7 @@ def read_prompts_within(
 
     Args:
       model: a `utio_jax.models.Model`.
-      budget: that share, see `utio_jax.decoding.prompts.prompt_prefill`.
+      budget: that share, see `utio_jax.decoding.prefill.prompt_prefill`.
       calibration: returns whose learned gate chooses; asked only where a choice needs one.
 
     Raises:

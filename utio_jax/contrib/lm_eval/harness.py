@@ -89,7 +89,7 @@ class UtioLM(TemplateLM):
             `Lossless(...)`, which scores at full depth.
           rows: of a batch.
           budget: that the policy was calibrated for.
-          prefill: how contexts are read, from `utio_jax.decoding.prompts.prompt_prefill`; what
+          prefill: how contexts are read, from `utio_jax.decoding.prefill.prompt_prefill`; what
             continues them runs in full. None: in full, too.
           executor: how scoring runs live slots.
 
