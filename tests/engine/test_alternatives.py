@@ -69,9 +69,9 @@ def test_alternatives_are_those_of_a_full_sort(name: str, count_compiles: Any) -
         finished = events[number][-1].finished
         check_against_sorted(each, finished, name)
         parts = events[number]
-        for name in ("token_ids", "log_probabilities"):
-            joined = np.concatenate([getattr(part.alternatives, name) for part in parts])
-            np.testing.assert_array_equal(joined, getattr(finished.alternatives, name))
+        for what in ("token_ids", "log_probabilities"):
+            joined = np.concatenate([getattr(part.alternatives, what) for part in parts])
+            np.testing.assert_array_equal(joined, getattr(finished.alternatives, what))
         np.testing.assert_array_equal(
             np.concatenate([part.log_probabilities for part in parts]), finished.log_probabilities
         )
