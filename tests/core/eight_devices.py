@@ -15,7 +15,15 @@ import numpy as np
 import pytest
 from helpers.cases import EXECUTOR
 from helpers.engine import engine_of, modes, pool
-from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, true_logits
+from helpers.generation import (
+    SMALL,
+    DepthAt,
+    depth_table,
+    lively_model,
+    run,
+    setting_of,
+    true_logits,
+)
 from helpers.models import Model, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
@@ -34,7 +42,6 @@ from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
-from utio_jax.decoding.state import stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.evaluation.generation import spent_on
@@ -271,11 +278,11 @@ def test_pmap_of_generation_yields_the_tokens_of_one_device(mode: str) -> None:
         if isinstance(mode_here, Adaptive):
             policy = DepthAt(table=table, depths=DEPTHS)
             mode_here = dataclasses.replace(mode_here, policy=policy)
-        stops = stop_rules(())
-        fixed = model.decoder, params, mode_here, Greedy(), stops
-        state = begin(*fixed, *rows, slots=64)
-        state = advance(*fixed, state, jnp.int32(40), widths=(64,))
-        return state.token_ids, state.tally.log_probability, state.tally.decided
+        here = dataclasses.replace(model, params=params)
+        setting = setting_of(here, mode_here)
+        state = begin(setting, *rows, slots=64)
+        state = advance(setting, state, jnp.int32(40), widths=(64,))
+        return state.token_ids, state.columns.log_probabilities, state.columns.decided
 
     split = lambda x: x.reshape(DEVICES, 2, *x.shape[1:])  # noqa: E731
     rows = map(split, (tables, ids, lengths, limits, np.arange(16, dtype=np.uint32)))

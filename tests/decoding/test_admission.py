@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.generation import SMALL, lively_model, run
+from helpers.generation import SMALL, lively_model, run, setting_of
 from helpers.models import with_random_maps
 
 from utio_jax.attention.history import History
@@ -18,14 +18,14 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import PerDevice, put_rows, row_axes
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.admission import _admit, admit, empty_state, release
-from utio_jax.decoding.base import ModeBase, Plain
+from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.drafting import EntropyAbove, NGram
-from utio_jax.decoding.generate import _collect
+from utio_jax.decoding.generate import collect
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, PerRowSampling, Temperature
-from utio_jax.decoding.state import REASONS, RELEASED, per_row_stop_rules, stop_rules
+from utio_jax.decoding.state import REASONS, RELEASED, stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import random_depths
 from utio_jax.policies.signals import Chance
@@ -46,9 +46,8 @@ MODES: dict[str, Any] = {
     "throttled": Adaptive(policy=POLICY, throttle=EASY),
     "lossless": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
     "copies": Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)),
-    "few tokens": Lossless(exit=2, max_draft=3, vocabulary=np.arange(0, 64, 2, dtype=np.int32)),
 }
-LONG = ("mapped", "copies", "few tokens")
+LONG = ("mapped", "copies")
 
 BATCH, SLOTS = 4, 64
 WHAT = (
@@ -80,7 +79,11 @@ def model_of(name: str) -> Any:
     return with_random_maps(lively_model(), (1, 2)) if name == "mapped" else lively_model()
 
 
-SAMPLING = Temperature(jnp.float32(0.9))
+SAMPLING = Temperature(0.9)
+
+
+def _rules(rows: int) -> dict[str, Any]:
+    return {"sampling": PerRowSampling.of([SAMPLING] * rows), "stops": stop_rules()}
 
 
 class Server:
@@ -88,8 +91,8 @@ class Server:
 
     def __init__(self, name: str, *, slots: int = SLOTS, mode: Any = None) -> None:
         model, self.mode, self.slots = model_of(name), mode or MODES[name], slots
-        self.fixed = model.decoder, model.params, self.mode, SAMPLING, stop_rules(())
-        self.state = empty_state(*self.fixed, batch=BATCH, slots=slots)
+        self.setting = setting_of(model, self.mode, **_rules(BATCH))
+        self.state = empty_state(self.setting, batch=BATCH, slots=slots)
 
     def begin(
         self, requests: list[Request], prefill: Prefill | None = None, rules: Any = ()
@@ -104,18 +107,18 @@ class Server:
             ids[row, : len(each.prompt)], lengths[row] = each.prompt, len(each.prompt)
             limits[row], seeds[row] = len(each.prompt) + each.new, each.seed
         rows = ids, lengths, limits, seeds
-        fixed = *self.fixed[:3], *(rules or self.fixed[3:])
-        return begin(*fixed, *rows, slots=self.slots, prefill=prefill)
+        setting = dataclasses.replace(self.setting, **(rules or _rules(2)))
+        return begin(setting, *rows, slots=self.slots, prefill=prefill)
 
     def admit(self, requests: list[Request], rows: list[int]) -> None:
         self.state = admit(self.state, self.begin(requests), rows, mode=self.mode)
 
     def advance(self, until: int) -> None:
-        self.state = advance(*self.fixed, self.state, np.int32(until), widths=(32, SLOTS))
+        self.state = advance(self.setting, self.state, np.int32(until), widths=(32, SLOTS))
 
     def found(self, row: int) -> dict[str, np.ndarray]:
         """Returns what a row has decoded so far."""
-        found = _collect(self.state, self.mode, SMALL, rows=BATCH, devices=1, num_layers=4)
+        found = collect(self.state, self.mode, SMALL, rows=BATCH, devices=1, num_layers=4)
         return {name: np.array(getattr(found, name)[row]) for name in WHAT}
 
 
@@ -204,7 +207,7 @@ def test_released_rows_take_part_in_nothing():
     assert [REASONS[i] for i in server.state.reason] == ["released"] * 3 + ["running"]
     server.advance(6)
     for old, new, leaf in zip(before, rows_of(server.state), range(99), strict=False):
-        assert leaf == 4 or np.array_equal(old[[0, 1, 2]], new[[0, 1, 2]])  # 4: the reason.
+        assert leaf == 3 or np.array_equal(old[[0, 1, 2]], new[[0, 1, 2]])  # 3: the reason.
     assert server.found(3)["token_ids"].size == 6
     # Nothing runs where nothing is admitted.
     server = Server("plain")
@@ -253,8 +256,8 @@ def test_a_prompt_may_be_read_by_importance():
 
 def test_rows_bring_their_own_sampling_and_stops():
     server = Server("plain")
-    nothing = stop_rules(())
-    rules = PerRowSampling.of([Greedy()] * BATCH), per_row_stop_rules([nothing] * BATCH)
+    sampling = PerRowSampling.of([Greedy()] * BATCH)
+    rules = {"sampling": sampling, "stops": stop_rules([((), ())] * BATCH)}
     methods = [Temperature(0.8), Greedy(), Temperature(1.2), Greedy()]
     alone = [
         run(lively_model(), [each.prompt], sampling=method, seeds=[each.seed], max_new_tokens=9)
@@ -268,15 +271,15 @@ def test_rows_bring_their_own_sampling_and_stops():
     requests = [dataclasses.replace(each, new=9) for each in REQUESTS]
     for first, rows in ((0, [3, 1]), (2, [0, 2])):
         mine = slice(first, first + 2)
-        own = (
-            PerRowSampling.of(methods[mine]),
-            per_row_stop_rules([stop_rules(end) for end in ends[mine]]),
-        )
+        own = {
+            "sampling": PerRowSampling.of(methods[mine]),
+            "stops": stop_rules([(end, ()) for end in ends[mine]]),
+        }
         server.state = admit(
             server.state, server.begin(requests[mine], rules=own), rows, mode=server.mode
         )
-        rules = tuple(map(put_rows, rules, own, [np.asarray(rows)] * 2))
-        server.fixed = *server.fixed[:3], *rules
+        rules = {name: put_rows(rules[name], own[name], np.asarray(rows)) for name in own}
+        server.setting = dataclasses.replace(server.setting, **rules)
         server.advance(3)
     server.advance(SLOTS)
     for row, new in zip((3, 1, 0, 2), wanted, strict=True):
@@ -287,7 +290,7 @@ def test_rows_bring_their_own_sampling_and_stops():
 
 
 @pytree
-class Forgetful(ModeBase):
+class Forgetful(Mode):
     """A mode that does not say where the rows of its memory lie."""
 
     name = "forgetful"

@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts from the row's own text, and drafts among few tokens: the same output, the right cost."""
+"""Drafts from the row's own text: the same output, the right cost; and a head of few tokens."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.generation import PROMPTS, SMALL, assert_greedy, lively_model, run
+from helpers.generation import SMALL, assert_greedy, lively_model, run
 from helpers.marks import quick_where
 
 from utio_jax.core.decoder import reduced_head
-from utio_jax.core.flops import token_cost
 from utio_jax.core.lens import Lens, lensed
-from utio_jax.decoding.drafting import NGram, draft_vocabulary
+from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Temperature
-from utio_jax.evaluation.generation import spent_on
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
@@ -104,7 +101,7 @@ def test_drafts_cost_what_a_slow_matcher_says(model, plain, row):
     assert found.heads[0] == slots.sum()
     assert found.token_layers[0] == (4 * slots).sum()
     assert found.attended[0] == 64 * (4 * slots).sum()
-    assert found.draft_heads[0] == found.exit_maps[0] == 0
+    assert found.exit_maps[0] == 0
     decided = [4]
     for right in accepted:
         decided += [0] * right + [4]
@@ -112,15 +109,11 @@ def test_drafts_cost_what_a_slow_matcher_says(model, plain, row):
     np.testing.assert_array_equal(found.executed[0], 4)
 
 
-MODES = {
-    "ngram": Lossless(drafter="ngram", max_draft=5),
-    "few tokens": Lossless(exit=2, max_draft=3, vocabulary=np.arange(0, 60, 2, dtype=np.int32)),
-}
+MODE = Lossless(drafter="ngram", max_draft=5)
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_greedy_is_the_full_model_in_ragged_batches(model, plain, name):
-    found = run(model, REPEATING, mode=MODES[name])
+def test_greedy_is_the_full_model_in_ragged_batches(model, plain):
+    found = run(model, REPEATING, mode=MODE)
     assert_greedy(model, found, REPEATING, kv="full")
     for row in range(3):
         np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
@@ -128,17 +121,15 @@ def test_greedy_is_the_full_model_in_ragged_batches(model, plain, name):
     assert 0 < found.acceptance < 1
 
 
-@pytest.mark.parametrize("name", [*MODES])
-def test_the_lowest_temperature_draws_the_full_models_tokens(model, plain, name):
-    found = run(model, REPEATING, mode=MODES[name], sampling=Temperature(1e-9), seeds=3)
+def test_the_lowest_temperature_draws_the_full_models_tokens(model, plain):
+    found = run(model, REPEATING, mode=MODE, sampling=Temperature(1e-9), seeds=3)
     for row in range(3):
         np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*MODES])
-def test_drawn_rows_do_not_feel_their_batch(model, name):
-    options = {"mode": MODES[name], "sampling": Temperature(0.5)}
+def test_drawn_rows_do_not_feel_their_batch(model):
+    options = {"mode": MODE, "sampling": Temperature(0.5)}
     together = run(model, REPEATING, seeds=[3, 4, 5], **options)
     for row, prompt in enumerate(REPEATING):
         alone = run(model, [prompt], seeds=[3 + row], **options)
@@ -162,38 +153,6 @@ def test_no_exit_is_needed_to_copy(model, plain):
         np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
 
 
-def test_few_tokens_are_charged_as_few(model):
-    kept = np.arange(0, 60, 2, dtype=np.int32)
-    mode = Lossless(exit=2, max_draft=3, vocabulary=kept)
-    found = run(model, PROMPTS[:1], mode=mode)
-    rounds = int(found.steps[0])
-    assert found.draft_heads[0] == 3 * rounds
-    assert found.heads[0] == 4 * rounds
-    cost = token_cost(model.decoder, model.params)
-    assert mode.draft_head_flops(model.decoder, model.params) == 2 * 32 * kept.size
-    assert cost.head == 2 * 32 * model.decoder.config.vocab_size
-    spent = spent_on(model.decoder, model.params, mode, PROMPTS[:1], found)
-    whole = dataclasses.replace(
-        found, heads=found.heads + found.draft_heads, draft_heads=found.draft_heads * 0
-    )
-    whole = spent_on(model.decoder, model.params, Lossless(exit=2, max_draft=3), PROMPTS[:1], whole)
-    saved = 3 * rounds * (cost.head - 2 * 32 * kept.size)
-    np.testing.assert_allclose(whole.flops - spent.flops, saved)
-    np.testing.assert_allclose(whole.flops_extra - spent.flops_extra, saved)
-
-
-def test_all_tokens_draft_as_the_whole_head_does(model):
-    every = np.arange(model.decoder.config.vocab_size, dtype=np.int32)
-    whole = run(model, mode=Lossless(exit=2, max_draft=3))
-    found = run(model, mode=Lossless(exit=2, max_draft=3, vocabulary=every))
-    np.testing.assert_array_equal(found.accepted, whole.accepted)
-    np.testing.assert_array_equal(found.steps, whole.steps)
-    # Drafts are the kept tokens alone.
-    few = run(model, mode=Lossless(exit=2, max_draft=3, vocabulary=every[:2]))
-    for row in range(3):
-        assert set(few.token_ids[row][few.decided[row] == 2].tolist()) <= {0, 1}
-
-
 @pytest.mark.parametrize("tied", quick_where(bool, [True, False]))
 def test_a_reduced_head_has_the_columns_of_the_whole(tied):
     decoder = Transformer(
@@ -209,26 +168,12 @@ def test_a_reduced_head_has_the_columns_of_the_whole(tied):
         )
 
 
-def test_a_draft_vocabulary_is_the_most_frequent_tokens():
-    documents = [np.asarray([5, 5, 5, 9, 9]), [2, 7, 9]]
-    np.testing.assert_array_equal(draft_vocabulary(documents, size=3), [2, 5, 9])  # 2 before 7.
-    counts = Counter({5: 3, 9: 3, 7: 1, 2: 1, 4: 0})
-    np.testing.assert_array_equal(draft_vocabulary(counts, size=3), [2, 5, 9])
-    np.testing.assert_array_equal(draft_vocabulary(counts, size=99), [2, 5, 7, 9])
-    with pytest.raises(ValueError, match="at least 1 token. Got size=0"):
-        draft_vocabulary(counts, size=0)
-    with pytest.raises(ValueError, match="text to count tokens of"):
-        draft_vocabulary([], size=4)
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_forbidden_combinations(model):
     with pytest.raises(ValueError, match="drafter of exit, ngram. Got 'tree'"):
         Lossless(drafter="tree")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit as well"):
         Lossless(exit=2, drafter="ngram")
-    with pytest.raises(ValueError, match="draft vocabulary"):
-        run(model, mode=Lossless(exit=2, vocabulary=np.asarray([1, 10_000])))
 
     class NoReducedHead:
         def __init__(self, decoder):

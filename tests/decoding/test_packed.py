@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.counting import Counting, count, read_counts
-from helpers.generation import SMALL, DepthAt, assert_greedy, depth_table, lively_model, run
+from helpers.generation import (
+    SMALL,
+    DepthAt,
+    assert_greedy,
+    depth_table,
+    lively_model,
+    run,
+    setting_of,
+)
 from helpers.marks import quick_where
 from helpers.models import Model, with_random_maps
 
@@ -20,8 +28,6 @@ from utio_jax.attention import mixing
 from utio_jax.attention.history import History
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import advance, begin
-from utio_jax.decoding.sampling import Greedy
-from utio_jax.decoding.state import stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.signals import Chance
 
@@ -81,11 +87,11 @@ def test_the_work_is_that_of_the_widths(kv: Any, monkeypatch: pytest.MonkeyPatch
     ids = np.asarray([[5 + row, 9, row] for row in range(ROWS)], np.int32)
     limits = np.asarray([prompt + new - 2 * row for row in range(ROWS)], np.int32)
     lengths = np.full(ROWS, prompt, np.int32)
-    fixed = decoder, model.params, mode, Greedy(), stop_rules(())
-    state = begin(*fixed, ids, lengths, limits, np.zeros(ROWS, np.uint32), slots=64)
+    setting = setting_of(dataclasses.replace(model, decoder=decoder), mode)
+    state = begin(setting, ids, lengths, limits, np.zeros(ROWS, np.uint32), slots=64)
     jax.block_until_ready(state)
     read_counts()
-    state = advance(*fixed, state, np.int32(new), widths=(64,))
+    state = advance(setting, state, np.int32(new), widths=(64,))
     counts, slots, shown, frozen, together, attended = read_counts(), 0, 0, 0, 0, 0
     for position in range(prompt, prompt + new - 1):
         active = limits > position + 1
@@ -120,7 +126,7 @@ def test_no_key_of_a_row_that_does_not_run_is_read() -> None:
     mode = dataclasses.replace(mode, policy=DepthAt(table=table, depths=DEPTHS))
     ids = np.asarray([[5 + row, 9, row] for row in range(ROWS)], np.int32)
     rows = ids, np.full(ROWS, 3, np.int32), np.full(ROWS, 20, np.int32), np.zeros(ROWS, np.uint32)
-    fixed = model.decoder, model.params, mode, Greedy(), stop_rules(())
+    setting = setting_of(model, mode)
     others = (jnp.arange(ROWS) != 2)[None, :, None, None, None]
 
     def spoil(leaf: jax.Array) -> jax.Array:
@@ -128,12 +134,12 @@ def test_no_key_of_a_row_that_does_not_run_is_read() -> None:
 
     found = []
     for spoilt in (False, True):
-        state = begin(*fixed, *rows, slots=64)
+        state = begin(setting, *rows, slots=64)
         if spoilt:
             cache = state.cache
             cache = dataclasses.replace(cache, keys=spoil(cache.keys), values=spoil(cache.values))
             state = dataclasses.replace(state, cache=cache)
-        state = advance(*fixed, state, np.int32(10), widths=(64,))
+        state = advance(setting, state, np.int32(10), widths=(64,))
         found.append(np.asarray(state.token_ids))
     np.testing.assert_array_equal(found[0], found[1])
 
@@ -149,9 +155,9 @@ def test_no_cache_is_copied() -> None:
     extra = []
     for pack in ((), PACK):
         mode = Adaptive(policy=POLICY, pack=pack)
-        fixed = model.decoder, model.params, mode, Greedy(), stop_rules(())
-        state = begin(*fixed, *rows, slots=4096)
-        program = advance.lower(*fixed, state, np.int32(9), widths=(4096,)).compile()
+        setting = setting_of(model, mode)
+        state = begin(setting, *rows, slots=4096)
+        program = advance.lower(setting, state, np.int32(9), widths=(4096,)).compile()
         memory, held = program.memory_analysis(), state.cache.keys.nbytes
         assert memory is not None
         extra.append(memory.temp_size_in_bytes)

@@ -57,7 +57,7 @@ LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None] + 3.0
     ],
 )
 def test_methods_keep_the_right_tokens(method, kept):
-    logits = np.asarray(method(LOGITS))[0]
+    logits = np.asarray(PerRowSampling.of([method])(LOGITS))[0]
     np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits)), kept)
     power = 1.0
     if isinstance(method, Temperature):
@@ -95,10 +95,12 @@ def test_rows_draw_as_their_own_method_does_alone():
     drawn, kept = both(PerRowSampling.of(METHODS), logits, keys)
     for row, method in enumerate(METHODS):
         mine = slice(row, row + 1)
-        wanted, _ = both(method, logits[mine], keys[mine])
+        wanted, _ = both(PerRowSampling.of([method]), logits[mine], keys[mine])
         np.testing.assert_array_equal(drawn[mine], wanted)
         # Bit by bit, in sums of the same shape.
-        np.testing.assert_array_equal(kept[row], both(method, logits, keys)[1][row])
+        alike = both(PerRowSampling.of([method] * rows), logits, keys)
+        np.testing.assert_array_equal(kept[row], alike[1][row])
+        assert row or np.array_equal(draw(Greedy(), logits, keys), alike[0])
     assert drawn[0, 0] == 0
     # A method looks at one token per row as well.
     np.testing.assert_array_equal(PerRowSampling.of(METHODS)(logits[:, 3]), kept[:, 3])
@@ -126,20 +128,19 @@ def test_what_no_row_uses_is_not_computed(monkeypatch):
         assert read_counts() == dict.fromkeys(names, 1)
 
 
-def test_one_method_for_all_rows_stays_one():
-    drawn = Chain((Temperature(jnp.float32(0.9)), TopK(3)))
-    again = Chain((Temperature(jnp.asarray(0.9)), TopK(3)))
-    assert check_sampling([drawn, again], rows=2) is drawn
-    for other in (TopK(3), Chain((Temperature(0.8), TopK(3))), Chain((Temperature(0.9), TopK(4)))):
-        assert isinstance(check_sampling([drawn, other], rows=2), PerRowSampling)
-    assert isinstance(check_sampling([TopP(0.5), MinP(0.5)], rows=2), PerRowSampling)
-    assert check_sampling(Greedy(), rows=7) == Greedy()
+def test_rows_of_any_methods_are_one_method_unless_all_are_greedy():
+    for given in (TopP(0.5), [TopP(0.5), Greedy()], PerRowSampling.of([TopP(0.5)] * 2)):
+        found = check_sampling(given, rows=2)
+        assert isinstance(found, PerRowSampling)
+        assert found.temperature.shape == (2,)
+    assert check_sampling(Greedy(), rows=7) == check_sampling([Greedy()] * 7, rows=7) == Greedy()
 
 
 def test_ties_stay_together():
     tied = jnp.log(jnp.array([[0.3, 0.3, 0.3, 0.1]]))
     for method in (TopK(2), TopP(0.5)):
-        np.testing.assert_array_equal(np.isfinite(method(tied))[0], [True, True, True, False])
+        kept = PerRowSampling.of([method])(tied)
+        np.testing.assert_array_equal(np.isfinite(kept)[0], [True, True, True, False])
 
 
 def test_keys_depend_on_seed_position_stream_and_round_alone():
@@ -159,7 +160,9 @@ def test_keys_depend_on_seed_position_stream_and_round_alone():
 def test_draws_follow_the_distribution():
     keys = token_keys(jnp.arange(20_000, dtype=jnp.uint32), jnp.zeros((20_000, 1), jnp.int32), DRAW)
     logits = jnp.broadcast_to(LOGITS[:, None], (20_000, 1, 5))
-    seen = np.bincount(np.asarray(draw(TopK(4), logits, keys))[:, 0], minlength=5)
+    seen = np.bincount(
+        np.asarray(draw(PerRowSampling.of([TopK(4)] * 20_000), logits, keys))[:, 0], minlength=5
+    )
     expected = np.where(PROBABILITIES > 0.07, PROBABILITIES, 0)
     expected *= 20_000 / expected.sum()
     assert seen[0] == 0
@@ -280,22 +283,14 @@ def test_errors(make, message):
         make()
 
 
-def test_methods_are_pytrees_whose_floats_compile_nothing(count_compiles):
-    run = jax.jit(lambda method, logits: method(logits))
-    run(Chain((Temperature(jnp.float32(0.5)), TopP(jnp.float32(0.9)))), LOGITS)
-    other = Chain((Temperature(jnp.float32(0.7)), TopP(jnp.float32(0.8))))
-    with count_compiles() as compiles:
-        run(other, LOGITS)
-    assert compiles.count == 0
-
-
 @pytest.mark.parametrize("value", [1e-6, 1e-9, 1e-12, 1e-30, 2e-38])
 def test_at_the_lowest_temperatures_only_the_most_probable_token_is_left(value):
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(64, 50)).astype(np.float32) * 10
     logits[:, 7] = -np.inf
     logits[0, :2] = 40.0  # Ties share.
-    found = jax.jit(lambda method, x: jax.nn.log_softmax(method(x)))(Temperature(value), logits)
+    method = PerRowSampling.of([Temperature(value)] * 64)
+    found = jax.jit(lambda method, x: jax.nn.log_softmax(method(x)))(method, logits)
     wanted = logits == logits.max(axis=-1, keepdims=True)
     np.testing.assert_allclose(
         np.exp(found), wanted / wanted.sum(axis=-1, keepdims=True), atol=1e-6
@@ -309,16 +304,15 @@ def test_at_the_lowest_temperatures_only_the_most_probable_token_is_left(value):
         (TopP(1e-40), [1]),
         (TopP(1e-320), [1]),
         (MinP(1e-320), [0, 1, 2, 3, 4]),
-        (Chain((TopK(2), Temperature(3e38))), [1, 4]),
-        (Chain((TopK(2), Temperature(np.inf))), [1, 4]),
+        (Chain((Temperature(3e38), TopK(5))), [0, 1, 2, 3, 4]),
+        (Temperature(np.inf), [0, 1, 2, 3, 4]),
     ],
 )
 def test_numbers_that_float32_rounds_keep_the_right_tokens(method, kept):
     # Alone, as an argument of jit, and as one row of several.
-    rows = [jax.jit(lambda method: method(LOGITS))(method), method(LOGITS)]
-    if not isinstance(method, Chain):
-        rows.append(PerRowSampling.of([method, Temperature(1.0)])(jnp.repeat(LOGITS, 2, axis=0)))
-    for found in rows:
+    alone = PerRowSampling.of([method])
+    several = PerRowSampling.of([method, Temperature(1.0)])(jnp.repeat(LOGITS, 2, axis=0))
+    for found in (jax.jit(lambda method: method(LOGITS))(alone), alone(LOGITS), several):
         probabilities = np.asarray(jax.nn.softmax(found[0]))
         np.testing.assert_array_equal(np.flatnonzero(probabilities), kept)
 

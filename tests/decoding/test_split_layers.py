@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from helpers.models import gated
 from utio_jax.core import layer as layers_module
 from utio_jax.core.layer import split_layers
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.base import Mode, Plain, Setting
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Greedy
@@ -85,18 +86,19 @@ def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
     )
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(apart[0]))
     mode = MODES[name](lively_model())
-    fixed = decoder, params, mode, Greedy(), stop_rules(())
+    setting = partial(Setting, decoder=decoder, mode=mode, sampling=Greedy(), stops=stop_rules())
     length = jnp.full(1, 4, jnp.int32)
     state = jax.eval_shape(
         lambda params: begin(
-            decoder, params, *fixed[2:], jnp.zeros((1, 8), jnp.int32), length, length,
+            setting(params=params), jnp.zeros((1, 8), jnp.int32), length, length,
             length.astype(jnp.uint32), slots=64,
         ),
         params,
     )  # fmt: skip
 
     def room(layers: Any) -> int:
-        lowered = advance.lower(*fixed, state, jnp.int32(2), layers, widths=(64,))
+        given = setting(params=params, layers=layers)
+        lowered = advance.lower(given, state, jnp.int32(2), widths=(64,))
         memory = lowered.compile().memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes

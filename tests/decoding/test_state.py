@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.decoder import DecoderConfig
-from utio_jax.decoding.state import REASONS, DecodeState, emit, empty_tally, stop_rules
+from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally, emit, stop_rules
 
 SIZES = DecoderConfig(
     vocab_size=3,
@@ -50,19 +53,19 @@ def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
     counts, depths = rng.integers(1, NEW + 1, BATCH), rng.integers(1, 5, (BATCH, NEW))
     logits = rng.normal(size=(BATCH, NEW, 3)).astype(np.float32)
     state = DecodeState(
-        token_ids=jnp.asarray(known),
+        columns=dataclasses.replace(Columns.empty(BATCH, SLOTS), token_ids=known),
         lengths=jnp.asarray(lengths, jnp.int32),
         prompt_lengths=jnp.asarray(prompts, jnp.int32),
         limits=jnp.asarray(limits, jnp.int32),
         reason=jnp.asarray(reason),
         seeds=jnp.arange(BATCH, dtype=jnp.uint32),
         cache=init_cache(SIZES, batch=BATCH, slots=SLOTS),
-        tally=empty_tally(BATCH, SLOTS),
+        tally=Tally.empty(BATCH),
         memory=None,
     )
     found = emit(
-        state,
-        stop_rules([2], STOPS),
+        jax.tree.map(jnp.asarray, state),
+        stop_rules([([2], STOPS)]),
         jnp.asarray(new),
         jnp.asarray(counts, jnp.int32),
         logits=jnp.asarray(logits),
@@ -82,9 +85,9 @@ def test_rows_end_where_a_loop_over_their_tokens_ends(seed: int) -> None:
         added = len(wanted) - lengths[row]
         here = slice(lengths[row], len(wanted))
         for name, values in (("decided", depths), ("executed", np.full_like(depths, 4))):
-            tally = np.asarray(getattr(found.tally, name)[row])
-            np.testing.assert_array_equal(tally[here], values[row, :added])
-            assert np.count_nonzero(tally) == added, "nothing is noted of what was cut"
+            noted = np.asarray(getattr(found.columns, name)[row])
+            np.testing.assert_array_equal(noted[here], values[row, :added])
+            assert np.count_nonzero(noted) == added, "nothing is noted of what was cut"
         chosen = log_p[row, np.arange(added), new[row, :added]]
-        np.testing.assert_allclose(found.tally.log_probability[row, here], chosen, atol=1e-5)
+        np.testing.assert_allclose(found.columns.log_probabilities[row, here], chosen, atol=1e-5)
     assert ends == {"running", "eos", "stop", "length"}, "each of them occurs"

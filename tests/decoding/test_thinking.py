@@ -15,7 +15,7 @@ from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, t
 
 from utio_jax.decoding import Adaptive, Confidence, Lossless, Temperature, Thinking, Thought
 from utio_jax.decoding.drafting import NGram
-from utio_jax.decoding.thinking import BY_BUDGET, BY_MODEL, NEVER, replay
+from utio_jax.decoding.thinking import BY_BUDGET, NEVER, opening
 
 NEW = 24
 PROMPTS = [[0, 5, 7], [0, 9, 3, 2, 8, 8, 1], [4], [6, 2, 2], [0, 5, 7], [9, 1]]
@@ -265,39 +265,25 @@ def test_an_answer_counts_from_behind_the_end_and_the_text_ends_within_its_limit
     assert result.first([6] * 6, finish_reasons=["stop"] * 6).thought[0] == short.thought[0]
 
 
-def test_the_host_comes_to_the_same_progress_behind_any_token(model, rules) -> None:
-    for each in rules:
-        result = run(model, PROMPTS, max_new_tokens=NEW, thinking=each)
-        for row, rule in enumerate(each):
-            if rule is None:
-                continue
-            for count in range(result.token_ids[row].size + 1):
-                new = result.token_ids[row][:count].tolist()
-                doubts = result.uncertainty[row][:count].tolist()
-                began, forced_at, ended, _ = replay(rule, PROMPTS[row], new, doubts)
-                due, told = look(rule, PROMPTS[row], new, doubts)
-                size = len(PROMPTS[row]) + count
-                forcing = ended == NEVER and forced_at <= size
-                assert forcing == (due is not None)
-                assert (began <= size) == (told.start is not None)
-
-
 def test_thinking_that_a_prompt_has_opened_is_open() -> None:
     rule = Thinking(end_ids=[8, 9], start_ids=[5, 6], max_tokens=0)
-    assert replay(rule, [1, 5, 6, 2])[:2] == (4, 4)
-    assert replay(rule, [1, 5, 6, 2])[3] == BY_BUDGET
-    assert replay(rule, [5, 6, 8, 9, 2])[0] == NEVER
-    assert replay(rule, [5, 6, 8, 9, 5, 6])[0] == 6
-    assert replay(rule, [1, 5], [6])[0] == NEVER
+    assert opening(rule, [1, 5, 6, 2]) == (4, 4, NEVER, BY_BUDGET)
+    assert opening(rule, [5, 6, 8, 9, 2])[0] == NEVER
+    assert opening(rule, [5, 6, 8, 9, 5, 6])[0] == 6
+    assert opening(rule, [1, 5])[0] == NEVER
+    assert opening(dataclasses.replace(rule, start_ids=()), [1, 8, 9])[0] == 3
 
 
-def test_an_end_is_of_thought_alone() -> None:
-    free = Thinking(end_ids=[8, 9])
-    assert replay(free, [1], [5, 8, 9, 3]) == (1, NEVER, 4, BY_MODEL)
-    assert replay(free, [1, 8], [9, 3])[2] == NEVER, "half of it is the prompt's"
-    tagged = Thinking(end_ids=[5, 9], start_ids=[5])
-    assert replay(tagged, [1], [5, 9, 3]) == (2, NEVER, NEVER, 0), "half of it is the start's"
-    assert replay(tagged, [1], [5, 5, 9, 3]) == (2, NEVER, 4, BY_MODEL)
+def test_an_end_is_of_thought_alone(model) -> None:
+    """Half of it stands in the prompt, or is the last of the start: it ends nothing."""
+    free = run(model, [[4]], max_new_tokens=NEW).token_ids[0].tolist()
+    half = Thinking(end_ids=[4, free[0]], max_tokens=9)
+    tagged = Thinking(start_ids=free[:1], end_ids=free[:2], max_tokens=9)
+    for rule, start in ((half, 0), (tagged, 1)):
+        result = run(model, [[4]], max_new_tokens=NEW, thinking=rule)
+        told = result.thought[0]
+        assert told == look(rule, [4], result.token_ids[0].tolist(), [])[1]
+        assert (told.start, told.ended_by, told.tokens) == (start, "budget", 9)
 
 
 def test_bad_rules_are_named(model) -> None:

@@ -22,13 +22,13 @@ from utio_jax.attention.products import NOWHERE, attend
 from utio_jax.attention.views import place_of, places_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.base import Setting
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.rows import ThrottledRows
 from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.segments import block_at, run_layers
 from utio_jax.decoding.state import stop_rules
-from utio_jax.decoding.throttle import Throttle, ThrottlePacking
-from utio_jax.decoding.throttle_attention import open_view, run_throttled
+from utio_jax.decoding.throttle import Throttle, ThrottlePacking, open_view, view_attention
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
@@ -214,7 +214,7 @@ def test_nobody_throttled_is_todays_result(model: Any) -> None:
 
 
 def masked(decoder: Any, params: Any, cache: Any, x: Any, block: Any, **options: Any) -> Any:
-    """Returns what `run_throttled` must: dense attention over all slots under masks."""
+    """Returns what layers with `view_attention` must: all slots under masks."""
     width = options["width"]
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
 
@@ -257,8 +257,12 @@ def both(
     block = block_at(decoder, lengths[:, None], valid)
     options |= {"start": 0, "stop": 4, "width": width, "shown": shown}
     x = options.pop("x")
+    how = {name: options[name] for name in ("width", "runs", "dense", "shown")}
+    attention = view_attention(decoder, block, **how)
     return (
-        run_throttled(decoder, params, cache, x, block, **options),
+        run_layers(
+            decoder, params, cache, x, block, attention, start=0, stop=4, runs=options["runs"]
+        ),
         masked(decoder, params, cache, x, block, **options),
     )
 
@@ -451,16 +455,12 @@ def test_neither_cache_nor_view_is_copied(model: Any, kv: Any) -> None:
         throttle=throttle(0.5, history=History(recent=1400, sinks=8)),
     )
     ids, lengths = np.zeros((3, 8), np.int32), np.array([3, 7, 1], np.int32)
-    state = begin(
-        model.decoder, model.params, mode, Greedy(), stop_rules(()), ids, lengths, lengths + 40,
-        np.arange(3, dtype=np.uint32), slots=4096,
-    )  # fmt: skip
+    fixed = {"decoder": model.decoder, "params": model.params, "sampling": Greedy()}
+    setting = Setting(**fixed, mode=mode, stops=stop_rules())
+    state = begin(setting, ids, lengths, lengths + 40, np.arange(3, dtype=np.uint32), slots=4096)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache.keys, state.cache.values)))
     view = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view))
-    compiled = advance.lower(
-        model.decoder, model.params, mode, Greedy(), stop_rules(()), state, np.int32(9),
-        widths=(64,),
-    ).compile()  # fmt: skip
+    compiled = advance.lower(setting, state, np.int32(9), widths=(64,)).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= held + view
@@ -508,9 +508,5 @@ def test_what_does_not_fit_is_refused(model: Any) -> None:
     some = block_at(
         model.decoder, jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool), rows=jnp.arange(2)
     )
-    nothing: Any = None
     with pytest.raises(ValueError, match="a block of all rows.*2 packed rows"):
-        run_throttled(
-            model.decoder, model.params, nothing, nothing, some, start=0, stop=1, width=8,
-            runs=some.valid, dense=some.valid,
-        )  # fmt: skip
+        view_attention(model.decoder, some, width=8, runs=some.valid, dense=some.valid)

@@ -196,7 +196,6 @@ def test_a_request_arrives_as_it_was_sent(method: Any) -> None:
         "expires": 2.0,
         "whole_prompt": True,
         "prompt": np.arange(5, dtype=np.int32),
-        "emitted": np.asarray([6, 1], np.int32),
         "sampling": method,
         "eos_ids": ends,
         "sequences": np.zeros((0, 16), np.int32) if method == Greedy() else sequences,
@@ -204,7 +203,6 @@ def test_a_request_arrives_as_it_was_sent(method: Any) -> None:
         "thinking": Thinking(
             end_ids=(3, 4), confidence=Confidence(threshold=float("inf"), cue_ids=(1,))
         ),
-        "emitted_uncertainty": np.asarray([0.5, 2.0], np.float32),
     }
     request = Request(**known)
     found = decode(json.loads(json.dumps(encode(request))))

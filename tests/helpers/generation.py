@@ -15,8 +15,11 @@ from jaxtyping import Array, Int
 
 from helpers.models import Model, live_params
 from utio_jax.core.pytrees import pytree, static
+from utio_jax.decoding.base import Setting
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.sampling import Greedy
+from utio_jax.decoding.state import stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.staircase.reference import reference_states
@@ -49,6 +52,17 @@ def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
     """Returns 40 new tokens for each prompt, in one width of attention, unless told otherwise."""
     options = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL} | options
     return generate(model.decoder, model.params, prompts, **options)
+
+
+def setting_of(model: Model, mode: Any, sampling: Any = Greedy(), stops: Any = None) -> Setting:
+    """Returns what stays the same from round to round; by default nothing ends a row."""
+    return Setting(
+        decoder=model.decoder,
+        params=model.params,
+        mode=mode,
+        sampling=sampling,
+        stops=stop_rules() if stops is None else stops,
+    )
 
 
 @functools.cache

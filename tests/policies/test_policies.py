@@ -381,31 +381,21 @@ def lively() -> Any:
 
 @laws_of(POLICIES)
 def test_decoding_can_use_it(lively: Any, policy: Any, unchecked_shapes: None) -> None:
-    mode, stops = Adaptive(policy=make(lively, policy.name)), stop_rules(())
+    mode = Adaptive(policy=make(lively, policy.name))
     mode.check(lively.decoder)
     three = jnp.full(3, 4, jnp.int32)
     prompts = jnp.zeros((3, 8), jnp.int32)
 
     def start_and_step() -> Any:
-        state = begin(
-            lively.decoder,
-            lively.params,
-            mode,
-            Greedy(),
-            stops,
-            prompts,
-            three,
-            three,
-            three.astype(jnp.uint32),
-            slots=64,
-        )
         setting = Setting(
             decoder=lively.decoder,
             params=lively.params,
+            mode=mode,
             sampling=Greedy(),
-            stops=stops,
+            stops=stop_rules(),
             width=64,
         )
+        state = begin(setting, prompts, three, three, three.astype(jnp.uint32), slots=64)
         return state, mode.step(setting, state)
 
     state, after = jax.eval_shape(start_and_step)  # Traced only: the slow test below runs it.

@@ -2,8 +2,8 @@
 """New tokens: modes (plain, adaptive, lossless), sampling, prefill, the device loop, and text."""
 
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Mode, ModeBase, Plain, Setting
-from utio_jax.decoding.drafting import EntropyAbove, GapBelow
+from utio_jax.decoding.base import Mode, Plain, Setting
+from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
@@ -27,7 +27,6 @@ __all__ = [
     "Chunk",
     "Confidence",
     "EntropyAbove",
-    "GapBelow",
     "Generated",
     "GeneratedText",
     "Greedy",
@@ -35,7 +34,6 @@ __all__ = [
     "Lossless",
     "MinP",
     "Mode",
-    "ModeBase",
     "PerRowSampling",
     "Plain",
     "Prefill",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from utio_jax.attention.cache import fill
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.base import ModeBase, Setting, emit_drawn
+from utio_jax.decoding.base import Mode, Setting, emit_drawn
 from utio_jax.decoding.rows import CachedRows, PackedRows, RowCache, ThrottledRows
 from utio_jax.decoding.state import DecodeState
-from utio_jax.decoding.throttle import Throttle, ThrottlePacking, add_views
+from utio_jax.decoding.throttle import Throttle, ThrottlePacking
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model, Readout
@@ -27,7 +27,7 @@ from utio_jax.staircase.sparse import Packing
 
 
 @pytree
-class Adaptive(ModeBase):
+class Adaptive(Mode):
     """Early-exit decoding: after each of the policy's depths a row's token stops or goes on.
 
     The rows of a batch step together, so a segment is skipped only where *no* row needs it;
@@ -47,6 +47,8 @@ class Adaptive(ModeBase):
         each segment. Empty: rows run together. Static.
     """
 
+    name: ClassVar[str] = "adaptive"
+
     policy: Policy
     kv: FrozenKV = static(default="propagate")
     throttle: Throttle | None = None
@@ -63,10 +65,6 @@ class Adaptive(ModeBase):
                 "Wanted no pack with a throttle, whose views are read side by side. Got "
                 f"pack={self.pack} and a throttle. Leave one out."
             )
-
-    @property
-    def name(self) -> str:
-        return "adaptive"
 
     @property
     def prompt_kv(self) -> str:
@@ -165,15 +163,17 @@ class Adaptive(ModeBase):
             mapped_layers=work.kv_maps,
             key_slots=spent.key_slots,
             attended=attended,
+            view_slots=spent.view_slots,
         )
-        scores = None
-        state = dataclasses.replace(state, cache=cache, tally=tally)
-        if isinstance(packing, ThrottlePacking):
-            scores, state = packing.scores, add_views(state, spent.view_layers, spent.view_slots)
+        scores = packing.scores if isinstance(packing, ThrottlePacking) else None
         memory = _Memory(shown=_show(shown, ended, depth), scores=scores)
-        state = dataclasses.replace(state, memory=memory)
         return emit_drawn(
-            setting, state, done.read[:, 0], decided=depth[:, 0], executed=spent.layers
+            setting,
+            dataclasses.replace(state, cache=cache, tally=tally, memory=memory),
+            done.read[:, 0],
+            decided=depth[:, 0],
+            executed=spent.layers,
+            throttled=spent.view_layers,
         )
 
     def _rows(self, setting: Setting, shown: Int[Array, "batch slot"] | None) -> CachedRows:

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that come and go while others run: what a server of requests needs of the token loop.
 
-    state = empty_state(*fixed, batch=8, slots=512)
-    fresh = begin(*fixed, token_ids, lengths, limits, seeds, slots=512)     # two prompts
+    state = empty_state(setting, batch=8, slots=512)
+    fresh = begin(setting, token_ids, lengths, limits, seeds, slots=512)     # two prompts
     state = admit(state, fresh, [5, 2], mode=mode)
-    state = advance(*fixed, state, until, layers, widths=widths)
+    state = advance(setting, state, until, widths=widths)
     state = release(state, [5])                                             # or once it has ended
 
-`fixed` is the decoder, its parameters, mode, sampling and stops; `layers` what
-`utio_jax.core.layer.split_layers` returns, or nothing. Rows neither see nor feel each
-other: each gets the tokens that `generate` gives its prompt alone. What rows bring of their own, a
-`PerRowSampling` or `PerRowStopRules`, is put into the batch's by `put_rows` of
-`utio_jax.core.rows`. Shapes are those of the batch and of the fresh rows, so after the first
-admission of as many rows nothing compiles.
+Rows neither see nor feel each other: each gets the tokens that `generate` gives its prompt alone.
+What rows bring of their own, the setting's `PerRowSampling` and `StopRules`, is put into the
+batch's by `put_rows` of `utio_jax.core.rows`. Shapes are those of the batch and of the fresh
+rows, so after the first admission of as many rows nothing compiles.
+
+Long prompts may be read a chunk at a time, so that rows that run beside them go on in between:
+
+    row, last = open_prompt(setting, token_ids, lengths, limits, seeds, slots=512)
+    for start in range(0, lengths.max(), 64):
+        row, last = read_chunk(decoder, params, row, last, start, chunk=64, width=...)
+    row = close_prompt(setting, row, last)    # what `begin` returns
+
+A chunk runs its tokens' layers, and attends to the keys and values of those before it. So what
+comes out is what `begin` makes of whole prompts at full depth. Where upper layers read keys and
+values made below, tokens run the layers that make them, and the last one alone those above.
 """
 
 from __future__ import annotations
@@ -20,27 +29,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.rows import PerDevice, put_rows
 from utio_jax.decoding.base import Mode, Setting
-from utio_jax.decoding.loop import begin_thinking, unread
-from utio_jax.decoding.sampling import Sampling
-from utio_jax.decoding.state import RELEASED, DecodeState, PerRowStopRules, StopRules
+from utio_jax.decoding.loop import first_tokens, unread
+from utio_jax.decoding.segments import block_at, run_segment
+from utio_jax.decoding.state import RELEASED, DecodeState, RowHook
+from utio_jax.staircase.keys_values import project_layers
 
 
-@partial(jax.jit, static_argnames=("decoder", "batch", "slots", "alternatives"))
+@partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
 def empty_state(
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    sampling: Sampling,
-    stops: StopRules | PerRowStopRules,
+    setting: Setting,
+    hook: RowHook | None = None,
     *,
     batch: int,
     slots: int,
@@ -49,21 +57,16 @@ def empty_state(
     """Returns a state of released rows alone, into which prompts are admitted.
 
     Args:
-      decoder: the model.
-      params: its parameters.
-      mode: that all rows will decode in.
-      sampling: how tokens will be drawn.
-      stops: what will end rows.
+      setting: that all rows will decode in.
+      hook: of as many rows; None: no row will have one.
       batch: rows.
       slots: tokens that a row can hold: prompt, new tokens, and `mode.block` more.
-      alternatives: to each new token, noted in the tally.
+      alternatives: to each new token, that are noted.
     """
     one = jnp.ones((batch,), jnp.int32)
-    arrays = one[:, None] * 0, one, one, one.astype(jnp.uint32)
-    state = unread(decoder, params, mode, *arrays, slots=slots, alternatives=alternatives)
-    setting = Setting(decoder=decoder, params=params, sampling=sampling, stops=stops, width=1)
-    state = mode.start(setting, state)
-    state = begin_thinking(setting, state)
+    rows = one[:, None] * 0, one, one, one.astype(jnp.uint32), hook
+    state = unread(setting, *rows, slots=slots, alternatives=alternatives)
+    state = setting.mode.start(setting, state)
     return dataclasses.replace(state, reason=jnp.full_like(one, RELEASED))
 
 
@@ -162,3 +165,102 @@ def _checked(
             f"{f', or {batch} for nowhere' if nowhere else ''}. Got {np.asarray(rows).tolist()}."
         )
     return found.astype(np.int32)
+
+
+@partial(jax.jit, static_argnames=("slots", "alternatives"))
+def open_prompt(
+    setting: Setting, *rows: Any, slots: int, alternatives: int = 0
+) -> tuple[DecodeState, Float[Array, "batch dim"]]:
+    """Returns the state of prompts that no layer has read yet, and room for their last states.
+
+    Arguments are those of `utio_jax.decoding.loop.unread`.
+    """
+    state = unread(setting, *rows, slots=slots, alternatives=alternatives)
+    x = setting.decoder.embed(setting.params, state.token_ids[:, 0], state.lengths * 0)
+    return state, jnp.zeros_like(x)
+
+
+@partial(jax.jit, static_argnames=("decoder", "chunk", "width"), donate_argnames=("state", "last"))
+def read_chunk(
+    decoder: Decoder,
+    params: Params,
+    state: DecodeState,
+    last: Float[Array, "batch dim"],
+    start: Int[Array, ""],
+    *,
+    chunk: int,
+    width: int,
+) -> tuple[DecodeState, Float[Array, "batch dim"]]:
+    """Returns the state once the next tokens of its prompts have left their keys and values.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      state: from `open_prompt`; all tokens before `start` have been read. Donated.
+      last: the state of each prompt's last token, where it was read. Donated.
+      start: position of the first token to read.
+      chunk: tokens to read of each row. Static.
+      width: slots to attend over, at least `start + chunk`, or all of the row's. Static.
+    """
+    ahead = start + jnp.arange(chunk, dtype=jnp.int32)[None, :]
+    lengths = state.lengths[:, None]
+    valid = jnp.broadcast_to(ahead, (lengths.shape[0], chunk)) < lengths
+    positions = jnp.where(valid, ahead, 0)  # Some decoders have no position behind the last.
+    token_ids = jnp.take_along_axis(state.token_ids, positions, axis=1)
+    x, block = decoder.embed(params, token_ids, positions), block_at(decoder, positions, valid)
+    with jax.named_scope("prefill_chunk"):
+        stop = _enough(decoder)
+        x, cache = run_segment(
+            decoder, params, state.cache, x, block, start=0, stop=stop, width=width
+        )
+        if stop < decoder.config.num_layers:
+            cache, _ = project_layers(
+                decoder,
+                params,
+                cache,
+                x,
+                block.places,
+                block.at,
+                start=stop,
+                stop=decoder.config.num_layers,
+            )
+    mine = valid & (ahead == lengths - 1)
+    found = jnp.sum(jnp.where(mine[:, :, None], x, 0), axis=1, dtype=x.dtype)
+    last = jnp.where(jnp.any(mine, axis=1)[:, None], found, last)
+    return dataclasses.replace(state, cache=cache), last
+
+
+def _enough(decoder: Decoder) -> int:
+    """Returns the layers after which a token's keys and values are complete, or all layers."""
+    config = decoder.config
+    return config.kv_complete if config.kv_source else config.num_layers
+
+
+@partial(jax.jit, donate_argnames="state")
+def close_prompt(
+    setting: Setting, state: DecodeState, last: Float[Array, "batch dim"]
+) -> DecodeState:
+    """Returns the state after the first new token of each row, its prompt having been read.
+
+    Args:
+      setting: of the rows.
+      state: from `read_chunk`. Donated.
+      last: likewise.
+    """
+    decoder, params = setting.decoder, setting.params
+    if _enough(decoder) < decoder.config.num_layers:
+        positions = state.positions[:, None]
+        x, cache = run_segment(
+            decoder,
+            params,
+            state.cache,
+            last[:, None],
+            block_at(decoder, positions, jnp.ones_like(positions, jnp.bool_)),
+            start=_enough(decoder),
+            stop=decoder.config.num_layers,
+            width=state.token_ids.shape[1],
+        )
+        last, state = x[:, 0], dataclasses.replace(state, cache=cache)
+    logits = decoder.unembed(params, last).astype(jnp.float32)
+    depth = jnp.full_like(state.lengths, decoder.config.num_layers)
+    return first_tokens(setting, state, logits, depth=depth)

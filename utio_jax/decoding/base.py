@@ -1,164 +1,119 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decoding mode is, and the plainest one.
 
-A mode is a frozen dataclass with `start` (its memory, after prefill) and `step` (one round of the
-token loop). Policies and thresholds travel inside it as leaves of a pytree, so that new ones
-compile nothing.
+A mode has `start` (its memory, after prefill) and `step` (one round of the token loop). Policies
+and thresholds travel inside it as leaves of a pytree, so that new ones compile nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.pytrees import pytree
+from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.rows import put_rows, row_axes
-from utio_jax.decoding.sampling import DRAW, Sampling, draw, token_keys
+from utio_jax.decoding.sampling import DRAW, RowSampling, draw, token_keys
 from utio_jax.decoding.segments import Layers, decode_step
-from utio_jax.decoding.state import DecodeState, Emitted, PerRowStopRules, StopRules, emit
+from utio_jax.decoding.state import DecodeState, StopRules, emit
 from utio_jax.policies.base import Policy
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@pytree
 class Setting:
     """What stays the same from round to round.
 
     Attributes:
-      decoder: the model.
+      decoder: the model. Static.
       params: its parameters.
+      mode: how the loop spends its layers.
       sampling: how tokens are drawn.
       stops: what ends a row.
-      width: key slots that attention reads, more than every position of the round. Static.
       layers: each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: `params`
         alone has them.
+      width: key slots that attention reads in a step, more than every position of the round.
+        Static.
     """
 
-    decoder: Decoder
+    decoder: Decoder = static()
     params: Params
-    sampling: Sampling
-    stops: StopRules | PerRowStopRules
-    width: int
+    mode: Any
+    sampling: RowSampling
+    stops: StopRules
     layers: Layers = None
+    width: int = static(default=0)
 
 
-@runtime_checkable
-class Mode(Protocol):
-    """How a token loop spends its layers. `ModeBase` has answers for what a mode need not decide.
+class Mode:
+    """How a token loop spends its layers: the base class of modes, which have a `step`.
 
     Modes are frozen dataclasses registered as pytrees: thresholds and weights are leaves, so that
-    new ones compile nothing.
+    new ones compile nothing. What is not overridden is plain decoding's: one token a round, the
+    full model's tokens, nothing to remember.
     """
 
-    @property
-    def name(self) -> str:
-        """The stable string that ledgers carry."""
-        ...
+    name: ClassVar[str]
+    """The stable string that ledgers carry."""
 
     @property
     def block(self) -> int:
         """The most tokens that one row may run ahead of its last one, that one included."""
-        ...
+        return 1
 
     @property
     def prompt_kv(self) -> str:
         """What new tokens see of a prompt token that stopped early; `"full"`: none may have."""
-        ...
+        return "propagate"
 
     @property
     def exact(self) -> bool:
         """Whether the tokens are the full model's: greedy ones up to ties, drawn ones as likely."""
-        ...
+        return self.depth_policy is None
 
     @property
     def depth_policy(self) -> Policy | None:
         """What decides how deep tokens run, where text is scored, too; None: full depth."""
-        ...
+        return None
 
     @property
     def projected_depth(self) -> int:
         """Layers up to which K/V of stopped tokens are projected; 0: of none."""
-        ...
+        return 0
 
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
         """Returns the FLOPs of a row's decisions in one round, heads apart."""
-        ...
-
-    def draft_head_flops(self, decoder: Decoder, params: Params) -> float:
-        """Returns the FLOPs of one prediction by the smaller head that drafts; 0: there is none."""
-        ...
+        return 0.0
 
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError where the mode and the model do not fit."""
-        ...
 
     def segments(self, decoder: Decoder) -> int:
         """Returns the number of watermarks per row."""
-        ...
+        return 1
 
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Returns the state with the mode's memory, once the prompts are in the cache."""
-        ...
+        return state
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Returns the state after at least one more token in every active row."""
-        ...
+        raise NotImplementedError
 
     def admit(self, memory: Any, fresh: Any, rows: Int[Array, " row"]) -> Any:
         """Returns a running batch's memory with that of fresh rows at `rows`.
 
         Args:
-          memory: of the running batch.
+          memory: of the running batch: any pytree whose fields say where rows lie; None, too.
           fresh: what `start` has made of the fresh rows.
           rows: where they go; those beyond the last one go nowhere.
+
+        Raises:
+          ValueError: fields of the memory do not say where rows lie.
         """
-        ...
-
-
-class ModeBase:
-    """What most modes share: one token a round, the full model's tokens, nothing to remember."""
-
-    @property
-    def block(self) -> int:
-        return 1
-
-    @property
-    def prompt_kv(self) -> str:
-        return "propagate"
-
-    @property
-    def exact(self) -> bool:
-        return self.depth_policy is None
-
-    @property
-    def depth_policy(self) -> Policy | None:
-        return None
-
-    @property
-    def projected_depth(self) -> int:
-        return 0
-
-    def gate_flops(self, decoder: Decoder, params: Params) -> float:
-        return 0.0
-
-    def draft_head_flops(self, decoder: Decoder, params: Params) -> float:
-        return 0.0
-
-    def check(self, decoder: Decoder) -> None:
-        """Accepts every decoder."""
-
-    def segments(self, decoder: Decoder) -> int:
-        return 1
-
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        return state
-
-    def admit(self, memory: Any, fresh: Any, rows: Int[Array, " row"]) -> Any:
-        """Puts rows of any pytree whose fields say where they lie; of None too."""
         if None in row_axes(memory):
             raise ValueError(
                 f"Wanted a memory whose fields say along which axis rows lie: "
@@ -170,12 +125,10 @@ class ModeBase:
 
 
 @pytree
-class Plain(ModeBase):
+class Plain(Mode):
     """Ordinary decoding: every token at full depth, one a round."""
 
-    @property
-    def name(self) -> str:
-        return "plain"
+    name: ClassVar[str] = "plain"
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Runs the last token of every row through all layers, and draws the next one."""
@@ -206,7 +159,7 @@ def check_mode(mode: Mode, decoder: Decoder) -> None:
       TypeError: it is none, but the name or the class of one.
       ValueError: it does not fit the model.
     """
-    if isinstance(mode, type) or not hasattr(mode, "step"):
+    if not isinstance(mode, Mode):
         raise TypeError(
             "Wanted a mode, such as Plain(), Adaptive(policy=...) or Lossless(exit=...). Got "
             f"{type(mode).__name__} {mode!r:.80}."
@@ -221,14 +174,12 @@ def emit_drawn(
     *,
     decided: Int[Array, " batch"],
     executed: Int[Array, " batch"],
-    emitted: Emitted | None = None,
+    throttled: Int[Array, " batch"] | None = None,
 ) -> DecodeState:
-    """Returns the state with one token per active row, drawn from `logits`, or emitted before."""
+    """Returns the state with one token per active row, drawn from `logits`; see `emit`."""
     with jax.named_scope("sample"):
         keys = token_keys(state.seeds, state.lengths[:, None], DRAW)
         new = draw(setting.sampling, logits[:, None, :], keys)
-        if emitted is not None:
-            new = jnp.where(emitted.last < 0, new[:, 0], emitted.last)[:, None]
     one = jnp.ones_like(state.lengths)
     return emit(
         state,
@@ -238,4 +189,5 @@ def emit_drawn(
         logits=logits[:, None, :],
         decided=decided[:, None],
         executed=executed[:, None],
+        throttled=0 if throttled is None else throttled[:, None],
     )

@@ -1,20 +1,178 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts: n-grams of the text (prompt lookup), a draft vocabulary, hard tokens."""
+"""What drafts for speculative decoding: an exit of the model, or n-grams of the text.
+
+Both `propose` drafts of each row for `utio_jax.decoding.lossless` to verify.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.cache import KVCache
+from utio_jax.core.arrays import most_probable
+from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.core.flops import TokenCost
 from utio_jax.core.pytrees import pytree
+from utio_jax.decoding.base import Setting
+from utio_jax.decoding.sampling import DRAW, Greedy, token_keys
+from utio_jax.decoding.segments import block_at, run_segment
+from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.importance import predictive_entropy
+
+
+@pytree
+class Proposal:
+    """Drafts of a round, and what verification needs of them.
+
+    Attributes:
+      cache: with the shallow K/V of all pending tokens: each row's last one, and its drafts.
+      x: their states, behind the layers that the drafter ran.
+      token_ids: the drafts.
+      log_q: the distributions that they were drawn from; None where nothing is drawn.
+      counts: drafts per row.
+      rounds: tokens that the longest row ran one by one.
+    """
+
+    cache: KVCache
+    x: Float[Array, "batch pending dim"]
+    token_ids: Int[Array, "batch draft"]
+    log_q: Float[Array, "batch draft vocab"] | None
+    counts: Int[Array, " batch"]
+    rounds: Int[Array, ""]
+
+
+class Drafter(Protocol):
+    """What proposes tokens that the full model verifies."""
+
+    @property
+    def depth(self) -> int:
+        """Layers that pending tokens have run."""
+        ...
+
+    @property
+    def varies(self) -> bool:
+        """Whether a row may have fewer drafts than were asked for."""
+        ...
+
+    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
+        """Returns at most so many drafts of each active row."""
+        ...
+
+
+def round_keys(state: DecodeState, positions: Int[Array, "batch token"], stream: int) -> jax.Array:
+    """Returns keys that no other round uses: bits seen in one must not decide the next."""
+    return token_keys(state.seeds, positions, stream, rounds=state.positions)
+
+
+@pytree
+class EntropyAbove:
+    """Hard are tokens whose exit distribution has more entropy than a threshold.
+
+    Attributes:
+      threshold_nats: a leaf: another one compiles nothing.
+    """
+
+    threshold_nats: float | Float[Array, ""]
+
+    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Bool[Array, "*lead"]:
+        return ~(predictive_entropy(logits) <= self.threshold_nats)  # NaN is hard.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExitDrafter:
+    """Drafts of an exit's own head, one token after the other; the K/V are the full model's.
+
+    Attributes:
+      depth: of the exit.
+      stop: which tokens are hard: the row stops drafting there. None: none are.
+    """
+
+    depth: int
+    stop: EntropyAbove | None = None
+
+    @property
+    def varies(self) -> bool:
+        """Whether a row may have fewer drafts than were asked for."""
+        return self.stop is not None
+
+    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
+        """Returns drafts until every row is at a hard token, or has so many."""
+        decoder, params = setting.decoder, setting.params
+        batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
+        rows = jnp.arange(batch, dtype=jnp.int32)
+        states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
+        greedy = isinstance(setting.sampling, Greedy)
+        none = Proposal(
+            cache=state.cache,
+            x=jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype),
+            token_ids=jnp.zeros((batch, most), jnp.int32),
+            log_q=None if greedy else jnp.zeros((batch, most, vocab), jnp.float32),
+            counts=jnp.zeros((batch,), jnp.int32),
+            rounds=jnp.int32(0),
+        )
+
+        def step(carry: tuple[Proposal, jax.Array, jax.Array]) -> tuple[Any, ...]:
+            now, last, drafting = carry
+            at, positions = now.rounds, (state.positions + now.rounds)[:, None]
+            x, cache = run_segment(
+                decoder,
+                params,
+                now.cache,
+                decoder.embed(params, last[:, None], positions),
+                block_at(decoder, positions, drafting[:, None]),
+                start=0,
+                stop=self.depth,
+                width=setting.width,
+                layers=setting.layers,
+            )
+            stored = jnp.where(drafting[:, None, None], x, now.x[:, at][:, None])
+
+            def rest() -> tuple[jax.Array, jax.Array, jax.Array | None]:
+                q = None if greedy else jnp.zeros((batch, vocab), jnp.float32)
+                return last, jnp.ones((batch,), jnp.bool_), q
+
+            # The last draft needs no successor. (No cache goes through the conditional.)
+            guess = partial(self._guess, setting, state, x[:, 0], positions)
+            new, hard, log_q = jax.lax.cond(at < most, guess, rest)
+            goes = drafting & ~hard
+            slot = jnp.where(goes, at, most)
+            drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
+            now = Proposal(
+                cache=cache,
+                x=jax.lax.dynamic_update_slice_in_dim(now.x, stored, at, axis=1),
+                token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"),
+                log_q=drawn,
+                counts=now.counts + goes,
+                rounds=at + 1,
+            )
+            return now, jnp.where(goes, new, last), goes
+
+        start = none, state.last_ids, state.active
+        return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), step, start)[0]
+
+    def _guess(
+        self,
+        setting: Setting,
+        state: DecodeState,
+        x: Float[Array, "batch dim"],
+        positions: Int[Array, "batch 1"],
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns the exit's next tokens, whether they are hard, and the log-probabilities."""
+        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
+        seen = apply_exit_lens(decoder, params, x, self.depth)
+        logits = decoder.unembed(params, seen).astype(jnp.float32)
+        hard = jnp.zeros(x.shape[:1], jnp.bool_) if self.stop is None else self.stop(logits)
+        if isinstance(sampling, Greedy):
+            return most_probable(logits), hard, None
+        log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
+        keys = round_keys(state, positions + 1, DRAW)[:, 0]
+        return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), hard, log_q
 
 
 @pytree
@@ -57,6 +215,35 @@ class NGram:
                 f"shortest={self.shortest}, longest={self.longest}. For example: NGram(longest=3)."
             )
 
+    @property
+    def depth(self) -> int:
+        """Zero: no layer has run for a draft."""
+        return 0
+
+    @property
+    def varies(self) -> bool:
+        """Whether a row may have fewer drafts than were asked for."""
+        return True
+
+    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
+        """Returns drafts that follow the rows' own last tokens; no layer has run."""
+        decoder = setting.decoder
+        copied = self(state.token_ids, state.lengths, drafts=most)
+        offsets = jnp.arange(most + 1, dtype=jnp.int32)[None, :]
+        ids = jnp.concatenate([state.last_ids[:, None], copied.token_ids], axis=1)
+        log_q = None
+        if not isinstance(setting.sampling, Greedy):  # Of distributions that yield these always.
+            certain = jax.nn.one_hot(copied.token_ids, decoder.config.vocab_size, dtype=jnp.bool_)
+            log_q = jnp.where(certain, 0.0, -jnp.inf)
+        return Proposal(
+            cache=state.cache,
+            x=decoder.embed(setting.params, ids, state.positions[:, None] + offsets),
+            token_ids=copied.token_ids,
+            log_q=log_q,
+            counts=jnp.where(state.active, copied.counts, 0),
+            rounds=jnp.int32(0),
+        )
+
     def __call__(
         self, token_ids: Int[Array, "batch slot"], lengths: Int[Array, " batch"], *, drafts: int
     ) -> Copied:
@@ -84,65 +271,6 @@ class NGram:
         copied, matched = jax.vmap(row)(token_ids, lengths)
         counts = jnp.where(matched > 0, drafts, 0).astype(jnp.int32)
         return Copied(token_ids=copied, counts=counts, matched=matched)
-
-
-def draft_vocabulary(
-    text: Sequence[Sequence[int] | np.ndarray] | Mapping[int, int], *, size: int
-) -> Int[np.ndarray, " kept"]:
-    """Returns the most frequent tokens of a text, ascending: `Lossless(vocabulary=...)`.
-
-    FR-Spec (Zhao et al. 2025, arXiv 2502.14856): drafts that are chosen among these alone need but
-    their columns of the vocabulary head. Of equally frequent tokens the lower id is kept, which in
-    a byte-pair vocabulary is the more frequent one.
-
-    Args:
-      text: token ids of documents; or how often each token occurs, as a `Counter`.
-      size: tokens to keep; fewer where the text has no more.
-
-    Raises:
-      ValueError: nothing to count, or a size below 1.
-    """
-    if size < 1:
-        raise ValueError(f"Wanted a draft vocabulary of at least 1 token. Got size={size}.")
-    if isinstance(text, Mapping):
-        ids, counts = np.asarray([*text.keys()]), np.asarray([*text.values()])
-        ids, counts = ids[counts > 0], counts[counts > 0]
-    else:
-        every = [np.zeros(0, np.int64), *(np.asarray(ids).ravel() for ids in text)]
-        ids, counts = np.unique(np.concatenate(every), return_counts=True)
-    if not ids.size:
-        raise ValueError("Wanted a text to count tokens of. Got no tokens.")
-    ranked = ids[np.lexsort((ids, -counts))]
-    return np.sort(ranked[:size]).astype(np.int32)
-
-
-@pytree
-class EntropyAbove:
-    """Hard are tokens whose exit distribution has more entropy than a threshold.
-
-    Attributes:
-      threshold_nats: a leaf: another one compiles nothing.
-    """
-
-    threshold_nats: float | Float[Array, ""]
-
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Bool[Array, "*lead"]:
-        return ~(predictive_entropy(logits) <= self.threshold_nats)  # NaN is hard.
-
-
-@pytree
-class GapBelow:
-    """Hard are tokens whose two most probable successors differ too little: CALM's gap.
-
-    Attributes:
-      threshold: difference of probabilities, in [0, 1]. A leaf.
-    """
-
-    threshold: float | Float[Array, ""]
-
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Bool[Array, "*lead"]:
-        best = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), 2)[0]
-        return ~(best[..., 0] - best[..., 1] >= self.threshold)
 
 
 def tokens_per_layer(

@@ -27,7 +27,7 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy, Sampling
-from utio_jax.decoding.state import REASONS, DecodeState
+from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally
 from utio_jax.decoding.thinking import Thinking, Thought, thought_of
 
 
@@ -80,36 +80,25 @@ class GenerateOptions(DecodeOptions, total=False):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generated:
-    """What `generate` returns. All arrays live on the host; row `i` of each belongs to prompt `i`.
+class Generated(Tally):
+    """What `generate` returns: tokens, what is noted of each, and what they took after prefill.
+
+    All arrays live on the host; row `i` of each belongs to prompt `i`. Of tokens, each row has an
+    array `[new]`, see `Columns`; the first new token is prefill's.
 
     Attributes:
-      token_ids: new tokens of each prompt, `[new]`, the one that ended it included.
+      token_ids: new tokens of each prompt, the one that ended it included.
       finish_reasons: `"eos"`, `"stop"` or `"length"`.
-      decided: layers behind the distribution that each new token was taken from, `[new]`; the first
-        is prefill's. Under `Lossless`: the exit that guessed it, 0 where it was copied from the
-        row's own text, or all layers.
-      executed: layers that really ran for it, `[new]`; more than decided where other rows went
-        deeper.
-      log_probabilities: of each new token in nats, `[new]`, under the distribution that it was
-        taken from, before any sampling method.
-      steps: rounds of the loop per row.
-      drafts: drafts that were verified, per row.
-      accepted: those that were right.
-      token_layers: token slots that ran a layer after prefill, padding and rejected drafts
-        included.
-      frozen_layers: K/V-only projections of frozen states.
-      mapped_layers: layers whose K/V were mapped from frozen states.
-      attended: key slots attended over after prefill, summed over queries and layers.
-      heads: token slots that went through the vocabulary head after prefill.
-      draft_heads: those that went through a head of fewer tokens, to draft.
-      exit_maps: states of an exit that were mapped for it.
-      kv_bytes_read: bytes of keys and values that attention read after prefill, per row.
+      decided: layers behind the distribution that each new token was taken from.
+      executed: layers that really ran for it.
+      log_probabilities: of each new token in nats, before any sampling method.
+      throttled: layers in which the token before each new one saw a compact view of the history
+        only. All 0 without a throttle.
+      uncertainty: of the distribution that each new token was taken from: the measure of its row's
+        `Thinking`; empty where none was given one.
+      thought: how each row has thought; likewise.
       kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end,
         its views included.
-      throttled: layers in which the token before each new one saw a compact view of the history
-        only, `[new]`; the first is prefill's. All 0 without a throttle.
-      view_bytes_read: those of `kv_bytes_read` that came from views, per row.
       bytes_per_slot: that keys and values of one token take in one layer.
       key_widths: numbers of key slots that attention could read, ascending.
       prompt_depths: decided layers of each prompt token, `[prompt]`.
@@ -119,9 +108,6 @@ class Generated:
       mode: the mode's name.
       num_layers: of the model.
       group: rows that step together, on one device; the last ones may be empty.
-      thought: how each row has thought; empty where none was given a `Thinking`.
-      uncertainty: of the distribution that each new token was taken from, `[new]`: the measure of
-        its row's `Thinking`; likewise.
     """
 
     token_ids: tuple[np.ndarray, ...]
@@ -129,20 +115,10 @@ class Generated:
     decided: tuple[np.ndarray, ...]
     executed: tuple[np.ndarray, ...]
     log_probabilities: tuple[np.ndarray, ...]
-    steps: np.ndarray
-    drafts: np.ndarray
-    accepted: np.ndarray
-    token_layers: np.ndarray
-    frozen_layers: np.ndarray
-    mapped_layers: np.ndarray
-    attended: np.ndarray
-    heads: np.ndarray
-    draft_heads: np.ndarray
-    exit_maps: np.ndarray
-    kv_bytes_read: np.ndarray
-    kv_bytes_held: np.ndarray
     throttled: tuple[np.ndarray, ...]
-    view_bytes_read: np.ndarray
+    uncertainty: tuple[np.ndarray, ...]
+    thought: tuple[Thought, ...]
+    kv_bytes_held: np.ndarray
     prompt_depths: tuple[np.ndarray, ...]
     prompt_width: int
     prompt_work: Work | None
@@ -151,8 +127,16 @@ class Generated:
     mode: str
     num_layers: int
     group: int
-    thought: tuple[Thought, ...] = ()
-    uncertainty: tuple[np.ndarray, ...] = ()
+
+    @property
+    def kv_bytes_read(self) -> np.ndarray:
+        """Bytes of keys and values that attention read, per row."""
+        return self.key_slots.astype(np.float64) * self.bytes_per_slot
+
+    @property
+    def view_bytes_read(self) -> np.ndarray:
+        """Those that came from views, per row."""
+        return self.view_slots.astype(np.float64) * self.bytes_per_slot
 
     @property
     def acceptance(self) -> float | None:
@@ -177,18 +161,20 @@ class Generated:
           counts: tokens to keep, per row.
           finish_reasons: why each row ends there.
         """
-        cut = {
-            name: tuple(row[:count] for row, count in zip(getattr(self, name), counts, strict=True))
-            for name in ("token_ids", "decided", "executed", "log_probabilities", "throttled")
+        cut: dict[str, Any] = {
+            name: tuple(row[:count] for row, count in zip(rows, counts, strict=True))
+            for name in _PER_TOKEN
+            if (rows := getattr(self, name))
         }
         if self.thought:
-            rows = zip(self.uncertainty, self.thought, counts, strict=True)
-            pairs = [(noted[:count], thought.first(count)) for noted, thought, count in rows]
-            noted, thought = zip(*pairs, strict=True)
-            cut |= {"uncertainty": noted, "thought": thought}
+            pairs = zip(self.thought, counts, strict=True)
+            cut["thought"] = tuple(thought.first(count) for thought, count in pairs)
         return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
 
 
+_PER_TOKEN = (
+    *("token_ids", "decided", "executed", "log_probabilities", "throttled", "uncertainty"),
+)
 _OF_ALL_ROWS = (
     *("key_widths", "mode", "num_layers", "group", "bytes_per_slot"),
     *("prompt_width", "prompt_work"),
@@ -281,7 +267,7 @@ def generate(  # noqa: PLR0913 (options, each named)
     )
     rows, devices = len(prompts), check_mesh(mesh)
     layers = decoder.config.num_layers
-    return _collect(state, mode, lengths, rows=rows, devices=devices, num_layers=layers)
+    return collect(state, mode, lengths, rows=rows, devices=devices, num_layers=layers)
 
 
 def stream(
@@ -302,20 +288,25 @@ def stream(
     for state in run_chunks(
         decoder, params, prompts, chunk=chunk, max_new_tokens=max_new_tokens, **options
     ):
-        rows = slice(len(prompts))
-        known, decided, ends = (
-            np.asarray(leaf)[rows] for leaf in (state.token_ids, state.tally.decided, state.lengths)
-        )
-        starts = np.asarray(state.prompt_lengths)[rows] if seen is None else seen
+        starts = np.asarray(state.prompt_lengths) if seen is None else seen
+        seen = np.array(state.lengths)
+        rows = new_tokens(state, starts)[: len(prompts)]
         yield Chunk(
-            token_ids=_cut(known, starts, ends),
-            decided=_cut(decided, starts, ends),
-            running=np.asarray(state.reason)[rows] == 0,
+            token_ids=tuple(row.token_ids for row in rows),
+            decided=tuple(row.decided for row in rows),
+            running=np.asarray(state.reason)[: len(prompts)] == 0,
         )
-        seen = ends.copy()
 
 
-def _collect(
+def new_tokens(state: DecodeState, starts: np.ndarray) -> list[Columns]:
+    """Returns what is noted of each row's tokens from a position on, on the host."""
+    columns, ends = jax.tree.map(np.asarray, state.columns), np.asarray(state.lengths)
+    return [
+        columns.cut(row, slice(*span)) for row, span in enumerate(zip(starts, ends, strict=True))
+    ]
+
+
+def collect(
     state: DecodeState,
     mode: Mode,
     lengths: Lengths,
@@ -324,61 +315,48 @@ def _collect(
     devices: int,
     num_layers: int,
 ) -> Generated:
-    known, starts, ends, reasons = (
-        np.asarray(leaf)[:rows]
-        for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)
-    )
-    tally = {
+    """Returns the first rows of a state whose rows have ended, without those that fill a mesh up.
+
+    Args:
+      state: of the loop.
+      mode: that it was in.
+      lengths: how they were rounded.
+      rows: that are wanted.
+      devices: that share them.
+      num_layers: of the model.
+    """
+    starts, ends = (np.asarray(leaf)[:rows] for leaf in (state.prompt_lengths, state.lengths))
+    new = new_tokens(state, np.asarray(state.prompt_lengths))[:rows]
+    tally: dict[str, Any] = {
         field.name: np.asarray(getattr(state.tally, field.name))[:rows]
         for field in dataclasses.fields(state.tally)
-        if field.name not in ("views", "alternatives")
     }
-    views, view, per_slot = state.tally.views, state.cache.view, bytes_per_slot(state.cache)
-    # A token's layers are noted at its own position, new tokens' counts one later.
-    layers = np.zeros_like(known)
-    if views is not None:
-        layers = np.roll(np.asarray(views.layers)[:rows], 1, axis=1)
-    view_slots = np.zeros(len(ends))
-    if views is not None:
-        view_slots = np.asarray(views.key_slots, np.float64)[:rows]
+    per_slot, all_rows = bytes_per_slot(state.cache), state.lengths.shape[0]
     held = (ends.astype(np.int64) - 1) * per_slot * state.cache.keys.shape[0]
-    # Of all rows, those included that fill up a mesh.
-    all_rows = state.lengths.shape[0]
-    held += 0 if view is None else sum(leaf.nbytes for leaf in jax.tree.leaves(view)) // all_rows
-    prompt_depths, prompt_work = tuple(np.full(end, num_layers, np.int32) for end in starts), None
+    if state.cache.view is not None:
+        held += sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view)) // all_rows
+    prompt_depths, prompt_work = [np.full(end, num_layers, np.int32) for end in starts], None
     if state.prompt is not None:
-        prompt_depths = _cut(np.asarray(state.prompt.depths)[:rows], np.zeros_like(starts), starts)
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
-    thought, uncertainty = (), ()
-    if state.thinking is not None:
-        now = state.thinking.progress
-        progress = np.stack([now.began, now.forced_at, now.ended, now.cause], axis=1)
-        thought = tuple(
-            thought_of(row, prompt=int(start), length=int(end))
-            for row, start, end in zip(progress[:rows], starts, ends, strict=True)
-        )
-        uncertainty = _cut(np.asarray(state.thinking.uncertainty)[:rows], starts, ends)
+        depths = np.asarray(state.prompt.depths)
+        prompt_depths = [depths[row, :end].copy() for row, end in enumerate(starts)]
+    noted: dict[str, Any] = {"uncertainty": ()} | {
+        name: tuple(getattr(row, name) for row in new)
+        for name in _PER_TOKEN
+        if getattr(new[0], name) is not None
+    }
+    noted.setdefault("throttled", tuple(np.zeros_like(row.decided) for row in new))
+    thought = ()
+    if state.hook is not None:
+        progress = np.asarray(state.hook.progress)[:rows]
+        spans = zip(progress, starts, ends, strict=True)
+        thought = tuple(thought_of(at, prompt=int(a), length=int(b)) for at, a, b in spans)
     return Generated(
-        token_ids=_cut(known, starts, ends),
-        finish_reasons=tuple(REASONS[reason] for reason in reasons),
-        decided=_cut(tally["decided"], starts, ends),
-        executed=_cut(tally["executed"], starts, ends),
-        log_probabilities=_cut(tally["log_probability"], starts, ends),
-        steps=tally["steps"],
-        drafts=tally["drafts"],
-        accepted=tally["accepted"],
-        token_layers=tally["token_layers"],
-        frozen_layers=tally["frozen_layers"],
-        mapped_layers=tally["mapped_layers"],
-        attended=tally["attended"],
-        heads=tally["heads"],
-        draft_heads=tally["draft_heads"],
-        exit_maps=tally["exit_maps"],
-        kv_bytes_read=tally["key_slots"].astype(np.float64) * per_slot,
+        **noted,
+        **tally,
+        finish_reasons=tuple(REASONS[reason] for reason in np.asarray(state.reason)[:rows]),
         kv_bytes_held=held,
-        throttled=_cut(layers, starts, ends),
-        view_bytes_read=view_slots * per_slot,
-        prompt_depths=prompt_depths,
+        prompt_depths=tuple(prompt_depths),
         prompt_width=round_up(int(starts.max()), lengths.prompt_step),
         prompt_work=prompt_work,
         bytes_per_slot=per_slot,
@@ -387,10 +365,4 @@ def _collect(
         num_layers=num_layers,
         group=all_rows // devices,
         thought=thought,
-        uncertainty=uncertainty,
     )
-
-
-def _cut(rows: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, ...]:
-    # Copies: on CPU the rows are views of device buffers, which the next step reuses.
-    return tuple(row[a:b].copy() for row, a, b in zip(rows, starts, ends, strict=True))

@@ -23,19 +23,16 @@ from utio_jax.core.rows import PerDevice, Rows, check_mesh, over_rows, place
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import Greedy, Sampling, check_sampling, check_seeds
-from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import (
+    Columns,
     DecodeState,
-    Emitted,
-    PerRowStopRules,
-    StopRules,
+    RowHook,
+    Tally,
     check_stops,
-    empty_tally,
     end_rows,
 )
-from utio_jax.decoding.thinking import Thinking
-from utio_jax.decoding.thinking_state import ThinkingState, check_thinking
+from utio_jax.decoding.thinking import Thinking, check_thinking
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
 """Token ids, a list or an array for each row."""
@@ -137,16 +134,14 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
             "utio_jax.core.processes.local_mesh returns."
         )
     row_seeds = check_seeds(seeds, rows=len(rows))
-    sampling = check_sampling(sampling, rows=len(rows))
+    drawn = check_sampling(sampling, rows=len(rows))
     stops = check_stops(
         config.eos_ids if eos_ids is None else eos_ids,
         stop_sequences,
         rows=len(rows),
         vocab_size=config.vocab_size,
     )
-    stops = dataclasses.replace(
-        stops, thinking=check_thinking(thinking, rows, vocab_size=config.vocab_size)
-    )
+    hook = check_thinking(thinking, rows, vocab_size=config.vocab_size)
 
     ends = np.asarray([row.size for row in rows], np.int32)
     width = round_up(int(ends.max()), lengths.prompt_step)
@@ -160,21 +155,21 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         if prefill is None
         else prefill.for_shape(*shape)
     )
-    mode, sampling, prefill = canonical((mode, sampling, prefill))
-    params, mode, sampling, stops, prefill = place((params, mode, sampling, stops, prefill), mesh)
-    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds
-    arrays = place(Rows(arrays), mesh).tree
-    fixed = decoder, params, mode, sampling, stops
-    state = begin(*fixed, *arrays, slots=slots, prefill=prefill, mesh=mesh)
+    mode, prefill = canonical((mode, prefill))
+    setting = Setting(decoder=decoder, params=params, mode=mode, sampling=drawn, stops=stops)
+    arrays = padded, ends, ends + np.int32(max_new_tokens), row_seeds, hook
+    setting, prefill, arrays = place((setting, prefill, Rows(arrays)), mesh)
+    state = begin(setting, *arrays.tree, slots=slots, prefill=prefill, mesh=mesh)
     # No row will ever read fewer keys than the shortest prompt has.
     widths = tuple(w for w in key_widths(slots, key_step=lengths.key_step) if w >= ends.min())
-    layers = None if mesh is not None else split_layers(decoder, params)
+    if mesh is None:
+        setting = dataclasses.replace(setting, layers=split_layers(decoder, params))
 
     until = 1
     while True:
         if until < max_new_tokens:  # The first new token is prefill's.
             until = min(until + chunk, max_new_tokens)
-            state = advance(*fixed, state, np.int32(until), layers, widths=widths, mesh=mesh)
+            state = advance(setting, state, np.int32(until), widths=widths, mesh=mesh)
         if stop_when is not None:
             state = end_rows(state, stop_when)
         yield state
@@ -182,146 +177,105 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
             return
 
 
-@partial(jax.jit, static_argnames=("decoder", "slots", "mesh", "alternatives"))
+@partial(jax.jit, static_argnames=("slots", "mesh", "alternatives"))
 def begin(  # noqa: PLR0913 (static and traced apart, for jit)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    sampling: Sampling,
-    stops: StopRules | PerRowStopRules,
+    setting: Setting,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
+    hook: RowHook | None = None,
     *,
     slots: int,
     prefill: Prefill | None = None,
     mesh: Mesh | None = None,
     alternatives: int = 0,
-    emitted: Emitted | None = None,
 ) -> DecodeState:
     """Returns the state after prefill and the first new token of each row.
 
     On a mesh, every device's mode has a memory of its own. So many `alternatives` to each new token
-    are noted in the tally.
+    are noted.
     """
+    rows, sizes = (token_ids, lengths, limits, seeds, hook), {"alternatives": alternatives}
     if mesh is not None:
 
-        def on_device(params: Params, settings: Any, rows: Rows) -> DecodeState:
-            *settings, prefill = settings
-            state = begin(
-                decoder,
-                params,
-                *settings,
-                *rows.tree,
-                slots=slots,
-                prefill=prefill,
-                alternatives=alternatives,
-            )
+        def on_device(setting: Setting, prefill: Prefill | None, rows: Rows) -> DecodeState:
+            state = begin(setting, *rows.tree, slots=slots, prefill=prefill, **sizes)
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
-        rows = Rows((token_ids, lengths, limits, seeds))
-        return over_rows(mesh, on_device, params, (mode, sampling, stops, prefill), rows)
-    arrays = token_ids, lengths, limits, seeds
-    sizes = {"slots": slots, "alternatives": alternatives}
-    state = unread(decoder, params, mode, *arrays, **sizes, emitted=emitted)
+        return over_rows(mesh, on_device, setting, prefill, Rows(rows))
+    decoder, params = setting.decoder, setting.params
+    state = unread(setting, *rows, slots=slots, **sizes)
     depth, prompt = jnp.full_like(lengths, decoder.config.num_layers), None
     if prefill is None:
         logits, cache = read_prompts(decoder, params, token_ids, lengths, state.cache)
     else:
         logits, cache, prompt = prefill.read(
-            decoder, params, token_ids, lengths, state.cache, kv=mode.prompt_kv
+            decoder, params, token_ids, lengths, state.cache, kv=setting.mode.prompt_kv
         )
         depth = jnp.take_along_axis(prompt.depths, lengths[:, None] - 1, axis=1)[:, 0]
     state = dataclasses.replace(state, cache=cache, prompt=prompt)
-    setting = Setting(
-        decoder=decoder,
-        params=params,
-        sampling=sampling,
-        stops=stops,
-        width=token_ids.shape[1],
-    )
-    return first_tokens(setting, mode, state, logits, depth=depth, emitted=emitted)
+    return first_tokens(setting, state, logits, depth=depth)
 
 
 def first_tokens(
     setting: Setting,
-    mode: Mode,
     state: DecodeState,
     logits: Float[Array, "batch vocab"],
     *,
     depth: Int[Array, " batch"],
-    emitted: Emitted | None = None,
 ) -> DecodeState:
-    """Returns the state after the first new token of each row, or the last that it had emitted.
+    """Returns the state after the first new token of each row.
 
     Args:
-      setting: of the prompts.
-      mode: its memory begins here.
+      setting: the memory of its mode begins here.
       state: with the prompts in its cache.
       logits: behind them.
       depth: layers that their last tokens ran.
-      emitted: as in `unread`.
     """
     state = dataclasses.replace(state, cache=fill(state.cache, state.lengths))
-    state = begin_thinking(setting, state)
-    state = mode.start(setting, state)
-    return emit_drawn(setting, state, logits, decided=depth, executed=depth, emitted=emitted)
+    state = setting.mode.start(setting, state)
+    return emit_drawn(setting, state, logits, decided=depth, executed=depth)
 
 
-def begin_thinking(setting: Setting, state: DecodeState) -> DecodeState:
-    """Returns the state with what rows know of thinking before their first new token, if any."""
-    rules = setting.stops.thinking
-    if rules is None:
-        return state
-    thinking = ThinkingState.start(rules, state.lengths, slots=state.token_ids.shape[1])
-    return dataclasses.replace(state, thinking=thinking, limits=rules.limits(state.limits))
-
-
-def unread(  # noqa: PLR0913 (arrays of one batch)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
+def unread(
+    setting: Setting,
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
+    hook: RowHook | None = None,
     *,
     slots: int,
     alternatives: int = 0,
-    emitted: Emitted | None = None,
 ) -> DecodeState:
-    """Returns the state of prompts that no layer has read yet; the mode remembers nothing.
-
-    Rows that had `emitted` tokens come with all of them but the last, as if they were prompts.
-    """
-    batch, width = token_ids.shape
-    dtype = jax.eval_shape(decoder.embed, params, token_ids, token_ids).dtype
+    """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
+    (batch, width), decoder, segments = token_ids.shape, setting.decoder, setting.mode.segments
+    dtype = jax.eval_shape(decoder.embed, setting.params, token_ids, token_ids).dtype
+    sizes = {"alternatives": alternatives, "measured": hook is not None}
+    columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, **sizes))
+    known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
     return DecodeState(
-        token_ids=jnp.pad(token_ids, ((0, 0), (0, slots - width))),
+        columns=dataclasses.replace(columns, token_ids=known),
         lengths=lengths,
-        prompt_lengths=lengths if emitted is None else emitted.prompt_lengths,
+        prompt_lengths=lengths,
         limits=limits,
         reason=jnp.zeros_like(lengths),
         seeds=seeds,
         cache=init_cache(
-            decoder.config, batch=batch, slots=slots, segments=mode.segments(decoder), dtype=dtype
+            decoder.config, batch=batch, slots=slots, segments=segments(decoder), dtype=dtype
         ),
-        tally=empty_tally(batch, slots, alternatives=alternatives),
+        tally=Tally.empty(batch),
         memory=None,
+        hook=hook,
     )
 
 
-@partial(jax.jit, static_argnames=("decoder", "widths", "mesh"), donate_argnames="state")
-def advance(  # noqa: PLR0913 (static and traced apart, for jit)
-    decoder: Decoder,
-    params: Params,
-    mode: Mode,
-    sampling: Sampling,
-    stops: StopRules | PerRowStopRules,
+@partial(jax.jit, static_argnames=("widths", "mesh"), donate_argnames="state")
+def advance(
+    setting: Setting,
     state: DecodeState,
     until: Int[Array, "*row"],
-    layers: Layers = None,
     *,
     widths: tuple[int, ...],
     mesh: Mesh | None = None,
@@ -335,14 +289,13 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
     """
     if mesh is not None:
 
-        def on_device(
-            params: Params, settings: Any, state: DecodeState, until: jax.Array
-        ) -> DecodeState:
+        def on_device(setting: Setting, state: DecodeState, until: jax.Array) -> DecodeState:
             state = dataclasses.replace(state, memory=state.memory.mine())
-            state = advance(decoder, params, *settings, state, until, widths=widths)
+            state = advance(setting, state, until, widths=widths)
             return dataclasses.replace(state, memory=PerDevice.of(state.memory))
 
-        return over_rows(mesh, on_device, params, (mode, sampling, stops), state, until)
+        return over_rows(mesh, on_device, setting, state, until)
+    mode = setting.mode
 
     def goes_on(state: DecodeState, *, above: int = 0, width: int = widths[-1]) -> jax.Array:
         fresh = state.lengths - state.prompt_lengths
@@ -351,17 +304,9 @@ def advance(  # noqa: PLR0913 (static and traced apart, for jit)
 
     def walk(state: DecodeState) -> DecodeState:
         for above, width in itertools.pairwise((0, *widths)):
-            setting = Setting(
-                decoder=decoder,
-                params=params,
-                sampling=sampling,
-                stops=stops,
-                width=width,
-                layers=layers,
-            )
-            state = jax.lax.while_loop(
-                partial(goes_on, above=above, width=width), partial(mode.step, setting), state
-            )
+            step = partial(mode.step, dataclasses.replace(setting, width=width))
+            goes = partial(goes_on, above=above, width=width)
+            state = jax.lax.while_loop(goes, step, state)
         return state
 
     return walk(state) if len(widths) == 1 else jax.lax.while_loop(goes_on, walk, state)

@@ -19,48 +19,41 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill
-from utio_jax.core.arrays import flat, most_probable
-from utio_jax.core.decoder import (
-    Decoder,
-    Params,
-    apply_exit_lens,
-    has_exit_lens,
-    name_exits,
-    reduced_head,
-)
-from utio_jax.core.documents import check_ids
-from utio_jax.core.flops import count_matmul_flops
+from utio_jax.core.arrays import flat
+from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.core.rows import put_rows
-from utio_jax.decoding.base import ModeBase, Setting
-from utio_jax.decoding.drafting import EntropyAbove, GapBelow, NGram
+from utio_jax.decoding.base import Mode, Setting
+from utio_jax.decoding.drafting import (
+    Drafter,
+    EntropyAbove,
+    ExitDrafter,
+    NGram,
+    Proposal,
+    round_keys,
+)
 from utio_jax.decoding.sampling import (
     ACCEPT,
-    DRAW,
     REPLACE,
     Greedy,
-    token_keys,
     verify_greedy,
     verify_sampling,
 )
 from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
 
-Drafter = Literal["exit", "ngram"]
+DrafterName = Literal["exit", "ngram"]
 """What drafts: an exit of the model, or the row's own text."""
 
 
 def lossless_for(
-    decoder: Decoder, drafter: Drafter | None = None, *, max_draft: int = 4
+    decoder: Decoder, drafter: DrafterName | None = None, *, max_draft: int = 4
 ) -> Lossless:
     """Returns the default `Lossless` of a model: the drafts that were fastest in measurements.
 
@@ -91,7 +84,7 @@ def lossless_for(
 
 
 @pytree
-class Lossless(ModeBase):
+class Lossless(Mode):
     """Drafts at an exit or by n-gram, verified by all layers; rows accept different lengths.
 
     Greedy: every token is the argmax of the full model on the tokens before it. Drawing: every
@@ -107,29 +100,27 @@ class Lossless(ModeBase):
       drafter: `"exit"`; or `"ngram"`, which needs no exit: what followed the row's last tokens when
         they stood in its text before. Static.
       ngram: which matches count. Static.
-      vocabulary: tokens among which exits draft, see `draft_vocabulary`: their head then reads
-        these columns alone. None: all. What comes out is the same.
     """
+
+    name: ClassVar[str] = "lossless"
 
     exit: int | None = static(default=None)
     max_draft: int = static(default=4)
-    stop: EntropyAbove | GapBelow | None = None
-    drafter: Drafter = static(default="exit")
+    stop: EntropyAbove | None = None
+    drafter: DrafterName = static(default="exit")
     ngram: NGram = static(default=NGram())
-    vocabulary: Int[Array | np.ndarray, " kept"] | None = None
 
     def __post_init__(self) -> None:
-        if self.drafter not in get_args(Drafter):
+        if self.drafter not in get_args(DrafterName):
             raise ValueError(
-                f"Wanted a drafter of {', '.join(get_args(Drafter))}. Got {self.drafter!r}."
+                f"Wanted a drafter of {', '.join(get_args(DrafterName))}. Got {self.drafter!r}."
             )
         if self.max_draft < 1:
             raise ValueError(
                 f"Wanted a max_draft of at least 1 token. Got max_draft={self.max_draft}."
             )
         if self.drafter == "ngram":
-            of_exits = ("exit", "stop", "vocabulary")
-            given = [name for name in of_exits if getattr(self, name) is not None]
+            given = [name for name in ("exit", "stop") if getattr(self, name) is not None]
             if given:
                 raise ValueError(
                     "Wanted drafter='ngram' alone: it copies from the text, and asks no exit. Got "
@@ -140,10 +131,6 @@ class Lossless(ModeBase):
                 "Wanted an exit that drafts. Got none. For example: Lossless(exit=4), or without "
                 "an exit Lossless(drafter='ngram')."
             )
-
-    @property
-    def name(self) -> str:
-        return "lossless"
 
     @property
     def block(self) -> int:
@@ -167,41 +154,17 @@ class Lossless(ModeBase):
             raise ValueError(
                 f"Wanted an exit among the model's early exits {early}. Got exit={self.exit}."
             )
-        if self.vocabulary is not None:
-            check_ids(
-                np.asarray(self.vocabulary),
-                vocab_size=decoder.config.vocab_size,
-                what="the draft vocabulary",
-            )
 
     def segments(self, decoder: Decoder) -> int:
         return 2
 
-    def draft_head_flops(self, decoder: Decoder, params: Params) -> float:
-        if self.vocabulary is None:
-            return 0.0
-        head = jax.eval_shape(partial(reduced_head, decoder), params, self.vocabulary)
-        position = jax.ShapeDtypeStruct((1,), jnp.int32)
-        x = jax.eval_shape(decoder.embed, params, position, position)
-        return count_matmul_flops(decoder.unembed, head, x)
-
-    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        head = None
-        if self.vocabulary is not None:
-            # Once, before the loop: the columns are copied out of the whole head.
-            head = reduced_head(setting.decoder, setting.params, jnp.asarray(self.vocabulary))
-        return dataclasses.replace(state, memory=_Memory(head=head))
-
-    def admit(self, memory: _Memory, fresh: _Memory, rows: Int[Array, " row"]) -> _Memory:
-        return put_rows(memory, fresh, rows)
-
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
-        decoder, sampling = setting.decoder, setting.sampling
+        """Proposes drafts, verifies them by all layers, and emits what agrees and one token."""
+        decoder, sampling, drafter = setting.decoder, setting.sampling, self._drafter
         active, num_layers, width = state.active, decoder.config.num_layers, setting.width
-        depth = self._depth
+        depth = drafter.depth
         with jax.named_scope("draft"):
-            by_exit = self.drafter == "exit"
-            drafted = self._draft(setting, state) if by_exit else self._copy(setting, state)
+            drafted = drafter.propose(setting, state, most=self.max_draft)
         with jax.named_scope("verify"):
             offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
             positions = state.positions[:, None] + offsets
@@ -216,8 +179,8 @@ class Lossless(ModeBase):
                     drafted.log_q,
                     drafted.token_ids,
                     drafted.counts,
-                    accept_keys=self._keys(state, positions[:, 1:], ACCEPT),
-                    replace_keys=self._keys(state, positions + 1, REPLACE),
+                    accept_keys=round_keys(state, positions[:, 1:], ACCEPT),
+                    replace_keys=round_keys(state, positions + 1, REPLACE),
                 )
         # The row's last draft runs no head; its distribution was not needed.
         runs, guesses = drafted.rounds, jnp.minimum(drafted.rounds, self.max_draft)
@@ -230,8 +193,7 @@ class Lossless(ModeBase):
             token_layers=layers,
             key_slots=(runs * depth + num_layers - depth) * float(width),
             attended=layers * float(width),
-            heads=guesses * (state.memory.head is None) + tokens,
-            draft_heads=guesses * (state.memory.head is not None),
+            heads=guesses + tokens,
             exit_maps=guesses * has_exit_lens(decoder, depth),
         )
         state = emit(
@@ -249,20 +211,21 @@ class Lossless(ModeBase):
         return dataclasses.replace(state, cache=fill(cache, lengths))
 
     @property
-    def _depth(self) -> int:
-        """Layers that drafts have run before they are verified."""
-        return 0 if self.exit is None else self.exit
+    def _drafter(self) -> Drafter:
+        if self.exit is None:
+            return self.ngram
+        return ExitDrafter(depth=self.exit, stop=self.stop)
 
     def _run_deep(
-        self, setting: Setting, drafted: _Drafted, block: Block
+        self, setting: Setting, drafted: Proposal, block: Block
     ) -> tuple[Float[Array, "batch pending vocab"], KVCache, Int[Array, ""]]:
         """Returns logits of the pending tokens, the cache, and the tokens per row of the pass.
 
         Where drafts may be shorter than `max_draft`, the pass comes in three sizes: the smallest
         that holds every row's pending tokens runs, the others skip all their layers.
         """
-        decoder, params, depth = setting.decoder, setting.params, self._depth
-        varies = self.drafter != "exit" or self.stop is not None
+        decoder, params = setting.decoder, setting.params
+        depth, varies = self._drafter.depth, self._drafter.varies
         sizes = sorted({1, (self.block + 1) // 2, self.block}) if varies else [self.block]
         needed = jnp.max(jnp.sum(block.valid, axis=1, dtype=jnp.int32))
         passed = [(needed > size).astype(jnp.int32) for size in sizes[:-1]]
@@ -294,155 +257,3 @@ class Lossless(ModeBase):
 
         logits = jax.lax.switch(chosen, [head(size) for size in sizes])
         return logits, cache, jnp.asarray(sizes, jnp.int32)[chosen]
-
-    def _draft(self, setting: Setting, state: DecodeState) -> _Drafted:
-        """Drafts at the exit until every row is at a hard token or has `max_draft` drafts."""
-        decoder, params, depth = setting.decoder, setting.params, self._depth
-        batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
-        greedy = isinstance(setting.sampling, Greedy)
-        states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
-        start = _Drafted(
-            cache=state.cache,
-            x=jnp.zeros((batch, self.block, states.shape[-1]), states.dtype),
-            token_ids=jnp.zeros((batch, self.max_draft), jnp.int32),
-            log_q=None if greedy else jnp.zeros((batch, self.max_draft, vocab), jnp.float32),
-            counts=jnp.zeros((batch,), jnp.int32),
-            last=state.last_ids,
-            drafting=state.active,
-            rounds=jnp.int32(0),
-        )
-
-        def step(now: _Drafted) -> _Drafted:
-            at = now.rounds
-            positions = (state.positions + at)[:, None]
-            block = block_at(decoder, positions, now.drafting[:, None])
-            x = decoder.embed(params, now.last[:, None], positions)
-            x, cache = run_segment(
-                decoder,
-                params,
-                now.cache,
-                x,
-                block,
-                start=0,
-                stop=depth,
-                width=setting.width,
-                layers=setting.layers,
-            )
-            stored = jnp.where(now.drafting[:, None, None], x, now.x[:, at][:, None])
-            stored = jax.lax.dynamic_update_slice_in_dim(now.x, stored, at, axis=1)
-
-            def rest() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-                q = None if now.log_q is None else jnp.zeros((batch, vocab), jnp.float32)
-                return now.last, jnp.ones((batch,), jnp.bool_), q
-
-            # The last draft needs no successor. (No cache goes through the conditional.)
-            guess = partial(self._guess, setting, state, x[:, 0], positions)
-            new, hard, log_q = jax.lax.cond(at < self.max_draft, guess, rest)
-            goes = now.drafting & ~hard
-            slot = jnp.where(goes, at, self.max_draft)
-            rows = jnp.arange(batch, dtype=jnp.int32)
-            return dataclasses.replace(
-                now,
-                cache=cache,
-                x=stored,
-                token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"),
-                log_q=(
-                    None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
-                ),
-                counts=now.counts + goes,
-                last=jnp.where(goes, new, now.last),
-                drafting=goes,
-                rounds=at + 1,
-            )
-
-        return jax.lax.while_loop(lambda now: jnp.any(now.drafting), step, start)
-
-    def _guess(
-        self,
-        setting: Setting,
-        state: DecodeState,
-        x: Float[Array, "batch dim"],
-        positions: Int[Array, "batch 1"],
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the exit's next tokens, whether they are hard, and the log-probabilities."""
-        decoder, params, sampling = setting.decoder, setting.params, setting.sampling
-        kept, head = self.vocabulary, state.memory.head
-        seen = apply_exit_lens(decoder, params, x, self._depth)
-        logits = decoder.unembed(params if head is None else head, seen).astype(jnp.float32)
-        hard = jnp.zeros(x.shape[:1], jnp.bool_) if self.stop is None else self.stop(logits)
-
-        def of_all(ids: jax.Array) -> jax.Array:
-            return (ids if kept is None else jnp.asarray(kept)[ids]).astype(jnp.int32)
-
-        if isinstance(sampling, Greedy):
-            return of_all(most_probable(logits)), hard, None
-        log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
-        keys = self._keys(state, positions + 1, DRAW)
-        drawn = of_all(jax.vmap(jax.random.categorical)(keys[:, 0], log_q))
-        if kept is not None:
-            none = jnp.full((x.shape[0], decoder.config.vocab_size), -jnp.inf, jnp.float32)
-            log_q = none.at[:, jnp.asarray(kept)].set(log_q)
-        return drawn, hard, log_q
-
-    def _copy(self, setting: Setting, state: DecodeState) -> _Drafted:
-        """Returns drafts that follow the rows' own last tokens; no layer has run."""
-        decoder = setting.decoder
-        copied = self.ngram(state.token_ids, state.lengths, drafts=self.max_draft)
-        offsets = jnp.arange(self.block, dtype=jnp.int32)[None, :]
-        ids = jnp.concatenate([state.last_ids[:, None], copied.token_ids], axis=1)
-        greedy = isinstance(setting.sampling, Greedy)
-        return _Drafted(
-            cache=state.cache,
-            x=decoder.embed(setting.params, ids, state.positions[:, None] + offsets),
-            token_ids=copied.token_ids,
-            log_q=None if greedy else _certain(copied.token_ids, decoder.config.vocab_size),
-            counts=jnp.where(state.active, copied.counts, 0),
-            last=state.last_ids,
-            drafting=state.active,
-            rounds=jnp.int32(0),
-        )
-
-    def _keys(self, state: DecodeState, positions: jax.Array, stream: int) -> jax.Array:
-        """Returns keys that no other round uses: bits seen in one must not decide the next."""
-        return token_keys(state.seeds, positions, stream, rounds=state.positions)
-
-
-def _certain(token_ids: Int[Array, "*lead"], vocab: int) -> Float[Array, "*lead vocab"]:
-    """Returns log-probabilities of the distributions that yield these tokens always."""
-    return jnp.where(jax.nn.one_hot(token_ids, vocab, dtype=jnp.bool_), 0.0, -jnp.inf)
-
-
-@pytree
-class _Memory:
-    """What stays from round to round.
-
-    Attributes:
-      head: parameters of the head that drafts, the same for all rows; None: the model's own.
-    """
-
-    head: Params | None
-
-
-@pytree
-class _Drafted:
-    """Drafts of a round, and what verification needs of them.
-
-    Attributes:
-      cache: with the shallow K/V of all pending tokens.
-      x: their states at the exit.
-      token_ids: the drafts.
-      log_q: the distributions that they were drawn from; None where nothing is drawn.
-      counts: drafts per row.
-      last: each row's last token, draft or not.
-      drafting: rows that go on.
-      rounds: tokens that the longest row ran one by one.
-    """
-
-    cache: KVCache
-    x: Float[Array, "batch pending dim"]
-    token_ids: Int[Array, "batch draft"]
-    log_q: Float[Array, "batch draft vocab"] | None
-    counts: Int[Array, " batch"]
-    last: Int[Array, " batch"]
-    drafting: Bool[Array, " batch"]
-    rounds: Int[Array, ""]

@@ -7,6 +7,7 @@
 
 A staircase that keeps its keys and values. Even at full depth it reads long or ragged prompts
 faster on CPU than the dense program does, since it skips padding and the keys behind each block.
+`prompt_prefill` chooses one by a budget of FLOPs, in which most tokens stop early.
 """
 
 from __future__ import annotations

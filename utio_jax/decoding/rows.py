@@ -41,7 +41,7 @@ from utio_jax.decoding.segments import (
     run_layers,
     run_segment,
 )
-from utio_jax.decoding.throttle_attention import run_throttled
+from utio_jax.decoding.throttle import view_attention
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.frozen import Propagate
 
@@ -316,10 +316,9 @@ class ThrottledRows(CachedRows):
         live, low, view = slots.live, slots.throttled, cache.kv.view
         assert low is not None
         assert view is not None
-        where: dict[str, Any] = {"width": self.width, "runs": live, "shown": self.shown}
-        x, kv = run_throttled(
-            decoder, params, cache.kv, tokens.x, _block(tokens), dense=~low, **span, **where
-        )
+        block, where = _block(tokens), {"width": self.width, "shown": self.shown}
+        attend = view_attention(decoder, block, runs=live, dense=~low, **where)
+        x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
         ran, size = span["stop"] - span["start"], float(view.history.size)
         views = jnp.any(live & low) * jnp.full(live.shape[:1], size)
         return x, cache.after(

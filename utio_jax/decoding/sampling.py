@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling methods as frozen dataclasses, and the acceptance rule of speculative sampling.
 
-A method turns logits into logits; what is drawn is the softmax of the result. Parameters that are
-floats are leaves of a pytree (a new temperature compiles nothing); `TopK.k` is static.
+A row's method says which tokens may be drawn, and how likely. The token loop knows two: `Greedy`,
+where all rows are, and else `PerRowSampling`, the methods of all rows as arrays, which turns logits
+into logits; what is drawn is the softmax of the result. Other methods and numbers compile nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.core.arrays import most_probable
-from utio_jax.core.pytrees import pytree, register, static
+from utio_jax.core.pytrees import pytree, register
 
 # Streams of random numbers of one token: its draw, the acceptance of a draft, its replacement.
 DRAW, ACCEPT, REPLACE = 0, 1, 2
@@ -46,12 +47,7 @@ def _check(value: Any, name: str, low: float, high: float, remedy: str = "") -> 
 class Greedy:
     """The most probable token, always. Ties go to the lowest id."""
 
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        best = jnp.argmax(logits, axis=-1)
-        return jnp.where(jax.nn.one_hot(best, logits.shape[-1], dtype=jnp.bool_), 0.0, -jnp.inf)
 
-
-@register
 @dataclasses.dataclass(frozen=True)
 class Temperature:
     """Logits divided by `value`. Below 1 sharpens; for 0 use `Greedy`.
@@ -66,28 +62,19 @@ class Temperature:
         remedy = " For temperature 0 use Greedy()."
         _check(self.value, "a temperature", _LEAST, float("inf"), remedy)
 
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        return _divided(logits, self.value)
 
-
-@register
 @dataclasses.dataclass(frozen=True)
 class TopK:
     """The `k` most probable tokens, and what ties with the last of them. Fan et al. 2018."""
 
-    k: int = static()
+    k: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, (int, np.integer)):
             raise ValueError(f"Wanted k as a number of tokens, an integer. Got {self.k!r}.")
         _check(self.k, "k", 0, float("inf"))
 
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        last = jax.lax.top_k(logits, min(self.k, logits.shape[-1]))[0][..., -1:]
-        return jnp.where(logits >= last, logits, -jnp.inf)
 
-
-@register
 @dataclasses.dataclass(frozen=True)
 class TopP:
     """The smallest set of tokens whose probability reaches `p`, and ties. Holtzman et al. 2020."""
@@ -97,11 +84,7 @@ class TopP:
     def __post_init__(self) -> None:
         _check(self.p, "p", 0.0, 1.0)
 
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        return _nucleus(logits, self.p)
 
-
-@register
 @dataclasses.dataclass(frozen=True)
 class MinP:
     """Tokens at least `p` times as probable as the most probable one. Nguyen et al. 2024."""
@@ -111,14 +94,13 @@ class MinP:
     def __post_init__(self) -> None:
         _check(self.p, "p", 0.0, 1.0)
 
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        return _likely(logits, self.p)
 
-
-@register
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """Methods applied one after the other, e.g. `Chain((Temperature(0.8), TopP(0.95)))`."""
+    """Methods applied one after the other, e.g. `Chain((Temperature(0.8), TopP(0.95)))`.
+
+    In the order of temperature, top-k, top-p and min-p, and none of them twice.
+    """
 
     methods: Sequence[Temperature | TopK | TopP | MinP]
 
@@ -128,10 +110,9 @@ class Chain:
                 "Wanted methods that draw. Got Greedy() in a Chain, which leaves nothing to draw."
             )
 
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Float[Array, "*lead vocab"]:
-        for method in self.methods:
-            logits = method(logits)
-        return logits
+
+Method = Greedy | Temperature | TopK | TopP | MinP | Chain
+"""How one row's tokens are drawn."""
 
 
 @pytree
@@ -154,7 +135,7 @@ class PerRowSampling:
     min_p: Float[Array | np.ndarray, " batch"] = _per_row()
 
     @classmethod
-    def of(cls, methods: Sequence[Greedy | Temperature | TopK | TopP | MinP | Chain]) -> Self:
+    def of(cls, methods: Sequence[Method]) -> Self:
         """Returns the methods of rows, one each, as one method of the batch.
 
         Raises:
@@ -186,14 +167,18 @@ class PerRowSampling:
         logits = _on_rows(top_k > 0, _most_likely, logits, top_k)
         logits = _on_rows(top_p > 0, _nucleus, logits, top_p)
         logits = _on_rows(min_p > 0, _likely, logits, min_p)
-        return _on_rows(self.greedy, lambda kept, _: Greedy()(kept), logits, temperature)
+        return _on_rows(self.greedy, _best_alone, logits, temperature)
 
 
-Sampling = Greedy | Temperature | TopK | TopP | MinP | Chain | PerRowSampling
+Sampling = Method | PerRowSampling
+"""How tokens are drawn: by one method in all rows, or by one in each."""
+
+RowSampling = Greedy | PerRowSampling
+"""The same as the token loop takes it."""
 
 
-def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> Sampling:
-    """Returns one method: the one that all rows share, or else a `PerRowSampling`.
+def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> RowSampling:
+    """Returns `Greedy`, where all rows are, or else a `PerRowSampling`.
 
     Args:
       sampling: a method, or one for each row.
@@ -203,28 +188,23 @@ def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> Sam
       ValueError: methods of more or fewer rows, or one that a row cannot have of its own.
     """
     methods = sampling if isinstance(sampling, Sequence) else [sampling]
-    wrong = [each for each in methods if not callable(each) or isinstance(each, type)]
+    wrong = [each for each in methods if not isinstance(each, Sampling)]
     if wrong:
         raise ValueError(
             f"Wanted a sampling method. Got {wrong[0]!r}. For example: Greedy(), Temperature(0.7), "
             "Chain((Temperature(0.8), TopP(0.95)))."
         )
-    if isinstance(sampling, PerRowSampling):
-        given = len(sampling.temperature)
-    elif isinstance(sampling, Sequence):
-        given = len(sampling)
-    else:
-        return sampling
-    if given != rows:
+    given = methods if isinstance(sampling, Sequence) else [sampling] * rows
+    count = len(given) if not isinstance(sampling, PerRowSampling) else len(sampling.temperature)
+    if count != rows:
         raise ValueError(
-            f"Wanted one sampling method, or one per prompt ({rows}). Got {given} of them."
+            f"Wanted one sampling method, or one per prompt ({rows}). Got {count} of them."
         )
     if isinstance(sampling, PerRowSampling):
         return sampling
-    first, *others = sampling
-    if all(_same(first, other) for other in others):
-        return first
-    return PerRowSampling.of([first, *others])  # type: ignore[list-item]
+    if all(isinstance(each, Greedy) for each in given):
+        return Greedy()
+    return PerRowSampling.of(given)  # type: ignore[arg-type]
 
 
 def check_seeds(seeds: int | Sequence[int], *, rows: int) -> UInt32[np.ndarray, " batch"]:
@@ -242,18 +222,6 @@ def check_seeds(seeds: int | Sequence[int], *, rows: int) -> UInt32[np.ndarray, 
     return found if given.ndim else np.arange(rows, dtype=np.uint32) + found
 
 
-def _same(one: Sampling, other: Sampling) -> bool:
-    # Not by their tree structures: those of two dataclasses with the same fields are equal (jax
-    # 0.10.2), as of TopP and MinP.
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, Chain) and isinstance(other, Chain):
-        pairs = zip(one.methods, other.methods, strict=False)
-        return len(one.methods) == len(other.methods) and all(_same(*pair) for pair in pairs)
-    fields = dataclasses.fields(one)
-    return all(np.array_equal(getattr(one, f.name), getattr(other, f.name)) for f in fields)
-
-
 def _settings(method: Any, row: int) -> dict[type, float]:
     """Returns the number of each kind of method that a row's consists of."""
     if isinstance(method, Greedy):
@@ -263,9 +231,8 @@ def _settings(method: Any, row: int) -> dict[type, float]:
     places = [order.index(type(each)) if type(each) in order else -1 for each in steps]
     if places != sorted(set(places)) or -1 in places:
         raise ValueError(
-            "Wanted, for rows that each have a method of their own, Greedy() or a Chain of "
-            "Temperature, TopK, TopP and MinP, in this order and none of them twice. Got "
-            f"{method!r} for row {row}. Order it so, or give all rows of a batch this one method."
+            "Wanted Greedy() or a Chain of Temperature, TopK, TopP and MinP, in this order and "
+            f"none of them twice. Got {method!r} for row {row}. Order it so."
         )
     return {type(each): float(getattr(each, numbers[type(each)])) for each in steps}
 
@@ -286,6 +253,11 @@ def _on_rows(
         return jnp.where(column(used), method(logits, column(number)), logits)
 
     return jax.lax.cond(jnp.any(used), apply, lambda logits: logits, logits)
+
+
+def _best_alone(logits: jax.Array, _: Any) -> jax.Array:
+    best = jax.nn.one_hot(jnp.argmax(logits, axis=-1), logits.shape[-1], dtype=jnp.bool_)
+    return jnp.where(best, 0.0, -jnp.inf)
 
 
 def _divided(logits: jax.Array, temperature: Any) -> jax.Array:
@@ -339,20 +311,18 @@ def token_keys(
 
 
 def draw(
-    sampling: Sampling, logits: Float[Array, "batch token vocab"], keys: jax.Array
+    sampling: RowSampling, logits: Float[Array, "batch token vocab"], keys: jax.Array
 ) -> Int[Array, "batch token"]:
     """Returns one token per distribution, drawn with the keys `[batch, token]`."""
     if isinstance(sampling, Greedy):
         return most_probable(logits)
-    if isinstance(sampling, PerRowSampling):
-        greedy, best = sampling.greedy, most_probable(logits)
+    greedy, best = sampling.greedy, most_probable(logits)
 
-        def drawn() -> jax.Array:
-            new = jax.vmap(jax.vmap(jax.random.categorical))(keys, sampling(logits))
-            return jnp.where(greedy[:, None], best, new.astype(jnp.int32))
+    def drawn() -> jax.Array:
+        new = jax.vmap(jax.vmap(jax.random.categorical))(keys, sampling(logits))
+        return jnp.where(greedy[:, None], best, new.astype(jnp.int32))
 
-        return jax.lax.cond(jnp.all(greedy), lambda: best, drawn)
-    return jax.vmap(jax.vmap(jax.random.categorical))(keys, sampling(logits)).astype(jnp.int32)
+    return jax.lax.cond(jnp.all(greedy), lambda: best, drawn)
 
 
 @pytree

@@ -174,10 +174,7 @@ def stream_text(
     check_options(options)
     ids = model.encode(listed(prompts))
     stops = _by_row(stop_strings, len(ids))
-    rows = [
-        StreamedRow(TextReader(model.tokenizer, prompt), mine)
-        for prompt, mine in zip(ids, stops, strict=True)
-    ]
+    rows = _streamed(model.tokenizer, ids, stops)
     for chunk in stream(model.decoder, model.params, ids, **options):
         before = [row.ended for row in rows]
         texts = tuple(
@@ -207,6 +204,8 @@ class StreamedRow:
         """Whether that was before a stop string."""
         self.used = 0
         """Tokens of the last chunk, up to the one that completed a stop string."""
+        self.seen = 0
+        """The same of all chunks."""
 
     def add(self, token_ids: np.ndarray, *, running: bool) -> str:
         """Returns what is known of the text with these tokens, and was not before."""
@@ -215,7 +214,7 @@ class StreamedRow:
         self.used = 0
         for token_id in token_ids:
             self._held += self._reader.add(int(token_id))
-            self.used += 1
+            self.used, self.seen = self.used + 1, self.seen + 1
             if self._stopped():
                 return self._show(len(self._held))
         if not running:
@@ -246,6 +245,13 @@ class StreamedRow:
     def _show(self, size: int) -> str:
         shown, self._held = self._held[:size], self._held[size:]
         return shown
+
+
+def _streamed(
+    tokenizer: Tokenizer, prompts: Prompts, stops: Sequence[tuple[str, ...]]
+) -> list[StreamedRow]:
+    pairs = zip(prompts, stops, strict=True)
+    return [StreamedRow(TextReader(tokenizer, prompt), mine) for prompt, mine in pairs]
 
 
 def listed(texts: Sequence[str]) -> list[str]:
@@ -310,25 +316,20 @@ def generate_until(
     if not any(stops):
         return generate(decoder, params, prompts, **options)
 
-    readers = [TextReader(tokenizer, prompt) for prompt in prompts]
-    tails, seen = [""] * len(readers), [0] * len(readers)
-    longest = [max(map(len, mine), default=1) for mine in stops]
+    rows = _streamed(tokenizer, prompts, stops)
 
     def stop_when(row: int, new: np.ndarray) -> bool:
-        text = tails[row] + "".join(readers[row].add(int(i)) for i in new[seen[row] :])
-        seen[row], tails[row] = len(new), text[-longest[row] :]
-        return any(stop in text for stop in stops[row])
+        rows[row].add(new[rows[row].seen :], running=True)
+        return rows[row].stopped
 
     found = generate(decoder, params, prompts, stop_when=stop_when, **options)
-    counts, reasons = [], []
-    rows = zip(prompts, found.token_ids, found.finish_reasons, stops, strict=True)
-    for prompt, new, reason, mine in rows:
-        pieces = pieces_of(tokenizer, prompt, new)
-        text, ends = "".join(pieces), np.cumsum([len(piece) for piece in pieces])
-        completed = [text.find(stop) + len(stop) for stop in mine if stop in text]
-        counts.append(int(np.searchsorted(ends, min(completed))) + 1 if completed else new.size)
-        reasons.append("stop" if completed else reason)
-    return found.first(counts, finish_reasons=reasons)
+    for row, new in zip(rows, found.token_ids, strict=True):
+        row.add(new[row.seen :], running=False)
+    reasons = zip(rows, found.finish_reasons, strict=True)
+    return found.first(
+        [row.seen for row in rows],
+        finish_reasons=["stop" if row.stopped else reason for row, reason in reasons],
+    )
 
 
 def read_text(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuous batching: requests that join and leave a running batch of decoding rows."""
 
-from utio_jax.engine.blocks import Alternatives
+from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine
 from utio_jax.engine.leader import Channel, LeaderEngine, run_worker
 from utio_jax.engine.planning import RebatchingPlan, RowRates, measure_rates, plan_rebatching

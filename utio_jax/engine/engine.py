@@ -24,7 +24,6 @@ import jax
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.documents import check_ids
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
@@ -140,9 +139,7 @@ class Engine:
         deadline: float | None = None,
         policy: RequestPolicy = None,
         whole_prompt: bool = False,
-        emitted: Sequence[int] | np.ndarray = (),
         thinking: Thinking | None = None,
-        emitted_uncertainty: Sequence[float] | np.ndarray = (),
     ) -> int:
         """Returns the number of a request that waits for a slot from now on.
 
@@ -160,35 +157,23 @@ class Engine:
             engine whose plan fell back to plain decoding runs all layers whatever is asked for.
           whole_prompt: whether its prompt is read in full, in an engine with a `prefill`. Prompts
             of both kinds are read one after the other.
-          emitted: new tokens that the same request had somewhere else before it was cut, all of
-            them: it goes on behind, and its events tell what comes now. They count as new:
-            positions of draws, `max_new_tokens` and what ends it are those of the whole request.
-            Read at full depth: under `Adaptive`, and of prompts that a `prefill` reads, what comes
-            may differ from the uncut request's; else it is the same.
           thinking: how long it may think before its answer, in an engine made with `thinking=True`.
-          emitted_uncertainty: of each emitted token, as its events told; wanted where a confidence
-            may end its thinking.
 
         Raises:
           ValueError: it can never fit, more stops than there is room for, stop strings without a
-            tokenizer, a deadline that has passed, emitted tokens that have ended it, a chain of
-            sampling methods in an order that a row cannot have, a policy that the mode cannot
-            serve, a `Thinking` where the engine takes none, emitted tokens without the uncertainty
-            that its confidence asks for, or see `utio_jax.generate`.
+            tokenizer, a deadline that has passed, a chain of sampling methods in an order that a
+            row cannot have, a policy that the mode cannot serve, a `Thinking` where the engine
+            takes none, or see `utio_jax.generate`.
         """
         config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
         (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
         capacity, ahead = self._served.capacity, self.mode.block
         longest = self._rows.longest(whole=whole_prompt)
         needed = prompt.size + max_new_tokens + ahead
-        known = np.zeros(0, np.int32)
-        if len(emitted):
-            known = check_ids(emitted, vocab_size=config.vocab_size, what="emitted tokens")
-        if needed > capacity or prompt.size + max(0, known.size - 1) > longest:
-            besides = f"{known.size} emitted ones behind it, " if known.size else ""
+        if needed > capacity or prompt.size > longest:
             raise ValueError(
                 f"Wanted a request that fits into a slot of {capacity} tokens, its prompt into "
-                f"{longest}. Got a prompt of {prompt.size} tokens, {besides}"
+                f"{longest}. Got a prompt of {prompt.size} tokens, "
                 f"max_new_tokens={max_new_tokens} and {ahead} that the mode may run ahead: "
                 f"{needed}. Cut one of them, or make an engine of a larger capacity."
             )
@@ -207,61 +192,32 @@ class Engine:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
         stops, now = checked_stops(stop_strings), self._clock()
         reader = None if self._tokenizer is None else TextReader(self._tokenizer, prompt)
-        text = None if reader is None else StreamedRow(reader, stops)
-        if text is not None:
-            text.add(known, running=True)  # Told before.
-        if known.size >= max_new_tokens or np.isin(known, ends).any() or (text and text.stopped):
-            raise ValueError(
-                "Wanted emitted tokens of a request that has not ended. Got "
-                f"{known.size} of at most {max_new_tokens}, the last of them {known[-1:].tolist()}."
-            )
-        noted = self._checked_thinking(thinking, known, emitted_uncertainty)
+        if thinking is not None:
+            if not self._served.thinking:
+                raise ValueError(
+                    "Wanted an engine that takes a Thinking. Got one without. Make it with "
+                    "Engine(..., thinking=True)."
+                )
+            thinking.check(vocab_size=config.vocab_size)
         request = Request(
             number=next(self._numbers),
             prompt=prompt,
-            emitted=known,
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             seed=seed % 2**32,
             eos_ids=ends,
             sequences=sequences,
             thresholds=thresholds_of(policy, self._asked_for, self._served.decoder),
-            text=text,
+            text=None if reader is None else StreamedRow(reader, stops),
             whole_prompt=whole_prompt,
             alternatives=self._served.alternatives,
             thinking=thinking,
-            emitted_uncertainty=noted,
             submitted=now,
             expires=math.inf if deadline is None else now + deadline,
         )
         self._known[request.number] = request
         self._queue.append(request)
         return request.number
-
-    def _checked_thinking(
-        self,
-        thinking: Thinking | None,
-        emitted: np.ndarray,
-        uncertainty: Sequence[float] | np.ndarray,
-    ) -> np.ndarray:
-        """Returns the uncertainty of emitted tokens, once the rule is known to be one."""
-        noted = np.asarray(uncertainty, np.float32)
-        if thinking is None:
-            return np.zeros(0, np.float32)
-        if not self._served.thinking:
-            raise ValueError(
-                "Wanted an engine that takes a Thinking. Got one without. Make it with "
-                "Engine(..., thinking=True)."
-            )
-        thinking.check(vocab_size=self._served.decoder.config.vocab_size)
-        wanted = emitted.size if thinking.confidence is not None or noted.size else 0
-        if noted.shape != (wanted,):
-            raise ValueError(
-                f"Wanted the emitted_uncertainty of each of {emitted.size} emitted tokens: it "
-                f"decides where a confidence ends thinking. Got shape {noted.shape}. Bring along "
-                "what the request's events told."
-            )
-        return noted
 
     def cancel(self, number: int) -> bool:
         """Ends a request; its last event comes with the next `advance`.
@@ -427,7 +383,7 @@ class Engine:
             for slot, request in taken.items():
                 self._queue.popleft()
                 request.slot, self._owners[slot] = slot, request
-                self._recorder.prompt_tokens += request.read.size
+                self._recorder.prompt_tokens += request.prompt.size
 
     def _dispatch(self) -> _Flying:
         self._recorder.blocks += 1
@@ -440,14 +396,8 @@ class Engine:
         for slot, request in enumerate(block.owners):
             if request is None or request.done:
                 continue
-            kept = self._served.alternatives
-            row = read_report(
-                report,
-                slot,
-                room=self._rows.room,
-                alternatives=kept,
-                thinking=self._served.thinking,
-            )
+            rows = self._rows
+            row = read_report(report, slot, room=rows.room, columns=rows.state.columns)
             event = request.take(row, now)
             events.append(event)
             if event.finished is not None:

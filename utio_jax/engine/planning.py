@@ -347,7 +347,6 @@ def _seconds(slots: Slots, served: Served, mode: Mode, rows: int) -> float:
     for slot in range(rows):
         request = Request(
             number=slot,
-            emitted=np.zeros(0, np.int32),
             prompt=np.full(size, slot % served.decoder.config.vocab_size, np.int32),
             max_new_tokens=new,
             sampling=Greedy(),

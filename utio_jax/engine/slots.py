@@ -12,12 +12,20 @@ import numpy as np
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import split_layers
-from utio_jax.decoding.admission import admit, empty_state, release
-from utio_jax.decoding.base import Mode, check_mode
-from utio_jax.decoding.chunks import close_prompt, open_prompt, read_chunk
+from utio_jax.decoding.admission import (
+    admit,
+    close_prompt,
+    empty_state,
+    open_prompt,
+    read_chunk,
+    release,
+)
+from utio_jax.decoding.base import Mode, Setting, check_mode
 from utio_jax.decoding.loop import begin, canonical
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.state import DecodeState, Emitted
+from utio_jax.decoding.segments import Layers
+from utio_jax.decoding.state import DecodeState
+from utio_jax.decoding.thinking import ThinkingRows
 from utio_jax.engine.blocks import Rules, block_room, put_rules, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request, rules_of
@@ -127,21 +135,10 @@ def _arrays(requests: Sequence[Request], *, rows: int, width: int) -> tuple[np.n
     token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
     limits, seeds = np.ones(rows, np.int32), np.zeros(rows, np.uint32)
     for row, request in enumerate(requests):
-        token_ids[row, : request.read.size] = request.read
-        lengths[row] = request.read.size
-        limits[row] = request.prompt.size + request.max_new_tokens
+        size = lengths[row] = request.prompt.size
+        token_ids[row, :size], limits[row] = request.prompt, size + request.max_new_tokens
         seeds[row] = request.seed
     return token_ids, lengths, limits, seeds
-
-
-def _emitted(requests: Sequence[Request], *, rows: int) -> Emitted:
-    """Returns what requests have emitted elsewhere: arguments of the same programs."""
-    prompts, last = np.ones(rows, np.int32), np.full(rows, -1, np.int32)
-    for row, request in enumerate(requests):
-        prompts[row] = request.prompt.size
-        if request.emitted.size:
-            last[row] = request.emitted[-1]
-    return Emitted(prompt_lengths=prompts, last=last)  # type: ignore[arg-type]
 
 
 class Slots:
@@ -205,8 +202,9 @@ class Slots:
         self._key_widths = key_widths(capacity, key_step=served.shapes.key_step)
         self._own = own_thresholds(self.mode)
         self._rules = self._rules_of((), rows=slots)
-        sizes = {"slots": capacity, "alternatives": served.alternatives}
-        self.state = empty_state(*self._fixed(self._rules), batch=slots, **sizes)
+        self._sizes = {"slots": capacity, "alternatives": served.alternatives}
+        hook = self._hook_of((), rows=slots)
+        self.state = empty_state(self._setting(self._rules), hook, batch=slots, **self._sizes)
 
     def _all_readings(
         self, widths: list[int], prefill: Prefill | None, chunk: int | None
@@ -231,7 +229,7 @@ class Slots:
     def reading_of(self, request: Request) -> Reading:
         """Returns how a request's prompt is read."""
         ways = self._of_kind(request.whole_prompt)
-        return next(each for each in ways if each.longest >= request.read.size)
+        return next(each for each in ways if each.longest >= request.prompt.size)
 
     def _of_kind(self, whole: bool) -> list[Reading]:
         """Returns the ways to read prompts in full, or by a `Prefill`, where there is one."""
@@ -261,12 +259,11 @@ class Slots:
             return self._read_chunk(requests[0], rows[0], chunk=reading.width)
         rules = self._rules_of(requests, rows=group)
         fresh = begin(
-            *self._fixed(rules),
+            self._setting(rules),
             *_arrays(requests, rows=group, width=reading.width),
-            slots=self.capacity,
+            self._hook_of(requests, rows=group),
             prefill=self._how[reading, group],
-            alternatives=self._served.alternatives,
-            emitted=_emitted(requests, rows=group),
+            **self._sizes,
         )
         nowhere = [self._served.slots] * (group - len(requests))
         self._put(fresh, rules, [*rows, *nowhere])
@@ -279,22 +276,28 @@ class Slots:
 
     def _read_chunk(self, request: Request, row: int, *, chunk: int) -> bool:
         served, part = self._served, self._partial
-        fixed, emitted = (served.decoder, served.params), _emitted([request], rows=1)
         if part is None or part.request is not request:
             arrays = _arrays([request], rows=1, width=self.capacity)
-            sizes = {"slots": self.capacity, "alternatives": served.alternatives}
-            opened = open_prompt(*fixed, self.mode, *arrays, **sizes, emitted=emitted)
-            part = _Partial(request, *opened)
+            hook = self._hook_of([request], rows=1)
+            part = _Partial(
+                request, *open_prompt(self._setting(self._rules), *arrays, hook, **self._sizes)
+            )
         end = part.start + chunk
         width = next(each for each in self._key_widths if each >= min(end, self.capacity))
         state, last = read_chunk(
-            *fixed, part.state, part.last, np.int32(part.start), chunk=chunk, width=width
+            served.decoder,
+            served.params,
+            part.state,
+            part.last,
+            np.int32(part.start),
+            chunk=chunk,
+            width=width,
         )
-        if end < request.read.size:
+        if end < request.prompt.size:
             self._partial = _Partial(request, state, last, start=end)
             return False
         self._partial, rules = None, self._rules_of([request], rows=1)
-        self._put(close_prompt(*self._fixed(rules), state, last, emitted), rules, [row])
+        self._put(close_prompt(self._setting(rules), state, last), rules, [row])
         return True
 
     def _put(self, fresh: DecodeState, rules: Rules, rows: Sequence[int]) -> None:
@@ -305,13 +308,10 @@ class Slots:
     def run(self) -> jax.Array:
         """Runs a block; returns its report, which is on its way to the host."""
         self.state, report = run_block(
-            self._served.decoder,
-            self._served.params,
-            self.mode,
-            self._rules,
+            self._setting(self._rules, self._layers),
+            self._rules.thresholds,
             self.state,
             self._steps,
-            self._layers,
             widths=self._key_widths,
             room=self.room,
         )
@@ -323,7 +323,20 @@ class Slots:
         self.state = release(self.state, rows)
 
     def _rules_of(self, requests: Sequence[Request], *, rows: int) -> Rules:
-        return rules_of(requests, rows=rows, own=self._own, thinking=self._served.thinking)
+        return rules_of(requests, rows=rows, own=self._own)
 
-    def _fixed(self, rules: Rules) -> tuple:
-        return self._served.decoder, self._served.params, self.mode, rules.sampling, rules.stops
+    def _hook_of(self, requests: Sequence[Request], *, rows: int) -> ThinkingRows | None:
+        if not self._served.thinking:
+            return None
+        pairs = [(each.thinking, each.prompt) for each in requests]
+        return ThinkingRows.of(*zip(*pairs, *[(None, ())] * (rows - len(pairs)), strict=True))
+
+    def _setting(self, rules: Rules, layers: Layers = None) -> Setting:
+        return Setting(
+            decoder=self._served.decoder,
+            params=self._served.params,
+            mode=self.mode,
+            sampling=rules.sampling,
+            stops=rules.stops,
+            layers=layers,
+        )

@@ -161,7 +161,7 @@ def _spent_on_group(
     cost, layers = token_cost(decoder, params), decoder.config.num_layers
     rows = generated.group
     # All rows of a group run until the last one ends, and that one was charged in every round.
-    steps, token_layers, frozen, mapped, heads, draft_heads, exit_maps, attended = (
+    steps, token_layers, frozen, mapped, heads, exit_maps, attended = (
         rows * float(np.max(amounts))
         for amounts in (
             generated.steps,
@@ -169,7 +169,6 @@ def _spent_on_group(
             generated.frozen_layers,
             generated.mapped_layers,
             generated.heads,
-            generated.draft_heads,
             generated.exit_maps,
             generated.attended,
         )
@@ -185,7 +184,6 @@ def _spent_on_group(
     emitted = np.concatenate(generated.decided)
     deepest = np.maximum(emitted, mode.projected_depth)
     extra += mode.gate_flops(decoder, params) * steps
-    extra += mode.draft_head_flops(decoder, params) * draft_heads
     width = generated.key_widths[0]
     first = rows * (cost.query + cost.attention_per_key * width) * layers
     first += rows * (cost.keys_values * float(cost.made(layers)) + cost.head)
