@@ -13,7 +13,8 @@
 #   make test-browser             # the server's page in a headless Chromium
 #   make test-clients             # the server under clients that have to be fetched
 #   make bench                    # speed and cost here, in two minutes
-#   make bench-accelerator        # what a GPU or TPU can tell, in under ten
+#   make tpu-compile gpu-compile  # programs for a TPU and a GPU, compiled without one
+#   make bench-accelerator        # what a GPU or TPU can tell, in under ten minutes
 #
 # An existing .venv keeps its Python unless PYTHON is given. Stamps inside .venv remember what is
 # installed, so a second run installs nothing.
@@ -27,12 +28,16 @@ PEERS := .venv-peers
 FLAX := .venv-flax
 CLIENTS := out/clients
 RAY := .venv-ray
+TPU := .venv-tpu
+GPU := .venv-gpu
+# JAX for accelerators is pinned at a release that wants 3.12 or later.
+PYTHON12 ?= python3.12
 LLM := out/llm/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 # What needs no minutes, no stock model, no browser and no other environment.
-HERE := not slow and not llm and not browser and not clients and not ray
+HERE := not slow and not llm and not browser and not clients and not ray and not tpu and not gpu
 # Programs that run once, for a moment, need neither LLVM's optimisation, two thirds of that time, nor
 # (where jaxlib still has the choice) its new code for fused loops, a third of the rest. Programs
 # seen before come from a cache: a second run takes half as long.
@@ -43,11 +48,11 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .PHONY: help demo install test check check-rest test-slow test-generation test-ray mutants notebooks \
-        parity llm test-llm test-browser test-clients bench bench-accelerator benchmark-transformers benchmark-flax \
+        parity llm test-llm test-browser test-clients bench bench-accelerator tpu-compile tpu-predict gpu-compile benchmark-transformers benchmark-flax \
         benchmark-peers lint types docs figures wheel clean FORCE
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,19p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,20p'
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/utio-jax demo
@@ -143,10 +148,28 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 bench: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench $(ARGS)
 
-# Scoring and decoding at sizes for a GPU or TPU, in under ten minutes. `ARGS=--dry-run` shows on a CPU that it
-# runs. JAX comes without CUDA here: on a GPU, first $(BIN)/python -m pip install -e '.[cuda]'.
+# Five experiments on a GPU or TPU beside their predictions, in under ten minutes; more sizes have
+# $(BIN)/utio-jax bench --suite accelerator. `ARGS=--dry-run` shows on a CPU that it runs. JAX comes
+# without CUDA here: on a GPU, first $(BIN)/python -m pip install -e '.[cuda]'.
 bench-accelerator: $(VENV)/.installed-cli
-	$(BIN)/utio-jax bench --suite accelerator --out out/bench-accelerator $(ARGS)
+	$(BIN)/python benchmarks/accelerator.py $(ARGS)
+
+# Programs compiled for a TPU, in an environment of its own (libtpu is 630 MB): that they compile and
+# fit, their loops, copies and collectives. Some three minutes: make tpu-compile PYTHON12=PROGRAM
+tpu-compile: $(TPU)/.installed
+	JAX_PLATFORMS=cpu $(TPU)/bin/python -m pytest -o addopts="--strict-markers -q" -m tpu tests/compiled $(ARGS)
+
+# Predicted times of such programs, and results/compiled.md; most of an hour where none are known.
+tpu-predict: $(TPU)/.installed
+	JAX_PLATFORMS=cpu $(TPU)/bin/python benchmarks/compiled.py $(ARGS)
+
+# The same for a GPU: what it launches, and which loops wait for the host, without and with graphs.
+gpu-compile: $(GPU)/.installed
+	for graphs in "" --xla_gpu_enable_command_buffer=+WHILE; do \
+	    JAX_PLATFORMS=cpu UTIO_XLA_DUMP=$(CURDIR)/$(GPU)/dump \
+	    XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_dump_to=$(CURDIR)/$(GPU)/dump --xla_dump_hlo_as_text $$graphs" \
+	    $(GPU)/bin/python -m pytest -o addopts="--strict-markers -q" -m gpu tests/compiled $(ARGS) || exit 1; \
+	done
 
 # Full depth against transformers' on the same weights and cores: make benchmark-transformers
 # ARGS="--model FOLDER"
@@ -168,6 +191,19 @@ $(RAY)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[ray]' \
 	    beartype hypothesis pytest
+	@touch $@
+
+$(TPU)/.installed: benchmarks/requirements-tpu.txt pyproject.toml constraints.txt
+	$(PYTHON12) -m venv $(TPU)
+	$(TPU)/bin/python -m pip install --quiet --quiet --constraint constraints.txt --requirement $< \
+	    --editable '.[cli]' beartype hypothesis pytest
+	@touch $@
+
+$(GPU)/.installed: benchmarks/requirements-gpu.txt pyproject.toml constraints.txt
+	$(PYTHON12) -m venv $(GPU)
+	$(GPU)/bin/python -m pip install --quiet --quiet --constraint constraints.txt \
+	    --editable '.[cli]' beartype hypothesis pytest
+	$(GPU)/bin/python -m pip install --quiet --quiet --no-deps --requirement $<
 	@touch $@
 
 $(FLAX)/.installed: benchmarks/requirements-flax.txt

@@ -106,7 +106,7 @@ def test_sharded_score_is_the_score_of_one_device(
             mine = np.asarray(found.depths)[device * 3 : device * 3 + 3]
             live = [(mine > done).sum() for done in (0, *DEPTHS[:-1])]
             layers = np.diff((0, *DEPTHS))
-            up = EXECUTOR.min_bucket
+            up = EXECUTOR.unit
             np.testing.assert_array_equal(work, [*(-(-np.asarray(live) // up) * up * layers), 0])
     others = place(Rows((ids[::-1].copy(), lengths[::-1].copy())), mesh).tree
     policy = place(given_depths(jnp.asarray(depths[::-1]), depths=DEPTHS), mesh)

@@ -102,7 +102,7 @@ def test_each_early_token_is_mapped_once(model: Model) -> None:
     )
     real = np.arange(17) < np.asarray(lengths)[:, None]
     stops = [int((real & (depths == depth)).sum()) for depth in EXITS[:-1]]
-    padded = [-(-count // EXECUTOR.min_bucket) * EXECUTOR.min_bucket for count in stops]
+    padded = [-(-count // EXECUTOR.unit) * EXECUTOR.unit for count in stops]
     np.testing.assert_array_equal(found.work.exit_maps, [*padded, 0])
     full = run_staircase(
         model.decoder,

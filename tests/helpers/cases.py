@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax import MicroBatches, dense_states, given_depths, reference_states, staircase
+from utio_jax import (
+    CapacityPrefix,
+    MicroBatches,
+    dense_states,
+    given_depths,
+    reference_states,
+    staircase,
+)
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.policies.store import Calibration
@@ -25,8 +32,14 @@ class Shape:
     batch: int
     token: int
     depths: tuple[int, ...]
-    executor: MicroBatches
+    executor: Any
     kv: str
+
+    @property
+    def name(self) -> str:
+        """For a test's id."""
+        prefix = "-prefix" * isinstance(self.executor, CapacityPrefix)
+        return f"{self.batch}x{self.token}-{self.kv}{prefix}"
 
 
 EXECUTOR = MicroBatches(min_bucket=4, block=32, query_block=8, key_step=16)
@@ -68,6 +81,19 @@ SHAPES = tuple(
         (2, 64, (1, 2, 3, 4), _executor(8, 16, 16, 16)),
     )
 )
+_CAPACITIES = {1: (1, 1, 1), 17: (20, 12, 4), 33: (40, 16), 64: (64, 48, 16, 16)}
+_UNITS = {1: 1, 17: 4, 33: 8, 64: 16}
+PREFIXES = tuple(
+    dataclasses.replace(
+        shape,
+        executor=CapacityPrefix(
+            capacities=_CAPACITIES[shape.token], min_bucket=_UNITS[shape.token]
+        ),
+    )
+    for shape in SHAPES
+)
+"""The same through static prefixes, which some of the cases outgrow."""
+
 DEEP_SHAPES = tuple(shape for shape in SHAPES if len(shape.depths) >= 4)
 
 
@@ -130,6 +156,8 @@ def compare_cases(model: Any, shape: Shape, seeds: range) -> Iterator[tuple[int,
 def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]]:
     """Returns (query slots, key-value tokens, key slots) per segment by the padding rule."""
     executor, width = shape.executor, shape.token
+    if isinstance(executor, CapacityPrefix):
+        return _expected_of_prefix(depths, shape)
     step = max(executor.key_step, -(-width // 8))
     up = lambda n, unit: -(-n // unit) * unit  # noqa: E731
     found = []
@@ -149,6 +177,18 @@ def expected_work(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]
         padded = up(int(live.sum()), executor.min_bucket)
         keys = padded if shape.kv == "drop" else live.size * bool(live.any())
         found.append((padded * layers, keys * layers, key_slots * layers))
+    return found
+
+
+def _expected_of_prefix(depths: np.ndarray, shape: Shape) -> list[tuple[int, int, int]]:
+    """Returns the same of a static prefix: its capacity, or whole rows where one outgrows it."""
+    found, batch, width = [], shape.batch, shape.token
+    starts = zip((0, *shape.depths), shape.depths, shape.executor.capacities, strict=False)
+    for start, stop, capacity in starts:
+        fits = (depths > start).sum(axis=1).max() <= capacity
+        used = batch * (min(capacity, width) if fits else width)
+        keys = used if shape.kv == "drop" else batch * width
+        found.append(tuple(n * (stop - start) for n in (used, keys, used * width)))
     return found
 
 

@@ -242,7 +242,7 @@ def test_is_charged_for_what_it_executes(tiny: Any, policy: Any) -> None:
     jax.block_until_ready(found)
     counts = read_counts()
     work, depths = found.work, np.asarray(found.depths)
-    padded = lambda count: -(-int(count) // SHAPE.executor.min_bucket) * SHAPE.executor.min_bucket  # noqa: E731
+    padded = lambda count: -(-int(count) // SHAPE.executor.unit) * SHAPE.executor.unit  # noqa: E731
     boundaries = range(len(policy.depths) - 1)
     arrived = [padded((depths >= policy.depths[index]).sum()) for index in boundaries]
     looked = np.zeros(depths.shape, bool)

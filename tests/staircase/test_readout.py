@@ -38,7 +38,7 @@ POLICIES: dict[str, Callable[[Any], Any]] = {
 
 
 def padded(count: int) -> int:
-    return -(-count // SMALL.min_bucket) * SMALL.min_bucket
+    return -(-count // SMALL.unit) * SMALL.unit
 
 
 @pytest.mark.parametrize(

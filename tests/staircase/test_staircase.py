@@ -25,13 +25,16 @@ from utio_jax import (
 from utio_jax.models import TINY, Transformer
 from utio_jax.staircase.reference import reference_states
 
-CASES_PER_SHAPE = 140  # 8 shapes: 1,120 cases, 280 of them with four segments.
+CASES_PER_SHAPE = 140  # 8 shapes: 1,120 cases, 280 of them with four segments; as many by prefix.
 
 
 @pytest.mark.parametrize(
     "shape",
-    quick_where(lambda s: s.kv == "propagate" and s.token != 33, cases.SHAPES),
-    ids=lambda s: f"{s.batch}x{s.token}-{s.kv}",
+    [
+        *quick_where(lambda s: s.kv == "propagate" and s.token != 33, cases.SHAPES),
+        *quick_where(lambda s: s.kv == "propagate" and s.token == 17, cases.PREFIXES),
+    ],
+    ids=lambda s: s.name,
 )
 def test_equals_the_oracle(tiny: Any, shape: cases.Shape, count_compiles: Any) -> None:
     seeds = range(CASES_PER_SHAPE)
@@ -59,7 +62,7 @@ def test_equals_the_oracle_in_float64(tiny: Any, kv: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=lambda s: f"{s.batch}x{s.token}-{s.kv}")
+@pytest.mark.parametrize("shape", cases.SHAPES + cases.PREFIXES, ids=lambda s: s.name)
 def test_equals_the_oracle_in_ten_thousand_cases(tiny: Any, shape: cases.Shape) -> None:
     assert max(error for _, error in cases.compare_cases(tiny, shape, range(1250))) < 1e-4
 

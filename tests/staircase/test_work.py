@@ -31,6 +31,7 @@ from utio_jax import (
 from utio_jax.attention import mixing
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.signals import SignalBase
+from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.score import score_dense
 
 
@@ -105,8 +106,8 @@ def compile_pass(model: Any, depths: tuple[int, ...], kv: str, executor: Any) ->
 
 @pytest.mark.parametrize(
     "shape",
-    quick_where(lambda s: s.token == 17, cases.SHAPES),
-    ids=lambda s: f"{s.batch}x{s.token}-{s.kv}",
+    quick_where(lambda s: s.token == 17, cases.SHAPES + cases.PREFIXES),
+    ids=lambda s: s.name,
 )
 def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
     tiny: Any, shape: cases.Shape
@@ -123,6 +124,15 @@ def test_executes_what_it_reports_and_reports_the_decided_tokens_rounded_up(
         assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
         assert counts["keys_values"] == work.keys_values.sum()
         assert counts["key_slots"] == work.key_slots.sum()
+        if isinstance(shape.executor, CapacityPrefix):
+            assert work.overflows.sum() == sum(
+                (decided > start).sum(axis=1).max() > min(capacity, shape.token)
+                for start, capacity in zip(
+                    (0, *shape.depths), shape.executor.capacities, strict=False
+                )
+            )
+            continue
+        assert work.overflows.sum() == 0
         per_segment = [
             (stop - start) * (int((row > start).sum()) + shape.executor.min_bucket - 1)
             for start, stop in zip((0, *shape.depths), shape.depths, strict=False)
@@ -152,7 +162,7 @@ def sparse_key_slots(sparse: np.ndarray, executor: MicroBatches, history: Histor
             positions = begin + np.flatnonzero(row[begin : begin + 4])
             while len(positions):
                 whole = len(positions) >= executor.query_block
-                size = executor.query_block if whole else executor.min_bucket
+                size = executor.query_block if whole else executor.unit
                 mine, positions = positions[:size], positions[size:]
                 span = size
                 while span < mine[-1] - mine[0] + 1:
@@ -213,6 +223,17 @@ def test_fitted_capacities_are_those_of_the_fullest_row_rounded_up() -> None:
     decided[0, 9:] = 0  # The first row has nine tokens.
     assert fit_capacities(decided, depths=(1, 2, 4), min_bucket=4) == (16, 8, 4)
     assert fit_capacities(decided, depths=(1, 2, 4), min_bucket=1) == (13, 5, 1)
+
+
+def test_shares_of_rows_are_the_cheapest_where_rows_run_together() -> None:
+    """One row in eight has a deep half: alone it is worth a small prefix, in a batch of 16 not."""
+    width, depths = 64, np.full((64, 64), 1)
+    depths[:, :8], depths[::8, :32] = 2, 2
+    assert fit_row_shares(depths, depths=(1, 2), rows=1) == (1.0, 8 / width)
+    assert fit_row_shares(depths, depths=(1, 2), rows=16) == (1.0, 32 / width)
+    fillers = np.concatenate([depths, np.zeros((64, width), int)])
+    assert fit_row_shares(fillers, depths=(1, 2), rows=1) == (1.0, 8 / width)
+    assert fit_row_shares(np.full((3, 5), 4), depths=(1, 2)) == (1.0, 1.0)
 
 
 def test_the_static_prefix_runs_its_capacity_and_whole_rows_only_where_a_row_overflows(

@@ -138,6 +138,7 @@ def calibrate(  # noqa: PLR0913 (options, each named)
         say(f"{name}: weights")
         signal = fitter.fit(name)
         entries, record = goal.reach(search, signal, say)
+        entries = {cost: search.with_row_shares(signal, fit) for cost, fit in entries.items()}
         correlations = _correlations(search, signal)
         learnt = of_gates if jax.tree.leaves(signal) else None  # Some have no weights.
         known = {"goal": record, "correlations": correlations, "gate_text": learnt}

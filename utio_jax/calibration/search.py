@@ -23,6 +23,7 @@ from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, given_depths
 from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.base import Executor
+from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.score import full_depth, run_score
 
 _FIT_BATCHES = 8  # 65,000 tokens of the shipped model: plenty for a handful of thresholds.
@@ -125,6 +126,17 @@ class ThresholdSearch:
         wide = fit if signal.remembers else fit.over(self.exits)
         thresholds = jnp.asarray(wide.thresholds, jnp.float32)
         return Thresholded(signal=signal, thresholds=thresholds, depths=wide.depths)
+
+    def with_row_shares(self, signal: Signal, fit: Thresholds) -> Thresholds:
+        """Returns the thresholds with what a static program needs to know of their rows."""
+        cuts, depths = np.asarray(fit.thresholds, np.float32), np.asarray(fit.depths)
+        real = [np.arange(self._width) < each.batch.lengths[:, None] for each in self.studies]
+        decided = [
+            np.where(mask, depths[leave_at(scores, cuts)], 0)
+            for mask, scores in zip(real, self._collected(signal, fit.depths), strict=True)
+        ]
+        shares = fit_row_shares(np.concatenate(decided), depths=fit.depths)
+        return dataclasses.replace(fit, row_shares=shares)
 
     def forget(self) -> None:
         """Drops the programs and scores of the signals so far."""

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.platform import here
 
 
 def most_probable(logits: Float[Array, "*lead vocab"]) -> Int[Array, "*lead"]:
@@ -35,20 +36,16 @@ def next_token_nll(
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-# Tokens whose logits are alive at once: [128, vocab] stays in cache, [batch * token, vocab] not.
-_HEAD_BLOCK = 128
-
-
 def head_blocks(slots: int) -> tuple[int, int]:
     """Returns in how many blocks, and of how many slots each, `map_head` reads `slots`.
 
     Of one size and as few as hold them all, so that little is padded: their product is what runs,
-    and what a ledger has to charge.
+    and what a ledger has to charge. On CPU they are of 128 slots at most.
 
     >>> head_blocks(512), head_blocks(200), head_blocks(150)
     ((4, 128), (2, 100), (2, 75))
     """
-    blocks = max(1, -(-slots // _HEAD_BLOCK))
+    blocks = max(1, -(-slots // here().head_block))
     return blocks, -(-slots // blocks)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
+from utio_jax.core.platform import here
 
 Depth = int | Int[Array, ""]
 """A number of layers, static or traced."""
@@ -57,7 +58,7 @@ def split_layers(decoder: Decoder, params: Params) -> tuple[LayerParams, ...] | 
     own = {id(leaf) for leaf in jax.tree.leaves(params)}
     kept = [leaf for leaf in leaves if id(leaf) in own]
     if (
-        jax.default_backend() != "cpu"
+        here().stack_in_place
         or not kept
         or len(leaves) != len(jax.tree.leaves(stack))
         or any(len(leaf.devices()) > 1 for leaf in leaves)

@@ -31,6 +31,7 @@ class Work:
         `utio_jax.core.decoder.HasExitLens`.
       kv_maps: slots whose keys and values were mapped, times the layers that they are for, see
         `utio_jax.core.decoder.HasKVMaps`.
+      overflows: whether live tokens outgrew a static prefix, so that whole rows ran.
     """
 
     queries: Int[Array | np.ndarray, "*segment"]
@@ -41,6 +42,7 @@ class Work:
     heads: Int[Array | np.ndarray, "*segment"]
     exit_maps: Int[Array | np.ndarray, "*segment"]
     kv_maps: Int[Array | np.ndarray, "*segment"]
+    overflows: Int[Array | np.ndarray, "*segment"]
 
     @classmethod
     def of(cls, **entries: Any) -> Work:

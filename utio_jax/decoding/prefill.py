@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.state import PromptPass
 from utio_jax.policies.base import Policy
@@ -206,5 +207,4 @@ def fastest_prefill(decoder: Decoder, batch: int, width: int, *, kv: str) -> Pre
 
 
 def _staircase_is_faster(batch: int, width: int, *, scores: int) -> bool:
-    # Elsewhere static shapes: loops over blocks suit no accelerator that anyone has measured.
-    return jax.default_backend() == "cpu" and batch * width**2 >= scores
+    return not here().static_shapes and batch * width**2 >= scores

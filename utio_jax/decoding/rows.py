@@ -125,7 +125,7 @@ class CachedRows:
     keeps_logits: ClassVar[bool] = True
 
     @property
-    def min_bucket(self) -> int:
+    def unit(self) -> int:
         """One: rows are not padded."""
         return 1
 

@@ -7,7 +7,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ from utio_jax.evaluation.quality import Quality, pack, unpack
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import shared_program
 from utio_jax.staircase.base import Executor
+from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.loop import check_policy
-from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, positions_of
 from utio_jax.staircase.score import (
     Comparison,
@@ -47,7 +47,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
     policies: Mapping[str, Policy | Sequence[Policy]],
     *,
     kv: FrozenKV = "propagate",
-    executor: Executor = MicroBatches(),
+    executor: Executor | Literal["auto"] = "auto",
     attention: Mapping[str, SparseAttention | Sequence[SparseAttention | None]] | None = None,
     mesh: Mesh | None = None,
     shards: Shards | None = None,
@@ -65,7 +65,7 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       batches: the text.
       policies: by a name of the caller's choice; one, or one for each batch.
       kv: what others see of frozen tokens.
-      executor: how live slots are run; the full pass uses it too.
+      executor: how live slots are run; the full pass uses it too. `"auto"`: see `score`.
       attention: by the same names, who attends sparsely, or who does in each batch; nobody under
         the others, nor in the full pass.
       mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
@@ -130,12 +130,15 @@ def evaluate(  # noqa: PLR0913 (options, each named)
                 agree=int(comparison.agree.sum()),
                 histogram=dict(zip(values.tolist(), counts.tolist(), strict=True)),
                 query_layers=float(np.sum(work.queries)),
+                overflows=int(np.sum(work.overflows)),
                 flops=pass_flops(cost, work, gates=gates),
                 flops_full=flops_full,
                 flops_ideal=ideal_flops(
                     cost,
                     depths,
-                    key_widths=executor.key_widths(ids.shape[1]),
+                    key_widths=choose_executor(executor, policy, ids.shape[1]).key_widths(
+                        ids.shape[1]
+                    ),
                     deepest=int(depths.max(initial=0)),
                     keep_frozen=kv == "propagate",
                     sparse_layers=_sparse_layers(found, policy, rows),
@@ -221,7 +224,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
     *,
     rows: int = 16,
     kv: FrozenKV = "propagate",
-    executor: Executor = MicroBatches(),
+    executor: Executor | Literal["auto"] = "auto",
     attention: SparseAttention | None = None,
     mesh: Mesh | None = None,
     shards: Shards | None = None,
@@ -240,7 +243,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       policy: who runs how deep.
       rows: per pass at most, over all devices of a process.
       kv: what others see of frozen tokens.
-      executor: how live slots are run.
+      executor: how live slots are run; `"auto"`: see `score`.
       attention: who attends sparsely, in batches that do not fall back; None: nobody.
       mesh: splits rows over its axis "data", and batches over its processes.
       shards: where each batch's results are kept, for a run that goes on after an interruption.
@@ -291,7 +294,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             policy,
             batch=-(-len(batch.lengths) // parts),
             width=batch.token_ids.shape[1],
-            executor=executor,
+            executor=choose_executor(executor, policy, batch.token_ids.shape[1]),
             fractions=fractions,
             min_tokens=min_tokens,
         )

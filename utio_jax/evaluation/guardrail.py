@@ -45,9 +45,7 @@ def check_worthwhile(
     cost = token_cost(decoder, params)
     shares = fractions if fractions is not None else [1.0] + [0.0] * (len(policy.depths) - 1)
     layers = decoder.config.num_layers
-    expected = partial(
-        expected_flops, cost, batch=batch, width=width, min_bucket=executor.min_bucket
-    )
+    expected = partial(expected_flops, cost, batch=batch, width=width, min_bucket=executor.unit)
     full = expected(depths=(layers,), fractions=(1.0,))
     boundaries = range(len(policy.depths) - 1)
     routed = expected(
@@ -56,7 +54,7 @@ def check_worthwhile(
         gates=[policy.flops(index, decoder, params) for index in boundaries],
         reads=[policy.reads_logits(index) for index in boundaries],
     )
-    at = f"at {batch} x {width} tokens in buckets of {executor.min_bucket} routing would"
+    at = f"at {batch} x {width} tokens in buckets of {executor.unit} routing would"
     if routed >= full:
         return f"{at} cost {routed / full:.2f} of the full pass' FLOPs"
     return None

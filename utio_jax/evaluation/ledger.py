@@ -36,6 +36,7 @@ class Ledger:
       flops_ratio: executed FLOPs (layers, padding, frozen K/V, head, gates) / the full pass'.
       gate_pct: extra heads and gates, % of the full pass' FLOPs.
       padding_ratio: executed / decided token-layers.
+      overflows: segments in which a row's tokens outgrew a static prefix, so that whole rows ran.
       seconds_full: median of the fastest full-depth program in the repository.
       seconds: median, from the same interleaved runs.
       speedup: median over rounds of the paired ratio.
@@ -66,6 +67,7 @@ class Ledger:
     flops_ratio: float | None = None
     gate_pct: float | None = None
     padding_ratio: float | None = None
+    overflows: int | None = None
     seconds_full: float | None = None
     seconds: float | None = None
     speedup: float | None = None

@@ -28,6 +28,7 @@ class Quality:
       agree: predicted tokens with the full model's most probable token.
       histogram: tokens by decided depth.
       query_layers: query slots computed, times layers.
+      overflows: segments, by batch, that ran whole rows since a static prefix was too short.
       flops: executed.
       flops_full: executed by the full-depth pass.
       flops_ideal: of decided layers, frozen K/V and one head per token.
@@ -42,6 +43,7 @@ class Quality:
     agree: int = 0
     histogram: Mapping[int, int] = dataclasses.field(default_factory=dict)
     query_layers: float = 0.0
+    overflows: int = 0
     flops: float = 0.0
     flops_full: float = 0.0
     flops_ideal: float = 0.0
@@ -91,6 +93,7 @@ class Quality:
             flops_ratio=self.flops / self.flops_full,
             gate_pct=100 * self.flops_gates / self.flops_full,
             padding_ratio=self.query_layers / decided,
+            overflows=self.overflows,
             speedup_ideal=self.flops_full / self.flops_ideal,
         )
 

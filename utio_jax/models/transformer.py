@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
+from utio_jax.core.platform import on_enough_rows, product_apart
 from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
 
 _MOST_BYTES = 2**42
@@ -183,7 +184,7 @@ class Layer(nn.Module):
 
     def queries(self, x: jax.Array, places: Places) -> jax.Array:
         config = self.config
-        queries = self.q_proj(self.attention_norm(x))
+        queries = product_apart(self.q_proj(self.attention_norm(x)))
         queries = queries.reshape(*x.shape[:-1], config.num_heads, config.head_dim)
         if config.qk_norm:
             queries = self.q_norm(queries)
@@ -196,7 +197,9 @@ class Layer(nn.Module):
         config = self.config
         normed = self.attention_norm(x)
         shape = (*x.shape[:-1], config.num_kv_heads, config.head_dim)
-        keys, values = self.k_proj(normed).reshape(shape), self.v_proj(normed).reshape(shape)
+        keys, values = (
+            product_apart(project(normed)).reshape(shape) for project in (self.k_proj, self.v_proj)
+        )
         if config.qk_norm:
             keys = self.k_norm(keys)
         return (rotate(keys, places) if config.positions == "rope" else keys), values
@@ -305,7 +308,8 @@ class Transformer:
 
     def _apply(self, layer: LayerParams, *args: Any, method: str) -> Any:
         params = {name: leaf for name, leaf in layer.items() if name != "is_local"}
-        return Layer(self.config).apply({"params": params}, *args, method=method)
+        run = partial(Layer(self.config).apply, {"params": params}, method=method)
+        return on_enough_rows(run, *args)
 
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
@@ -335,11 +339,10 @@ class Transformer:
         return self._apply(layer, x, attended, method="finish")
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
+        tied = self.config.tie_embeddings
+        head = params["embedding"]["embedding"].T if tied else params["head"]["kernel"]
         normed = norm_of(self.config).apply({"params": params["norm"]}, x)
-        if self.config.tie_embeddings:
-            logits = normed @ params["embedding"]["embedding"].T
-        else:
-            logits = normed @ params["head"]["kernel"]
+        logits = on_enough_rows(lambda normed: normed @ head, normed)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

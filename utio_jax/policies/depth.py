@@ -42,11 +42,14 @@ class Thresholded:
         the signal is not even asked, unless it remembers what it saw at earlier boundaries. A
         running batch may have one for each row (`per_row`).
       depths: at which tokens may stop, one more than thresholds. Static.
+      row_shares: of a row's tokens, for how many a static program should have slots in each
+        segment, see `utio_jax.staircase.capacity.fit_row_shares`; None: not known. Static.
     """
 
     signal: Signal
     thresholds: Float[Array, " boundary"] | Float[Array, "boundary batch 1"]
     depths: tuple[int, ...] = static()
+    row_shares: tuple[float, ...] | None = static(default=None)
 
     def __post_init__(self) -> None:
         if type(self.thresholds) in (list, tuple):

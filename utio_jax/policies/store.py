@@ -15,6 +15,7 @@ from jaxtyping import jaxtyped
 
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.files import json_file, load_owned, nest, save_owned
+from utio_jax.core.platform import here
 from utio_jax.policies import learned, signals, wrappers
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, random_depths
@@ -74,6 +75,8 @@ class Calibration:
             signal=self.signals[name],
             thresholds=jnp.asarray(entry.thresholds, jnp.float32),
             depths=entry.depths,
+            # Part of a program: where none is made of it, budgets share theirs.
+            row_shares=entry.row_shares if here().static_shapes else None,
         )
 
     def entry(self, name: str, budget: float) -> Thresholds:
@@ -267,19 +270,23 @@ class Thresholds:
       depths: exits in use, the last layer included.
       thresholds: one per exit but the last.
       fractions: share of tokens that stop at each depth, on the calibration text.
+      row_shares: see `Thresholded`; None: not known.
     """
 
     depths: tuple[int, ...]
     thresholds: tuple[float, ...]
     fractions: tuple[float, ...]
+    row_shares: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, list[Any]]:
         """Returns what JSON can hold: a threshold of -inf, at which nobody stops, becomes null."""
         thresholds = [None if t == -np.inf else t for t in self.thresholds]
+        shares = {} if self.row_shares is None else {"row_shares": list(self.row_shares)}
         return {
             "depths": list(self.depths),
             "thresholds": thresholds,
             "fractions": list(self.fractions),
+            **shares,
         }
 
     @classmethod
@@ -292,24 +299,32 @@ class Thresholds:
         depths = check_depths(stored["depths"])
         thresholds = tuple(-np.inf if t is None else t for t in stored["thresholds"])
         fractions = tuple(stored["fractions"])
-        numbers = [isinstance(x, (int, float)) and x == x for x in (*thresholds, *fractions)]
+        rows = None if stored.get("row_shares") is None else tuple(stored["row_shares"])
+        shares = (*fractions, *(rows or ()))
+        numbers = [isinstance(x, (int, float)) and x == x for x in (*thresholds, *shares)]
         fit = all(numbers) and len(thresholds) + 1 == len(depths) == len(fractions)
-        if not (fit and all(0 <= share <= 1 for share in fractions)):
+        fit &= rows is None or len(rows) == len(depths)
+        if not (fit and all(0 <= share <= 1 for share in shares)):
             raise ValueError(
                 f"Wanted a number for each but the last of depths={depths} as thresholds, and a "
-                f"share from 0 to 1 for each as fractions. Got thresholds={thresholds}, "
-                f"fractions={fractions}."
+                f"share from 0 to 1 for each as fractions, and as row_shares if there are any. Got "
+                f"thresholds={thresholds}, fractions={fractions}, row_shares={rows}."
             )
-        return cls(depths=depths, thresholds=thresholds, fractions=fractions)
+        return cls(depths=depths, thresholds=thresholds, fractions=fractions, row_shares=rows)
 
     def over(self, depths: Sequence[int]) -> Thresholds:
         """Returns the same decisions over more exits, at which nobody stops."""
         thresholds = dict(zip(self.depths, (*self.thresholds, np.inf), strict=True))
         fractions = dict(zip(self.depths, self.fractions, strict=True))
+        rows = None
+        if self.row_shares is not None:  # Of the segment that begins or goes on at each start.
+            known, starts = (*self.row_shares, 0.0), (0, *depths[:-1])
+            rows = tuple(known[sum(own <= start for own in self.depths)] for start in starts)
         return Thresholds(
             depths=tuple(depths),
             thresholds=tuple(thresholds.get(depth, -np.inf) for depth in depths[:-1]),
             fractions=tuple(fractions.get(depth, 0.0) for depth in depths),
+            row_shares=rows,
         )
 
     def used(self) -> Thresholds:

@@ -107,8 +107,8 @@ class Executor(Protocol):
     keeps_logits: ClassVar[bool]
 
     @property
-    def min_bucket(self) -> int:
-        """The unit of padding, in slots."""
+    def unit(self) -> int:
+        """The unit of padding of projections and MLP, in slots."""
         ...
 
     def key_widths(self, width: int) -> list[int]:
@@ -206,12 +206,15 @@ def over_blocks(
     block, least = sizes
     if block == least:  # One loop, one body to compile.
         count = -(-total // least)
-        return jax.lax.fori_loop(0, count, lambda i, c: step(i * least, least, c), carry)
+        with jax.named_scope(f"by_{least}"):
+            return jax.lax.fori_loop(0, count, lambda i, c: step(i * least, least, c), carry)
     whole = total // block
-    carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * block, block, c), carry)
+    with jax.named_scope(f"whole_{block}"):
+        carry = jax.lax.fori_loop(0, whole, lambda i, c: step(i * block, block, c), carry)
     done = whole * block
     rest = -(-(total - done) // least)
-    return jax.lax.fori_loop(0, rest, lambda i, c: step(done + i * least, least, c), carry)
+    with jax.named_scope(f"rest_{block}_{least}"):
+        return jax.lax.fori_loop(0, rest, lambda i, c: step(done + i * least, least, c), carry)
 
 
 def check_min_bucket(min_bucket: int) -> int:

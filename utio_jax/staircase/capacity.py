@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,12 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
-from utio_jax.staircase.base import Tokens, check_min_bucket, rotated
+from utio_jax.staircase.base import Executor, Tokens, check_min_bucket, rotated
 from utio_jax.staircase.keys_values import make_shared, shared_at, spans
+from utio_jax.staircase.microbatches import MicroBatches
 
 
 @pytree
@@ -32,6 +35,20 @@ class PrefixSlots:
     token_of_slot: Int[Array, "batch slot"]
     live: Bool[Array, "batch token"]
     capacity: int = static()
+
+    def take(self, leaf: Array, size: int) -> Array:
+        """Returns the entries `[batch, size, ...]` of the first slots; of all, in token order."""
+        if size == self.live.shape[1]:
+            return leaf
+        return jax.vmap(lambda row, order: row[order])(leaf, self.token_of_slot[:, :size])
+
+    def put(self, leaf: Array, new: Array) -> Array:
+        """Returns the entries `[batch, token, ...]` with those of the first slots replaced."""
+        size = new.shape[1]
+        if size == leaf.shape[1]:
+            return new
+        order = self.token_of_slot[:, :size]
+        return jax.vmap(lambda row, order, new: row.at[order].set(new))(leaf, order, new)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,6 +77,10 @@ class CapacityPrefix:
                 f"Wanted capacities that are multiples of min_bucket={self.min_bucket}, in slots. "
                 f"Got capacities={self.capacities}. `fit_capacities` rounds them up."
             )
+
+    @property
+    def unit(self) -> int:
+        return self.min_bucket
 
     def pack(
         self,
@@ -134,7 +155,6 @@ class CapacityPrefix:
         batch, width, _ = tokens.x.shape
         alone = only_live_keys or tokens.mapped is not None  # Others show nothing, or their maps'.
         rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
-        gather = jax.vmap(lambda leaf, order: leaf[order])
 
         def others_at(layer: LayerParams, index: jax.Array) -> tuple[jax.Array, jax.Array]:
             if tokens.mapped is None:  # Hidden.
@@ -145,17 +165,15 @@ class CapacityPrefix:
             return rows(keys, width), rows(values, width)
 
         def run(size: int) -> Callable[[], tuple[jax.Array, KVCache | None]]:
-            chosen = slots.token_of_slot[:, :size]
-            keep = gather(slots.live, chosen)[..., None]
-            places = jax.tree.map(lambda leaf: gather(leaf, chosen), tokens.places)
             every = jnp.broadcast_to(jnp.arange(width), (batch, width))
+            chosen = slots.take(every, size)
+            keep = slots.take(slots.live, size)[..., None]
+            places = jax.tree.map(lambda leaf: slots.take(leaf, size), tokens.places)
 
             def put(others: jax.Array, own: jax.Array) -> jax.Array:
                 """Returns what all tokens show, where those that run show their own."""
-                mine = jnp.where(keep[..., None], rows(own, size), gather(others, chosen))
-                return jax.vmap(lambda all_, order, new: all_.at[order].set(new))(
-                    others, chosen, mine
-                )
+                mine = jnp.where(keep[..., None], rows(own, size), slots.take(others, size))
+                return slots.put(others, mine)
 
             def run_one(
                 index: jax.Array,
@@ -164,7 +182,7 @@ class CapacityPrefix:
             ) -> tuple[jax.Array, KVCache | None]:
                 x, cache = carry
                 layer, mix = layer_at(decoder, params, index), mixer_at(decoder, index)
-                block = gather(x, chosen)
+                block = slots.take(x, size)
                 if shared is not None:
                     keys, values = shared(index)
                 elif alone:
@@ -184,9 +202,7 @@ class CapacityPrefix:
                     return flat(mix(rows(queries, size), keys, values, visible))
 
                 new = rows(run_layer(decoder, layer, flat(block), flat(places), attend), size)
-                new = jnp.where(keep, new, block)
-                x = jax.vmap(lambda row, order, new: row.at[order].set(new))(x, chosen, new)
-                return x, cache
+                return slots.put(x, jnp.where(keep, new, block)), cache
 
             def run_all() -> tuple[jax.Array, KVCache | None]:
                 x, kept = tokens.x, cache
@@ -216,19 +232,14 @@ class CapacityPrefix:
 
         def run(size: int) -> Callable[[], Any]:
             def on_prefix() -> Any:
-                tokens = slots.token_of_slot[:, :size]
-                gather = jax.vmap(lambda row, order: row[order])
-                live = gather(slots.live, tokens)
+                live = slots.take(slots.live, size)
 
                 def scatter(empty: jax.Array, new: jax.Array) -> jax.Array:
                     new = new.reshape(batch, size, *new.shape[1:])
                     keep = live.reshape(batch, size, *(1,) * (new.ndim - 2))
-                    new = jnp.where(keep, new, jnp.zeros((), new.dtype))
-                    return jax.vmap(lambda row, order, new: row.at[order].set(new))(
-                        empty, tokens, new
-                    )
+                    return slots.put(empty, jnp.where(keep, new, jnp.zeros((), new.dtype)))
 
-                found = function(*(flat(gather(a, tokens)) for a in arrays))
+                found = function(*(flat(slots.take(a, size)) for a in arrays))
                 return jax.tree.map(scatter, empty, found)
 
             return on_prefix
@@ -259,6 +270,7 @@ class CapacityPrefix:
             queries=used * layers,
             keys_values=(used if only_live_keys else jnp.int32(batch * width)) * kv_layers,
             key_slots=used.astype(jnp.float32) * width * layers,
+            overflows=jnp.asarray(False if self.certain else self._overflows(slots), jnp.int32),
         )
 
 
@@ -278,3 +290,46 @@ def fit_capacities(
     decided = np.asarray(depth_of_token)
     live = [int((decided > start).sum(axis=1).max(initial=0)) for start in (0, *depths[:-1])]
     return tuple(-(-count // min_bucket) * min_bucket for count in live)
+
+
+def fit_row_shares(
+    depth_of_token: np.ndarray, *, depths: Sequence[int], rows: int = 16
+) -> tuple[float, ...]:
+    """Returns the shares of a row's slots that are cheapest as capacities, by segment. On the host.
+
+    A share that a row of a batch outgrows costs the whole width. So it is the one of the least
+    expected cost where `rows` of these, drawn at random, run together.
+
+    Args:
+      depth_of_token: decided depths `[row, token]` in layers, of other text; 0 for padding.
+      depths: the policy's depths.
+      rows: of a batch.
+
+    >>> fit_row_shares(np.array([[2, 2, 4, 4], [2, 2, 2, 4]]), depths=(2, 4), rows=1)
+    (1.0, 0.5)
+    """
+    decided, shares = np.asarray(depth_of_token), [1.0]
+    decided = decided[(decided > 0).any(axis=1)]
+    for start in depths[:-1]:
+        live = np.sort((decided > start).mean(axis=1))
+        fits = (np.arange(1, live.size + 1) / live.size) ** rows
+        cost = fits * live + (1 - fits)
+        shares.append(min(shares[-1], float(live[np.argmin(cost)])))
+    return tuple(shares)
+
+
+def choose_executor(executor: Executor | Literal["auto"], policy: Any, width: int) -> Executor:
+    """Returns the executor that `"auto"` means for rows of `width` tokens, or the given one.
+
+    Where loops of unknown length are slow (`Platform.static_shapes`) and the policy's `row_shares`
+    are known, a static prefix of these; otherwise micro-batches.
+    """
+    if not isinstance(executor, str):
+        return executor
+    shares = getattr(policy, "row_shares", None)
+    shares = (1.0,) if len(policy.depths) == 1 else shares  # Nobody stops on the way.
+    if shares is None or not here().static_shapes:
+        return MicroBatches()
+    unit = CapacityPrefix.min_bucket
+    slots = tuple(math.ceil(share * width / unit) * unit for share in shares)
+    return CapacityPrefix(capacities=slots, certain=len(shares) == 1)

@@ -82,18 +82,19 @@ class Propagate:
         Returns:
           The cache, and in how many layers K/V were projected.
         """
-        return project_layers(
-            decoder,
-            params,
-            cache,
-            tokens.x,
-            tokens.places,
-            {"positions": tokens.positions, "valid": tokens.shown},
-            start=start,
-            stop=bounds[1],
-            layers=layers,
-            bounds=bounds,
-        )
+        with jax.named_scope("frozen"):
+            return project_layers(
+                decoder,
+                params,
+                cache,
+                tokens.x,
+                tokens.places,
+                {"positions": tokens.positions, "valid": tokens.shown},
+                start=start,
+                stop=bounds[1],
+                layers=layers,
+                bounds=bounds,
+            )
 
 
 @dataclasses.dataclass(frozen=True)

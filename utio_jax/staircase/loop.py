@@ -184,7 +184,7 @@ def run_pass(
         head = Head(model, tokens, slots, depth=stop, asks=asks, readout=readout)
         stops = tokens.live
         if not last:
-            with jax.named_scope("dispatch"):
+            with jax.named_scope(f"dispatch_{stop}"):
                 boundary = head.boundary()
                 goes, memory = policy.go_deeper(index, boundary, memory)
                 packing.look(index, boundary)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import keys_values_of, layer_at
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work
 from utio_jax.staircase.base import (
@@ -57,34 +59,49 @@ class MicroBatches:
     """Blocks of live slots in loops with traced trip counts: one executable for any counts.
 
     Projections and MLP run on blocks packed across rows; attention on blocks of one row, over the
-    keys up to the block's last position. Both take whole blocks first, the rest in `min_bucket`s;
-    padding stays below `min_bucket` slots per row and segment. Nothing overflows, nothing syncs
-    with the host. Not reverse-differentiable: train through `CapacityPrefix`.
+    keys up to the block's last position. Both take whole blocks first, what is left in smaller
+    ones; padding stays below `min_bucket` slots per row and segment, or `rest` per segment.
+    Nothing overflows, nothing syncs with the host. Not reverse-differentiable: train through
+    `CapacityPrefix`.
 
     Attributes:
-      min_bucket: the unit of padding, in slots.
-      block: slots of a whole projection block, a multiple of `min_bucket`.
+      min_bucket: the unit of padding, in slots. None: the platform's
+        (`utio_jax.core.platform`), and so is `rest`.
+      rest: the unit of padding of projections; None: `min_bucket`.
+      block: slots of a whole projection block, a multiple of `rest`.
       query_block: slots of a whole attention block, a multiple of `min_bucket`.
       key_step: keys come in multiples of this, but in at most 8 different counts.
     """
 
-    min_bucket: int = 32
+    min_bucket: int | None = None
+    rest: int | None = None
     block: int = 512
     query_block: int = 128
     key_step: int = 128
     keeps_logits: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_min_bucket(self.min_bucket)
-        for name in ("block", "query_block"):
+        least = 1 if self.min_bucket is None else check_min_bucket(self.min_bucket)
+        rest = least if self.rest is None else check_min_bucket(self.rest)
+        for name, unit in (("block", rest), ("query_block", least)):
             size = getattr(self, name)
-            if size < 1 or size % self.min_bucket:
+            if size < 1 or size % unit:
                 raise ValueError(
-                    f"Wanted a {name} that is a multiple of min_bucket={self.min_bucket}, in "
-                    f"slots. Got {name}={size}."
+                    f"Wanted a {name} that is a multiple of its unit of padding, {unit} slots. "
+                    f"Got {name}={size}."
                 )
         if self.key_step < 1:
             raise ValueError(f"Wanted a key_step of at least 1 key. Got key_step={self.key_step}.")
+
+    @property
+    def unit(self) -> int:
+        sizes = self.rest, self.min_bucket, math.gcd(here().rest, self.block)
+        return next(size for size in sizes if size is not None)
+
+    @property
+    def _query_unit(self) -> int:
+        own = self.min_bucket
+        return math.gcd(here().min_bucket, self.query_block) if own is None else own
 
     def pack(
         self,
@@ -115,7 +132,7 @@ class MicroBatches:
         )
         cover = Cover(
             width=width,
-            sizes=(self.query_block, self.min_bucket),
+            sizes=(self.query_block, self._query_unit),
             key_widths=tuple(self.key_widths(width)),
             causal=causal,
         )
@@ -144,8 +161,8 @@ class MicroBatches:
     def _over_blocks(
         self, total: jax.Array, step: Callable[[jax.Array, int, Any], Any], carry: Any
     ) -> Any:
-        """Runs `step(first slot, size, carry)` on blocks, then on min_buckets for what remains."""
-        return over_blocks(total, (self.block, self.min_bucket), step, carry)
+        """Runs `step(first slot, size, carry)` on blocks, then on units for what remains."""
+        return over_blocks(total, (self.block, self.unit), step, carry)
 
     def run_layers(
         self,
@@ -173,10 +190,10 @@ class MicroBatches:
         # carried twice: packed, for blocks to read, and in token order, for K/V.
         def run_layer(
             index: jax.Array,
-            carry: tuple[jax.Array, jax.Array, KVCache | None],
+            carry: tuple[jax.Array, jax.Array, jax.Array, KVCache | None],
             shared: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
-        ) -> tuple[jax.Array, jax.Array, KVCache | None]:
-            states, packed, cache = carry
+        ) -> tuple[jax.Array, jax.Array, jax.Array, KVCache | None]:
+            states, packed, queries, cache = carry
             layer = layer_at(decoder, params, index)
             project_live = only_live_keys and shared is None
 
@@ -202,7 +219,6 @@ class MicroBatches:
                 values = keys
             else:
                 keys, values = keys_values_of(decoder, layer, states, places)
-            queries = jnp.zeros((margin, config.num_heads, config.head_dim), dtype)
             queries, keys, values = self._over_blocks(slots.total, project, (queries, keys, values))
             if cache is not None and shared is None:
                 cache = write_prompt(cache, index, rows(keys), rows(values))
@@ -225,9 +241,11 @@ class MicroBatches:
                 states = states.at[slot(slots.token_of_slot, start, size)].set(new, mode="drop")
                 return states, put(packed, new, start, 0)
 
-            return *self._over_blocks(slots.total, finish, (states, packed)), cache
+            return *self._over_blocks(slots.total, finish, (states, packed)), attended, cache
 
         states, packed = flat(tokens.x), pack(flat(tokens.x))
+        # Of all layers: what each writes there and attends to in its place, the next overwrites.
+        queries = jnp.zeros((margin, config.num_heads, config.head_dim), dtype)
         for start, stop, reads_others in spans(config, *layers):
             # Where no token has come this far, none needs the K/V of those that stopped.
             stop = jnp.where(slots.total > 0, stop, start)
@@ -238,8 +256,9 @@ class MicroBatches:
                     at_rest = states.reshape(tokens.x.shape)
                     cache = make_shared(decoder, params, cache, at_rest, tokens.places)
                 run = partial(run_layer, shared=shared_at(config, cache, width))
-            carry = (states, packed, cache)
-            states, packed, cache = jax.lax.fori_loop(start, stop, run, carry)
+            carry = (states, packed, queries, cache)
+            with jax.named_scope("layers"):
+                states, packed, queries, cache = jax.lax.fori_loop(start, stop, run, carry)
         return states.reshape(tokens.x.shape), cache
 
     def map_slots(
@@ -264,13 +283,13 @@ class MicroBatches:
         return dataclasses.replace(slots, total=jnp.where(asked, slots.total, 0))
 
     def slots_run(self, slots: PackedSlots) -> Int[Array, ""]:
-        return -(-slots.total // self.min_bucket) * self.min_bucket
+        return -(-slots.total // self.unit) * self.unit
 
     def heads_run(self, slots: PackedSlots) -> Int[Array, ""]:
         # Each block's logits are made in smaller ones of one size, which may be padded again.
         whole = slots.total // self.block
-        rest = -(-slots.total // self.min_bucket) - whole * (self.block // self.min_bucket)
-        return whole * executed_heads(self.block) + rest * executed_heads(self.min_bucket)
+        rest = -(-slots.total // self.unit) - whole * (self.block // self.unit)
+        return whole * executed_heads(self.block) + rest * executed_heads(self.unit)
 
     def work(
         self, slots: PackedSlots, layers: int, *, kv_layers: int, only_live_keys: bool = False

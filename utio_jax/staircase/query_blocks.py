@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.band import attend_band, slice_width
 from utio_jax.attention.history import History
 from utio_jax.attention.mixing import Mixer
+from utio_jax.core.platform import here
 from utio_jax.core.pytrees import pytree, static
 
 
@@ -82,14 +83,21 @@ class Cover:
         token_of_slot: Int[Array, " slot"],
         first_slot: Int[Array, " group"],
         counts: Int[Array, " group"],
-    ) -> tuple[QueryBlocks, QueryBlocks]:
+    ) -> tuple[QueryBlocks, ...]:
         """Returns the whole blocks and the rests of all groups, each group in token order.
+
+        Where both are of one size, they are one.
 
         Args:
           token_of_slot: index into the flattened `[batch * token]` axis.
           first_slot: of each group: of each row, or of each row and chunk.
           counts: slots of each group.
         """
+        if self.sizes[0] == self.sizes[1]:  # One loop, one body to compile.
+            every = -(-counts // self.sizes[0])
+            return (
+                self._blocks(self.sizes[0], token_of_slot, first_slot, counts, every * 0, every),
+            )
         whole = counts // self.sizes[0]
         rest = -(-(counts - whole * self.sizes[0]) // self.sizes[1])
         return (
@@ -113,8 +121,8 @@ class Cover:
         groups_per_row = 1 if self.history is None else -(-self.width // self.chunk)
         ends = jnp.cumsum(blocks)
         index = jnp.arange(counts.shape[0] * -(-longest // size), dtype=jnp.int32)
-        group = jnp.searchsorted(ends, index, side="right").astype(jnp.int32)
-        group = jnp.minimum(group, counts.shape[0] - 1)
+        group = jnp.searchsorted(ends, index, side="right", method=here().search)
+        group = jnp.minimum(group.astype(jnp.int32), counts.shape[0] - 1)
         offset = done[group] + (index - (ends[group] - blocks[group])) * size
         row, start = group // groups_per_row, first_slot[group] + offset
         end = first_slot[group] + jnp.minimum(offset + size, counts[group])
@@ -153,13 +161,12 @@ def attend_blocks(
     query_blocks: Sequence[QueryBlocks],
     keys_shown: Bool[Array, "batch token"],
 ) -> Float[Array, "slot head head_dim"]:
-    """Returns the attention of all blocks' queries, a block at a time."""
+    """Returns the attention of all blocks' queries, a block at a time, in the queries' place."""
     prepared = mix.prepare(values)
-    attended = jnp.zeros_like(queries)
     tokens_per_row = keys.shape[1]
-    for blocks in query_blocks:
+    for number, blocks in enumerate(query_blocks):
 
-        def step(index: jax.Array, attended: jax.Array, blocks: QueryBlocks = blocks) -> jax.Array:
+        def step(index: jax.Array, queries: jax.Array, blocks: QueryBlocks = blocks) -> jax.Array:
             row, start = blocks.row[index], blocks.start[index]
             mine = jax.lax.dynamic_slice_in_dim(queries, start, blocks.size)
             tokens = jax.lax.dynamic_slice_in_dim(token_of_slot, start, blocks.size)
@@ -192,10 +199,10 @@ def attend_blocks(
             branches = [partial(attend, width) for width in blocks.widths]
             new = jax.lax.switch(blocks.reach[index], branches)
             if blocks.overhangs:
-                old = jax.lax.dynamic_slice_in_dim(attended, start, blocks.size)
                 slot = start + jnp.arange(blocks.size, dtype=jnp.int32)
-                new = jnp.where((slot < blocks.end[index])[:, None, None], new, old)
-            return jax.lax.dynamic_update_slice_in_dim(attended, new, start, 0)
+                new = jnp.where((slot < blocks.end[index])[:, None, None], new, mine)
+            return jax.lax.dynamic_update_slice_in_dim(queries, new, start, 0)
 
-        attended = jax.lax.fori_loop(0, blocks.count, step, attended)
-    return attended
+        with jax.named_scope(f"attend_{number}"):
+            queries = jax.lax.fori_loop(0, blocks.count, step, queries)
+    return queries

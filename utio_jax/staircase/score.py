@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,11 @@ from utio_jax.core.decoder import Decoder, Params, apply_exit_lens
 from utio_jax.core.documents import check_tokens
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import Rows, over_rows
-from utio_jax.core.work import Work
+from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.staircase.base import Executor
+from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -62,7 +63,7 @@ def score(  # noqa: PLR0913 (options, each named)
     policy: Policy,
     *,
     kv: FrozenKV = "propagate",
-    executor: Executor = MicroBatches(),
+    executor: Executor | Literal["auto"] = "auto",
     attention: SparseAttention | None = None,
     mesh: Mesh | None = None,
 ) -> Scores:
@@ -80,7 +81,8 @@ def score(  # noqa: PLR0913 (options, each named)
       lengths: real tokens per row.
       policy: who runs how deep.
       kv: what others see of a frozen token, see `utio_jax.staircase.loop.staircase`.
-      executor: how live slots are run.
+      executor: how live slots are run. `"auto"`: on accelerators by static shapes where the
+        policy's `row_shares` are known, otherwise by `MicroBatches`.
       attention: who attends sparsely; None: nobody.
       mesh: splits the rows over its axis "data"; every device packs its own. Put parameters and
         rows there by `utio_jax.core.rows.place`. `Scores.work` then leads with a device axis.
@@ -102,6 +104,9 @@ def score(  # noqa: PLR0913 (options, each named)
 
         rows = Rows((token_ids, lengths))
         return over_rows(mesh, on_device, params, rows, policy, attention).tree
+    if attention is not None and executor == "auto":
+        executor = MicroBatches()
+    executor = choose_executor(executor, policy, token_ids.shape[1])
     labels, predicted = labels_of(token_ids, lengths)
     result = staircase(
         decoder,
@@ -135,17 +140,14 @@ def score_dense(
     depth = decoder.config.num_layers
     (x,) = dense_states(decoder, params, token_ids, lengths, depths=(depth,))
     _, valid = positions_of(token_ids, lengths)
-    slots = jnp.asarray([token_ids.size], jnp.int32)
-    work = Work(
+    slots = jnp.int32(token_ids.size)
+    work = Work.of(
         queries=slots * depth,
         keys_values=slots * depth,
         key_slots=slots * float(depth * token_ids.shape[1]),
-        decisions=slots * 0,
-        choices=slots * 0,
-        heads=jnp.asarray([executed_heads(token_ids.size)], jnp.int32),
-        exit_maps=slots * 0,
-        kv_maps=slots * 0,
+        heads=jnp.int32(executed_heads(token_ids.size)),
     )
+    work = stack_work([work])
     with jax.named_scope("head"):
         labels, predicted = labels_of(token_ids, lengths)
         nll = _read_all(decoder, params, next_token_nll, x, labels)

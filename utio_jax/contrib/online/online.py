@@ -239,6 +239,7 @@ def observed(
             heads=reads * token_ids.size,
             exit_maps=maps * token_ids.size,
             kv_maps=layers * 0,
+            overflows=layers * 0,
         ),
         x=full,
     )

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This library's programs, compiled ahead of time for TPUs and GPUs that this machine has not.
+
+Needs `JAX_PLATFORMS=cpu`, and libtpu or JAX's CUDA plugin beside it (`requirements-tpu.txt`,
+`requirements-gpu.txt`). Nothing runs: arguments are shapes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+from utio_jax.devices.rows import _spec, row_axes
+
+from utio_jax.attention.cache import key_widths
+from utio_jax.core.platform import compiling_for
+from utio_jax.decoding.admission import empty_state
+from utio_jax.decoding.base import Mode
+from utio_jax.decoding.loop import advance, begin
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import Greedy
+from utio_jax.decoding.state import check_stops
+from utio_jax.engine.blocks import block_room, run_block
+from utio_jax.engine.requests import rules_of
+from utio_jax.models.presets import SHAPES, SHARED_16, STDLIB_16, with_layers
+from utio_jax.models.tensor_parallel import tensor_parallel
+from utio_jax.models.transformer import Transformer
+from utio_jax.policies.depth import Thresholded
+from utio_jax.policies.learned import Learned, StateGate
+from utio_jax.staircase.score import score, score_dense
+
+H100 = """gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32
+shared_memory_per_block: 49152 shared_memory_per_core: 233472 threads_per_core_limit: 2048
+core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
+registers_per_block_limit: 65536 } platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 8 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3" """
+
+OWN = {"shipped": STDLIB_16, "shared": SHARED_16}
+
+
+def tpu_devices(topology: str = "v5e:2x2") -> list[Any]:
+    """Returns the chips of a TPU that is not here. A program of one of them is one for one chip."""
+    os.environ.update(  # Without these libtpu asks a metadata server, and waits for it.
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE="v5litepod-4",
+        TPU_WORKER_HOSTNAMES="localhost",
+        TPU_WORKER_ID="0",
+    )
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def gpu_device() -> Any:
+    """Returns an H100 that is not here."""
+    found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
+    return found.devices[0]
+
+
+def shapes(tree: Any, sharding: Sharding | None) -> Any:
+    """Returns a pytree's arrays as shapes on a device."""
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+    )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Programs:
+    """What one model runs on one device, as functions that lower it.
+
+    Attributes:
+      name: of `utio_jax.models.presets.SHAPES`, in bfloat16; or of `OWN`, in float32.
+      layers: of the first; exits are at their quarters.
+      sharding: of arguments: where it runs; None: not said, for lowering alone.
+      platform: traced for; None: that of this machine.
+      choices: other than the platform's.
+    """
+
+    name: str
+    layers: int
+    sharding: Sharding | None
+    platform: str | None = "tpu"
+    choices: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def decoder(self) -> Transformer:
+        own = OWN.get(self.name)
+        return Transformer(own or with_layers(SHAPES[self.name], self.layers))
+
+    @functools.cached_property
+    def params(self) -> Any:
+        dtype = jnp.float32 if self.name in OWN else jnp.bfloat16
+        made = jax.eval_shape(lambda key: self.decoder.init(key, dtype), jax.random.key(0))
+        return shapes(made, self.sharding)
+
+    def array(self, *shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
+
+    def policy(self, row_shares: tuple[float, ...] | None = None) -> Thresholded:
+        """Returns a learned gate at every exit."""
+        config, count, f = self.decoder.config, len(self.decoder.config.exits), jnp.float32
+        gates = StateGate(
+            hidden=self.array(count, config.embed_dim, 64, dtype=f),
+            hidden_bias=self.array(count, 64, dtype=f),
+            output=self.array(count, 64, dtype=f),
+            output_bias=self.array(count, dtype=f),
+        )
+        return Thresholded(
+            signal=Learned(gates=gates, exits=config.exits),
+            thresholds=self.array(count - 1, dtype=f),
+            depths=config.exits,
+            row_shares=row_shares,
+        )
+
+    def lower(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        static: tuple[str, ...] = (),
+        donate: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns a function of the decoder and other arguments, lowered for the platform."""
+
+        @functools.wraps(function)  # New: nothing that was traced for another platform is found.
+        def program(*args: Any, **options: Any) -> Any:
+            return function(*args, **options)
+
+        made = jax.jit(program, static_argnums=0, static_argnames=static, donate_argnames=donate)
+        with (
+            compiling_for(self.platform, **self.choices),
+            jax.default_matmul_precision("default"),
+        ):
+            traced = made.trace(self.decoder, self.params, *args, **options)
+            here = None if self.platform is None else (self.platform,)
+            return traced.lower(lowering_platforms=here)
+
+    def dense(self, rows: int, width: int) -> Any:
+        """Lowers scoring at full depth by the plain program."""
+        return self.lower(score_dense, self.array(rows, width), self.array(rows))
+
+    def score(self, rows: int, width: int, *, shares: Any = None, executor: Any = "auto") -> Any:
+        """Lowers scoring by depth."""
+        arrays = self.array(rows, width), self.array(rows)
+        return self.lower(
+            score, *arrays, self.policy(shares), static=("executor",), executor=executor
+        )
+
+    def _state(self, mode: Mode, rows: int, slots: int, mesh: Mesh | None = None) -> Any:
+        config = self.decoder.config
+        stops = check_stops(config.eos_ids, (), rows=rows, vocab_size=config.vocab_size)
+        stops = shapes(jax.tree.map(jnp.asarray, stops), self.sharding)
+        make = functools.partial(begin.__wrapped__, self.decoder, slots=slots, mesh=mesh)
+        a = jax.ShapeDtypeStruct
+        arrays = [a(shape, jnp.int32) for shape in ((rows, 64), (rows,), (rows,))]
+        arrays.append(a((rows,), jnp.uint32))
+        bare = shapes((self.params, mode, stops), None) if mesh is None else None
+        params, mode, made = bare or (self.params, mode, stops)
+        return jax.eval_shape(make, params, mode, Greedy(), made, *arrays), stops
+
+    def prefill(self, rows: int, width: int, prefill: Prefill | None = None) -> Any:
+        """Lowers the reading of prompts, by the dense program unless said otherwise."""
+        from utio_jax.decoding.base import Plain
+
+        config = self.decoder.config
+        stops = check_stops(config.eos_ids, (), rows=rows, vocab_size=config.vocab_size)
+        stops = shapes(jax.tree.map(jnp.asarray, stops), self.sharding)
+        per_row = self.array(rows), self.array(rows), self.array(rows, dtype=jnp.uint32)
+        arrays = self.array(rows, width), *per_row
+        options = {"slots": width + 64, "prefill": prefill}
+        return self.lower(
+            begin.__wrapped__, Plain(), Greedy(), stops, *arrays, static=("slots",), **options
+        )
+
+    def decode(self, mode: Mode, rows: int, slots: int = 512) -> Any:
+        """Lowers the loop over new tokens."""
+        state, stops = self._state(mode, rows, slots)
+        state = shapes(state, self.sharding)
+        return self.lower(
+            advance.__wrapped__,
+            mode,
+            Greedy(),
+            stops,
+            state,
+            self.array(),
+            None,
+            static=("widths",),
+            donate="state",
+            widths=(slots,),
+        )
+
+    def engine(self, mode: Mode, rows: int, slots: int = 512) -> Any:
+        """Lowers a block of the engine."""
+        boundaries = len(self.decoder.config.exits) - 1
+        own = np.zeros(boundaries, np.float32) if mode.depth_policy is not None else None
+        rules = jax.tree.map(jnp.asarray, rules_of((), rows=rows, own=own))
+        make = functools.partial(empty_state.__wrapped__, self.decoder, batch=rows, slots=slots)
+        bare = shapes((self.params, mode), None)
+        state = jax.eval_shape(make, *bare, rules.sampling, rules.stops)
+        return self.lower(
+            run_block.__wrapped__,
+            mode,
+            shapes(rules, self.sharding),
+            shapes(state, self.sharding),
+            self.array(),
+            None,
+            static=("widths", "room"),
+            donate="state",
+            widths=key_widths(slots, key_step=128),
+            room=block_room(mode, 16),
+        )
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class MeshPrograms(Programs):
+    """The same on a mesh: rows over its axis "data", layers over its axis "model"."""
+
+    mesh: Mesh
+
+    @functools.cached_property
+    def params(self) -> Any:
+        made = jax.eval_shape(lambda key: self.decoder.init(key, jnp.bfloat16), jax.random.key(0))
+        if self.mesh.shape["model"] == 1:
+            return shapes(made, self.sharding)
+        place = tensor_parallel(self.decoder.config, self.mesh)
+
+        def placed(path: Any, leaf: Any) -> Any:
+            where = place(".".join(str(key.key) for key in path), leaf.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        return jax.tree_util.tree_map_with_path(placed, made)
+
+    def score(self, rows: int, width: int, *, shares: Any = None, executor: Any = "auto") -> Any:
+        by_row = NamedSharding(self.mesh, PartitionSpec("data"))
+        arrays = [
+            jax.ShapeDtypeStruct(shape, jnp.int32, sharding=by_row)
+            for shape in ((rows, width), (rows,))
+        ]
+        options = {"executor": executor, "mesh": self.mesh}
+        return self.lower(score, *arrays, self.policy(shares), static=(*options,), **options)
+
+    def decode(self, mode: Mode, rows: int, slots: int = 512) -> Any:
+        state, stops = self._state(mode, rows, slots, self.mesh)
+        leaves, treedef = jax.tree.flatten(state)
+        leaves = [
+            jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, _spec(axis))
+            )
+            for leaf, axis in zip(leaves, row_axes(state), strict=True)
+        ]
+        return self.lower(
+            advance.__wrapped__,
+            mode,
+            Greedy(),
+            stops,
+            jax.tree.unflatten(treedef, leaves),
+            self.array(),
+            None,
+            static=("widths", "mesh"),
+            donate="state",
+            widths=(slots,),
+            mesh=self.mesh,
+        )
+
+
+def on_tpu(name: str, layers: int, chip: str = "v5e") -> Programs:
+    """Returns a model's programs for one TPU chip."""
+    device = tpu_devices(f"{chip}:2x2")[0]
+    return Programs(name=name, layers=layers, sharding=SingleDeviceSharding(device))
+
+
+def on_gpu(name: str, layers: int) -> Programs:
+    """Returns a model's programs for an H100."""
+    return Programs(
+        name=name, layers=layers, sharding=SingleDeviceSharding(gpu_device()), platform="cuda"
+    )
+
+
+def on_mesh(name: str, layers: int, data: int, parts: int) -> MeshPrograms:
+    """Returns a model's programs for eight TPU chips."""
+    devices = np.array(tpu_devices("v5e:2x4")).reshape(data, parts)
+    mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    whole = NamedSharding(mesh, PartitionSpec())
+    return MeshPrograms(name=name, layers=layers, sharding=whole, mesh=mesh)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimized, scheduled HLO as text: what is in it, and what a TPU's compiler says that it takes.
+
+`Program.seconds` sums the compiler's own `estimated_cycles`, a loop's body as often as it turns.
+`cost_analysis()` of JAX counts a body once. Gathers, scatters and updates in place have no cycles:
+their bytes over the memory's bandwidth stand in. Asynchronous copies overlap, and are left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4}
+_BYTES |= {"f32": 4, "s64": 8, "u64": 8, "f64": 8}
+_SHAPE = re.compile(r"([a-z]+\d*)\[([\d,]*)\](\{[^}]*\})?")
+_NAME = re.compile(r"%([\w.\-]+)")
+_HOST_SPACE = "5"
+_COLLECTIVES = ("all-", "reduce-scatter", "collective")
+_LARGE = 2**24
+"""Bytes of a copy that should not be made on every call: 16 MB."""
+
+_KINDS = {
+    "convolution": "matmul",
+    "dot": "matmul",
+    "transpose": "copy",
+    "dynamic-update-slice": "update",
+    "dynamic-slice": "slice",
+    "copy-start": "dma",
+    "slice-start": "dma",
+}
+
+
+def bytes_of(shape: str) -> int:
+    """Returns the bytes of a shape's arrays.
+
+    >>> bytes_of("(f32[2,3]{1,0:T(8,128)}, pred[])")
+    25
+    """
+    return sum(
+        math.prod(int(x) for x in dims.split(",") if x) * _BYTES.get(kind, 0)
+        for kind, dims, _ in _SHAPE.findall(shape)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: of its result.
+      shape: of that.
+      op: opcode.
+      operands: names.
+      rest: attributes and metadata, as text.
+    """
+
+    name: str
+    shape: str
+    op: str
+    operands: tuple[str, ...]
+    rest: str
+
+    def _found(self, pattern: str) -> str | None:
+        found = re.search(pattern, self.rest)
+        return found[1] if found else None
+
+    @property
+    def path(self) -> str:
+        """Which scopes of JAX it was traced in."""
+        return self._found(r'op_name="([^"]*)"') or ""
+
+    @property
+    def cycles(self) -> int:
+        return int(self._found(r'"estimated_cycles":"(\d+)"') or 0)
+
+    @property
+    def turns(self) -> int | None:
+        """How often a loop turns, where the compiler knows."""
+        found = self._found(r'"known_trip_count":\{"n":"(\d+)"\}')
+        return None if found is None else int(found)
+
+    def called(self, key: str) -> str | None:
+        """Returns the computation that an attribute names."""
+        return self._found(rf"\b{key}=%([\w.\-]+)")
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Computations that a conditional chooses from, that of False or 0 first."""
+        found = self._found(r"branch_computations=\{([^}]*)\}")
+        if found:
+            return tuple(_NAME.findall(found))
+        both = self.called("false_computation"), self.called("true_computation")
+        return tuple(each for each in both if each)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Computations that are scheduled under it; not those of fusions."""
+        named = {"while": ("body", "condition"), "call": ("to_apply",)}.get(self.op, ())
+        return self.branches + tuple(each for each in map(self.called, named) if each)
+
+    @property
+    def collective(self) -> bool:
+        return self.op.startswith(_COLLECTIVES) and not self.op.endswith("done")
+
+
+class Program:
+    """An optimized module.
+
+    Attributes:
+      computations: instructions by the name of the computation, in their order.
+      entry: name of the first that runs.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry, current = "", None
+        for line in text.splitlines():
+            if current is None:
+                head = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
+                if head:
+                    current = self.computations.setdefault(head[2], [])
+                    self.entry = head[2] if head[1] else self.entry
+            elif line.startswith("}"):
+                current = None
+            else:
+                found = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)$", line)
+                if found:
+                    current.append(_instruction(found[1], found[2]))
+
+    @cached_property
+    def scheduled(self) -> list[str]:
+        """Computations that run, apart from those inside fusions; callees first."""
+        order: dict[str, None] = {}
+
+        def visit(name: str) -> None:
+            if name not in order:
+                for each in self.computations[name]:
+                    for part in each.parts:
+                        visit(part)
+                order[name] = None
+
+        visit(self.entry)
+        return list(order)
+
+    def instructions(self, op: str | None = None) -> list[Instruction]:
+        """Returns scheduled instructions, of one opcode or all."""
+        every = [each for name in self.scheduled for each in self.computations[name]]
+        return [each for each in every if op in (None, each.op)]
+
+    @property
+    def structure(self) -> dict[str, int]:
+        """What a program consists of, as far as a test should pin it."""
+        every = self.instructions()
+        ops = collections.Counter(each.op for each in every)
+        return {
+            "loops": ops["while"],
+            "branches": ops["conditional"],
+            "collectives": sum(each.collective for each in every),
+            "host": sum(
+                each.op in ("infeed", "outfeed", "send", "recv")
+                or f"S({_HOST_SPACE})" in each.shape
+                for each in every
+            ),
+            "large_copies": len(self.large_copies()),
+        }
+
+    def large_copies(self) -> list[Instruction]:
+        """Returns copies of 16 MB and more outside of loops: made anew on every call."""
+        return [
+            each
+            for each in self.computations[self.entry]
+            if self.kind(each) == "copy" and bytes_of(each.shape) >= _LARGE
+        ]
+
+    def kind(self, each: Instruction) -> str:
+        """Returns what an instruction mostly does: `"matmul"`, `"copy"`, `"gather"`, ..."""
+        if each.op != "fusion":
+            own = ("copy", "scatter", "gather", "sort")
+            return _KINDS.get(each.op, each.op if each.op in own else "other")
+        ops = self._inside(each)
+        for op in ("convolution", "dot", "scatter", "gather", "sort"):
+            if op in ops:
+                return _KINDS.get(op, op)
+        for op in ("dynamic-update-slice", "dynamic-slice"):
+            if op in ops:
+                return _KINDS[op]
+        moves = {"parameter", "copy", "bitcast", "tuple", "transpose", "reshape", "fusion"}
+        return "copy" if ops <= moves else "fused"
+
+    def _inside(self, each: Instruction) -> set[str]:
+        found: set[str] = set()
+        queue, seen = [each.called("calls")], set()
+        while queue:
+            name = queue.pop()
+            if name and name not in seen:
+                seen.add(name)
+                for inner in self.computations.get(name, []):
+                    found.add(inner.op)
+                    queue.append(inner.called("calls"))
+        return found
+
+    def seconds(
+        self,
+        turns: Callable[[Instruction], float],
+        shares: Callable[[Instruction], Sequence[float]],
+        *,
+        hertz: float,
+        bandwidth: float,
+    ) -> collections.Counter[tuple[str, str, str]]:
+        """Returns predicted seconds by kind, shape and path.
+
+        Args:
+          turns: of a loop that the compiler does not know them of.
+          shares: how often each branch of a conditional is taken.
+          hertz: of the chip.
+          bandwidth: of its memory, in bytes per second.
+        """
+        times: collections.Counter[str] = collections.Counter({self.entry: 1.0})
+        spent: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        for name in reversed(self.scheduled):
+            shapes = {each.name: each.shape for each in self.computations[name]}
+            for each in self.computations[name]:
+                if each.op == "while":
+                    count = turns(each) if each.turns is None else each.turns
+                    times[each.called("body") or ""] += times[name] * count
+                    times[each.called("condition") or ""] += times[name] * (count + 1)
+                elif each.op == "conditional":
+                    for branch, share in zip(each.branches, shares(each), strict=True):
+                        times[branch] += times[name] * share
+                elif each.op == "call":
+                    times[each.parts[0]] += times[name]
+                elif (kind := self.kind(each)) != "dma":
+                    moved = self._moved(each, kind, [shapes.get(o, "") for o in each.operands])
+                    once = each.cycles / hertz if each.cycles else moved / bandwidth
+                    key = kind, each.shape.split("{")[0], each.path
+                    spent[key] += once * times[name]
+        return spent
+
+    def _moved(self, each: Instruction, kind: str, operands: list[str]) -> float:
+        """Returns the bytes that an instruction without cycles moves, about."""
+        if kind in ("scatter", "update"):  # In place: what is put, not what it is put into.
+            sizes = [bytes_of(shape) for shape in operands]
+            return 2 * max((b for b in sizes if b < max(sizes)), default=max(sizes, default=0))
+        return 2 * bytes_of(each.shape) if kind in ("gather", "slice", "copy", "sort") else 0.0
+
+
+def _instruction(name: str, rest: str) -> Instruction:
+    cut = _end(rest, 0) + 1 if rest[0] == "(" else rest.index(" ")
+    shape, rest = rest[:cut], rest[cut:].lstrip()
+    left = rest.index("(")
+    right = _end(rest, left)
+    operands = tuple(_NAME.findall(rest[left:right]))
+    return Instruction(name, shape, rest[:left], operands, rest[right + 1 :])
+
+
+def _end(text: str, start: int) -> int:
+    """Returns where the parenthesis that opens at `start` closes."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
+        if not depth:
+            return index
+    return len(text) - 1

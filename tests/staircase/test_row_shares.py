@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What static programs know of a policy: fitted and kept with it, counted where it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.models import Model
+
+from utio_jax import evaluate
+from utio_jax.core.platform import compiling_for
+from utio_jax.policies.store import Calibration, Thresholds, load_calibration
+
+
+def test_a_calibration_knows_the_shares_of_rows_and_keeps_them(
+    fitted: Calibration, tmp_path: Any
+) -> None:
+    entry = fitted.entry("learned", 0.3)
+    shares = entry.row_shares
+    assert shares is not None
+    assert len(shares) == len(entry.depths)
+    assert shares[0] == 1.0
+    assert all(before >= after for before, after in itertools.pairwise(shares))
+    # About as many as stop later than there, and room for rows that differ.
+    tails = 1 - np.cumsum([0, *entry.fractions[:-1]])
+    assert all(share >= tail - 0.1 for share, tail in zip(shares, tails, strict=True))
+    fitted.save(tmp_path)
+    loaded = load_calibration(tmp_path, model_sha256="a" * 64)
+    assert loaded.entry("learned", 0.3) == entry
+    assert loaded.policy("learned", 0.3).row_shares is None, "budgets share a program on a CPU"
+    with compiling_for("tpu"):
+        assert loaded.policy("learned", 0.3).row_shares == shares
+
+
+def test_more_exits_leave_the_shares_of_the_segments_that_they_cut() -> None:
+    entry = Thresholds(
+        depths=(2, 4), thresholds=(1.0,), fractions=(0.5, 0.5), row_shares=(1.0, 0.6)
+    )
+    assert entry.over((1, 2, 3, 4, 6)).row_shares == (1.0, 1.0, 0.6, 0.6, 0.0)
+    assert dataclasses.replace(entry, row_shares=None).over((1, 2, 4)).row_shares is None
+
+
+@pytest.mark.parametrize("shares", [[1.0], [1.0, 1.5], [1.0, None]])
+def test_shares_that_no_row_has_are_refused(shares: list[Any]) -> None:
+    stored = {"depths": [2, 4], "thresholds": [1.0], "fractions": [0.5, 0.5]}
+    assert Thresholds.from_json(stored).row_shares is None
+    with pytest.raises(ValueError, match="row_shares"):
+        Thresholds.from_json({**stored, "row_shares": shares})
+
+
+def test_the_ledger_counts_the_segments_that_ran_whole_rows(
+    tiny: Model, text: list[Any], fitted: Calibration
+) -> None:
+    entry = fitted.entry("learned", 0.8)
+    with compiling_for("tpu"):  # Run here: what differs are blocks and executors.
+        policy: Any = fitted.policy("learned", 0.8)
+        too_few = dataclasses.replace(policy, row_shares=(1.0,) + (0.0,) * (len(entry.depths) - 1))
+        found = evaluate(tiny.decoder, tiny.params, text, {"few": too_few})
+    wanted = evaluate(tiny.decoder, tiny.params, text, {"cpu": fitted.policy("learned", 0.8)})
+    ledgers = {
+        name: each.ledger(name, budget=0.8, num_layers=4) for name, each in (found | wanted).items()
+    }
+    deep = len(entry.depths) - 1
+    assert ledgers["few"].overflows == len(text) * deep, "some token of every batch goes on"
+    assert ledgers["cpu"].overflows == 0
+    assert ledgers["few"].nll == pytest.approx(ledgers["cpu"].nll, abs=1e-4)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs differ in by platform, in one place: block sizes, and forms that a compiler likes.
+
+Sizes for CPU are measured. Those for TPU are what its compiler predicts, see `results/compiled.md`;
+those for GPU follow them. `here()` is asked while a program is traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Platform:
+    """How programs are written for one kind of device.
+
+    Attributes:
+      head_block: tokens whose logits are alive at once. On CPU [128, vocab] stays in cache; on
+        accelerators every block reads the whole head from memory again.
+      min_bucket: the unit of padding of attention in `MicroBatches`, in slots.
+      rest: the unit of padding of its projections and MLP, in slots.
+      static_shapes: whether loops of unknown length are slower than static prefixes.
+      stack_in_place: whether a layer is read where it lies in the stack; on CPU it is copied first.
+      search: method of `jnp.searchsorted`: accelerators run "scan" as a serial loop.
+      least_rows: of a matrix product in decoding; fewer are padded. A product of one row goes to
+        the TPU's vector unit, at half the memory's rate.
+      heads_apart: whether the reshape to heads stays out of decoding's products. XLA:TPU folds it
+        into their weights, and copies whole stacks of layers for that on every call.
+    """
+
+    head_block: int = 512
+    min_bucket: int = 128
+    rest: int = 512
+    static_shapes: bool = True
+    stack_in_place: bool = True
+    search: Literal["scan", "compare_all"] = "compare_all"
+    least_rows: int = 1
+    heads_apart: bool = False
+
+
+_CPU = Platform(
+    head_block=128,
+    min_bucket=32,
+    rest=32,
+    static_shapes=False,
+    stack_in_place=False,
+    search="scan",
+)
+_PLATFORMS = {"cpu": _CPU, "tpu": Platform(least_rows=2, heads_apart=True)}
+_OTHER = Platform()
+_compiling: list[Platform] = []
+
+_FEW = 256
+"""Tokens of a block in which the reshape to heads is kept apart: with more, it costs 4 %."""
+
+
+def here() -> Platform:
+    """Returns the platform that programs are traced for: JAX's default one."""
+    return _compiling[-1] if _compiling else _PLATFORMS.get(jax.default_backend(), _OTHER)
+
+
+@contextlib.contextmanager
+def compiling_for(name: str | None = None, **choices: Any) -> Iterator[None]:
+    """Traces for `"cpu"`, `"cuda"` or `"tpu"`, whatever this machine has; or with other choices.
+
+    For compilation ahead of time, and to try choices out. What jit has traced before, it does not
+    trace again.
+    """
+    base = here() if name is None else _PLATFORMS.get(name, _OTHER)
+    _compiling.append(dataclasses.replace(base, **choices))
+    try:
+        yield
+    finally:
+        _compiling.pop()
+
+
+def product_apart(product: jax.Array) -> jax.Array:
+    """Returns a product `[..., features]` that XLA does not reshape to heads before it is made."""
+    few = math.prod(product.shape[:-1]) <= _FEW
+    return jax.lax.optimization_barrier(product) if few and here().heads_apart else product
+
+
+def on_enough_rows(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns `function(*arrays)` of arrays that lead with rows, padded to `least_rows` of them."""
+    leaf = jax.tree.leaves(arrays)[0]
+    rows, least = leaf.shape[0], here().least_rows
+    if math.prod(leaf.shape[:-1]) >= least:
+        return function(*arrays)
+    pad = lambda y: jnp.concatenate([y] * least)[:least]  # noqa: E731
+    # Behind a barrier: what is one row repeated would be multiplied as one row.
+    found = function(*jax.lax.optimization_barrier(jax.tree.map(pad, arrays)))
+    return jax.tree.map(lambda y: y[:rows], found)
