@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
     states = jnp.stack(dense_states(decoder, params, ids, lengths, depths=depths)[:1])
     whole = jax.jit(lambda: dense_states(decoder, params, ids, lengths, depths=depths)[-1])
     programs: dict[str, Any] = {"pass": whole}
-    layer_flops = token_cost(decoder, params).layer(BLOCK)
+    layer_flops = token_cost(decoder, params).layers(1, BLOCK)
     rows = []
     for name, signal in signals.items():
         found = collect_scores(decoder, params, signal, studies, depths=exits)

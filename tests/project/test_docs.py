@@ -50,6 +50,7 @@ def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
     ("page", "number"),
     [
         ("docs/bring_your_own.md", 6),
+        ("docs/coming_from.md", 4),
         ("docs/decode.md", 2),
         ("docs/contrib/edge.md", 1),
         ("docs/contrib/encoders.md", 1),

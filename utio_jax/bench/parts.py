@@ -238,4 +238,4 @@ def _prefill_flops(subject: Subject, prompts: Prompts) -> float:
     """Returns the FLOPs of the prompts' pass but for its last tokens, which `spent_on` charges."""
     cost: Any = token_cost(subject.decoder, subject.params)
     layers = subject.decoder.config.num_layers
-    return float(sum((len(p) - 1) * layers * cost.layer(len(p)) for p in prompts))
+    return float(sum((len(p) - 1) * cost.layers(layers, len(p)) for p in prompts))
