@@ -4,7 +4,7 @@
     for depth in 8 10 12 16; do
         utio-jax train --preset plain-$depth --out out/plain-$depth > out/plain-$depth.json
     done
-    python models/make_controls.py models/stdlib_16 out/plain-*.json
+    python models/make_controls.py models/shared_16 out/plain-*.json
 
 Each file is what `utio-jax train` prints. Depths that the model's file has already, and no file
 given here, stay as they are.
@@ -12,6 +12,7 @@ given here, stay as they are.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -26,16 +27,17 @@ from utio_jax.models.training.recipe import bits_of_test_split
 def main(arguments: list[str]) -> int:
     """Adds runs to a model's controls."""
     folder, *files = map(Path, arguments)
-    model = load(folder)
+    model = load(folder, lens=False)  # Full depth is read through no map.
     config, width = model.decoder.config, model.decoder.config.context_length
     known = load_controls(folder, model_sha256=model.sha256)
     rows = {row.layers: row for row in (known.controls if known is not None else ())}
     cost = token_cost(model.decoder, model.params)
     full = float(depth_flops(cost, [config.num_layers], width=width, key_widths=[width])[0])
+    plain = dataclasses.replace(cost, kv_depth=())  # With keys and values in every layer.
     for file in files:
         run = json.loads(file.read_text())
         ((layers, bits),) = [(int(depth), bits) for depth, bits in run["bits_per_byte"].items()]
-        flops = float(depth_flops(cost, [layers], width=width, key_widths=[width])[0])
+        flops = float(depth_flops(plain, [layers], width=width, key_widths=[width])[0])
         rows[layers] = PlainControl(
             layers=layers,
             flops_ratio=round(flops / full, 4),

@@ -6,8 +6,8 @@
 # layers for all of them, or choosing at random, at the same cost?
 #
 # The model is the one that comes with `utio_jax`: 16 layers, trained on the source of Python's
-# standard library, with exits after layers 4, 6, 8, 10, 12 and 16. What it reads here it has never
-# been trained on: the library's own source, and the standard library's files that were put aside.
+# standard library, with exits after layers 8, 10, 12 and 16. What it reads here it has never been
+# trained on: the library's own source, and the standard library's files that were put aside.
 #
 # Words used below: a *policy* decides each token's depth; a *signal* is the score that it compares
 # with a threshold at each exit; *FLOPs* are floating-point operations, all that were executed, as
@@ -250,9 +250,8 @@ plt.show()
 #
 # ## Is it worth it?
 #
-# The only fair question is about loss at *equal cost*, everything included: padding, gates, keys
-# and values of tokens that have stopped. `compare` reads the same files under each policy and
-# these controls:
+# The only fair question is about loss at *equal cost*, everything included, padding and gates too.
+# `compare` reads the same files under each policy and these controls:
 #
 # - `uniform`: every token stops at the same exit;
 # - its *hull*: the best that can be had by mixing two exits at random. This is the line to beat;
@@ -265,15 +264,14 @@ plt.show()
 from utio_jax.calibration.compare import compare
 from utio_jax.evaluation.ledger import uniform_hull
 
-shallow = load(exits=(8, 10, 12, 16))  # The same model; these exits are enough here.
 few = dataclasses.replace(
     calibration,
     entries={name: calibration.entries[name] for name in ("learned", "utio_surrogate")},
 )
 with tqdm(total=6, desc="compare") as bar:
     rows = compare(
-        shallow.decoder,
-        shallow.params,
+        model.decoder,
+        model.params,
         batches,
         document_of_window,
         few,

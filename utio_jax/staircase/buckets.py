@@ -131,9 +131,9 @@ def bucket_tokens(
       **others: refused, with what to say instead of the `bucket_cutoffs` of other UTIOs.
 
     Raises:
-      ValueError: an option that there is not; depths are no staircase; thresholds or fractions are both or neither given, of the
-        wrong length, out of order, or do not sum to 1; min_bucket < 1; floor beyond the last depth;
-        scores are not floating-point `[..., token]`.
+      ValueError: an option that there is not; depths are no staircase; thresholds or fractions are
+        both or neither given, of the wrong length, out of order, or do not sum to 1; min_bucket is
+        below 1; a floor beyond the last depth; scores are not floating-point `[..., token]`.
     """
     if others:
         name, value = next(iter(others.items()))
