@@ -6,15 +6,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import Prefill, given_depths, reference_states
+from utio_jax import Prefill, given_depths, reference_states, staircase
 from utio_jax.models import SHIPPED, load
 from utio_jax.models.shipped import is_shipped
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.staircase.forward import run_staircase
 
 pytestmark = pytest.mark.check
 
@@ -59,7 +59,8 @@ def test_a_token_that_stops_at_an_exit_changes_no_other(model: Any) -> None:
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, decoder.config.vocab_size, (2, 48)), jnp.int32)
     lengths, depths = jnp.asarray([48, 31]), jnp.asarray(rng.choice(exits, (2, 48)))
-    mixed = run_staircase(decoder, params, ids, lengths, given_depths(depths, depths=exits))
+    run = jax.jit(staircase, static_argnums=0)
+    mixed = run(decoder, params, ids, lengths, given_depths(depths, depths=exits))
     deep = (np.asarray(depths) == 16) & (np.arange(48) < np.asarray(lengths)[:, None])
     full = reference_states(decoder, params, ids, lengths, jnp.full((2, 48), 16))
     np.testing.assert_allclose(np.asarray(mixed.x)[deep], np.asarray(full)[deep], atol=1e-3)
