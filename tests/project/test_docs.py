@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,16 @@ def test_a_guide_runs_from_top_to_bottom(
     with jax.numpy_rank_promotion("allow"):  # As it is for a reader.
         for index, block in enumerate(blocks):
             exec(compile(block, f"{page}[{index}]", "exec"), scope)
+
+
+@pytest.mark.check
+def test_the_benchmark_of_other_utios_is_bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("utio_jax.benchmark", run_name="__main__")
+    assert "--suite" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES)
