@@ -212,7 +212,6 @@ at = config.exits.index(EXIT)
 signals = {
     "learned": (calibration.signals["learned"], "#11806a"),
     "utio_surrogate": (calibration.signals["utio_surrogate"], "#7a5aa6"),
-    "utio_before": (calibration.signals["utio_before"], "#b58fd6"),
     "random": (Chance(key=jax.random.key(0)), "#d08b2c"),
 }
 BINS = 20
@@ -242,9 +241,8 @@ axes.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# The learned gate and UTIO's surrogate at the exit both know a lot. `utio_before`, the same
-# surrogate from what is known before the pass, knows nothing: it is as good as chance. But knowing
-# has a price. The surrogate looks at the exit's own prediction, and for that it multiplies with
+# The learned gate and UTIO's surrogate at the exit both know a lot. But knowing has a price. The
+# surrogate looks at the exit's own prediction, and for that it multiplies with
 # the whole vocabulary, about as much work as one of this model's layers; the learned gate takes a
 # hundredth of that.
 #
