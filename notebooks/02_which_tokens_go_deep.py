@@ -242,9 +242,9 @@ plt.show()
 
 # %% [markdown]
 # The learned gate and UTIO's surrogate at the exit both know a lot. But knowing has a price. The
-# surrogate looks at the exit's own prediction, and for that it multiplies with
-# the whole vocabulary, about as much work as one of this model's layers; the learned gate takes a
-# hundredth of that.
+# surrogate looks at the exit's own prediction, and for that it multiplies with the whole
+# vocabulary, about as much work as one of this model's layers; the learned gate takes a hundredth
+# of that.
 #
 # ## Is it worth it?
 #
