@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packages, and the shipped models, which lie apart from the code, in models/."""
+"""The packages, and the shipped model, which lies apart from the code, in models/."""
 
 from setuptools import find_packages, setup
 
-MODELS = {f"utio_jax.models.{name}": f"models/{name}" for name in ("stdlib_16", "shared_16")}
+MODELS = {"utio_jax.models.shared_16": "models/shared_16"}
 
 setup(
     packages=[*find_packages(include=["utio_jax*"]), *MODELS],

@@ -3,8 +3,9 @@
 
     python benchmarks/edge_cloud.py [--exit 8] [--latency-ms 10] [--mbit 10] --out edge_cloud.json
 
-The shipped model on its own splits. *Quality* is teacher-forced on text of the test split, by the
-two parts themselves: thresholds are quantiles of the score on the calibrate split; the control asks
+A model with keys and values of its own in all layers (`utio-jax train --preset stdlib-16 --out
+out/stdlib-16`) on its own splits. *Quality* is teacher-forced on text of the test split, by the two
+parts themselves: thresholds are quantiles of the score on the calibrate split; the control asks
 for as many tokens by chance, whose loss is known exactly, as what a token gets does not depend on
 which others ask. *Speed* is of three processes on this machine: edge, cloud, and between them a
 relay that slows the link: what is sent waits until the link is free, takes bytes over bandwidth,
@@ -80,7 +81,7 @@ def _give(sink: socket.socket, waiting: Any) -> None:
 
 def deep(ready: Any, exit_: int, key: bytes) -> None:
     """Is the cloud's process."""
-    model = utio_jax.load("stdlib-16")
+    model = utio_jax.load("out/stdlib-16/model")
     options = {"identity": model.sha256, "rows": 16}
     with Cloud(model.decoder, model.params, exit=exit_, key=key, **options) as cloud:
         ready.send(cloud.address[1])
@@ -320,7 +321,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new ones")
     parser.add_argument("--out", type=Path)
     asked, started = parser.parse_args(), time.process_time()
-    model = utio_jax.load("stdlib-16")
+    model = utio_jax.load("out/stdlib-16/model")
     found: dict[str, Any] = {"exit": asked.exit}
     found["quality"], found["thresholds"] = quality(model, asked.exit, asked.batches)
     for row in found["quality"]:

@@ -38,12 +38,12 @@ from utio_jax.core.flops import token_cost
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.staircase.reference import dense_states
 
-BLOCK, AT = 256, 2  # Tokens of a timed look, and the exit in the middle.
+BLOCK, AT = 256, 1  # Tokens of a timed look, and the exit in the middle.
 
 
 def main(arguments: list[str]) -> None:
     """Measures and prints."""
-    model = utio_jax.load("stdlib-16")
+    model = utio_jax.load("shared-16")
     decoder, params, config = model.decoder, model.params, model.decoder.config
     exits, shape = config.exits, {"width": config.context_length, "vocab_size": config.vocab_size}
     tokens = int(arguments[0]) if arguments else GATE_TOKENS
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> None:
     states = jnp.stack(dense_states(decoder, params, ids, lengths, depths=depths)[:1])
     whole = jax.jit(lambda: dense_states(decoder, params, ids, lengths, depths=depths)[-1])
     programs: dict[str, Any] = {"pass": whole}
-    layer_flops = token_cost(decoder, params).layer(BLOCK)
+    layer_flops = token_cost(decoder, params).layers(1, BLOCK)
     rows = []
     for name, signal in signals.items():
         found = collect_scores(decoder, params, signal, studies, depths=exits)

@@ -3,8 +3,9 @@
 
     python benchmarks/layer_sets.py [--calibrate 6] [--test 4] [--routers] --out layer_sets.json
 
-On the shipped model and its own splits, everything charged: every segment skipped alone, and pairs
-of the last three, SkipDecode's schedule, FiRST's routers (fitted to the calibrate split), random
+On a model with keys and values of its own in all layers (`utio-jax train --preset stdlib-16 --out
+out/stdlib-16`) and its own splits, everything charged: every segment skipped alone, and pairs of
+the last three, SkipDecode's schedule, FiRST's routers (fitted to the calibrate split), random
 sets; next to them depths: one for all, by the position, by the learned gate. Each row says how much
 its loss lies above full depth's and below the hull of exits at its own FLOPs, with an interval of
 95 % over documents.
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--routers", action="store_true", help="those of FiRST alone")
     parser.add_argument("--out", type=Path)
     asked, started = parser.parse_args(), time.process_time()
-    model = utio_jax.load("stdlib-16")
+    model = utio_jax.load("out/stdlib-16/model")
     depths = model.decoder.config.exits
     batches, document = batches_of(model, "test", asked.test)
     of_token = np.zeros(document.max() + 1)

@@ -154,9 +154,9 @@ def executed(found: PositionSums) -> PositionSums:
 
 def measure_positions(asked: Any) -> dict[str, Any]:
     """Returns cost and loss by position, by length, and with thresholds of short rows."""
-    model = utio_jax.load("stdlib-16")
+    model = utio_jax.load("shared-16")
     depths = model.decoder.config.exits
-    hull = (6, 8, 10, depths[-1])  # The corners that budgets from 0.5 on lie between.
+    hull = (8, 10, 12, depths[-1])  # The corners that budgets from 0.5 on lie between.
     exits: dict[str, Policy] = {f"exit {d}": uniform(d, exits=depths) for d in hull}
     policy = lambda name, budget: model.calibration.policy(name, budget, exits=depths)  # noqa: E731
     gates = {f"learned {budget}": policy("learned", budget) for budget in (0.5, 0.6, 0.75)}
@@ -205,12 +205,12 @@ def main() -> None:
     parser.add_argument("what", choices=("recall", "positions"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--name", help="of the results in --out; by default what is measured")
-    parser.add_argument("--model", default="stdlib-16", help="of recall")
+    parser.add_argument("--model", default="shared-16", help="of recall")
     parser.add_argument("--tasks", nargs="+", default=RECALL_TASKS, choices=RECALL_TASKS)
     parser.add_argument("--parts", nargs="+", default=["context", "fact"], choices=PARTS)
     parser.add_argument("--kv", nargs="+", default=["propagate", "drop"])
-    parser.add_argument("--stops", nargs="*", type=int, default=[4, 6, 8, 12])
-    parser.add_argument("--frozen", nargs="*", type=int, default=[4, 6, 8])
+    parser.add_argument("--stops", nargs="*", type=int, default=[8, 10, 12])
+    parser.add_argument("--frozen", nargs="*", type=int, default=[8, 10, 12])
     parser.add_argument("--budgets", nargs="*", type=float, default=[0.4, 0.5, 0.6])
     parser.add_argument("--random", nargs="*", type=float, default=[0.4], help="budgets")
     parser.add_argument("--prompt", type=int, default=496, help="tokens before the answer")

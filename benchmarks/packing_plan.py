@@ -120,9 +120,9 @@ def _turns(
 def main() -> None:
     """Writes packing_plan.json, and prints it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="stdlib-16")
+    parser.add_argument("--model", default="shared-16")
     parser.add_argument("--layers", type=int, default=0, help="of a shape with random weights")
-    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6, 0.8, 0.95])
     parser.add_argument("--prompt", type=int, default=64)
@@ -136,7 +136,7 @@ def main() -> None:
         sizes = {"decoder": subject.decoder, "params": subject.params, "tokenizer": None}
         model: Any = types.SimpleNamespace(**sizes)
     else:
-        exits = () if options.model == "stdlib-16" else (options.depth,)
+        exits = () if options.model == "shared-16" else (options.depth,)
         model = utio_jax.load(options.model, exits=exits)
     rows = [line for rows in options.rows for line in measure(model, rows, options)]
     off = [

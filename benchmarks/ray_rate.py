@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=2560, help="of the corpus")
     parser.add_argument("--longest", type=int, default=256, help="tokens of a document, at most")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="stdlib-16")
+    parser.add_argument("--model", default="shared-16")
     parser.add_argument("--actor-cpus", type=int, help="of the actor; by default all")
     parser.add_argument("--group", type=int, default=256, help="documents that share passes")
     asked = parser.parse_args()

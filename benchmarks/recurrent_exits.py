@@ -148,7 +148,7 @@ def read_frozen(
 
 def study(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """Trains or reads one model, calibrates and compares it."""
-    tokenizer = utio_jax.load("stdlib-16").tokenizer
+    tokenizer = utio_jax.load("shared-16").tokenizer
     decoder, params, cost = trained(name, tokenizer, asked.out, asked.steps)
     file = asked.out / f"{name}-calibration.json"
     if file.is_file():
@@ -205,7 +205,7 @@ def main() -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     name = "transformer" if asked.control else "mamba2"
     if asked.train_only:
-        tokenizer = utio_jax.load("stdlib-16").tokenizer
+        tokenizer = utio_jax.load("shared-16").tokenizer
         decoder, params, cost = trained(name, tokenizer, asked.out, asked.steps)
         batches, _ = batches_of(tokenizer, "test", asked.test)
         read = jax.jit(exit_nll, static_argnums=0)

@@ -38,7 +38,7 @@ def figures(gates: StateGate, means: np.ndarray, wanted: np.ndarray) -> dict[str
 
 def main() -> None:
     """Measures and prints."""
-    model = utio_jax.load("stdlib-16")
+    model = utio_jax.load("shared-16")
     ids = model.encode([document.text for document in standard_library("calibrate")])
     vocab_size = model.decoder.config.vocab_size
     windows = windows_of(ids, width=WIDTH)

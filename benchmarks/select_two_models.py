@@ -7,7 +7,7 @@
 The queries, the promise and the splits of `select_one_of_64.py`. The small model scores all
 candidates to its last layer; those that lie more than a margin behind its best leave; the large
 model, which shares nothing with it, reads its context and scores whoever is left. What counts is
-the large model's winner. With `--reference stdlib-16`, the winners of that model, too.
+the large model's winner. With `--reference shared-16`, the winners of that model, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDER = (2.0, 1.5, 1.25)  # Over the margin that any fitted winner needed: the l
 
 def widths_of(rows: int) -> np.ndarray:
     """Returns the static numbers of candidates that a batch is padded to."""
-    return np.asarray(ALL.check(utio_jax.load("stdlib-16").decoder, rows=rows))
+    return np.asarray(ALL.check(utio_jax.load("shared-16").decoder, rows=rows))
 
 
 def cost_of(model: Any) -> tuple[float, float]:
@@ -112,7 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("small", type=Path)
     parser.add_argument("large", type=Path)
-    parser.add_argument("--reference", default="stdlib-16")
+    parser.add_argument("--reference", default="shared-16")
     parser.add_argument("--calibrate", type=int, default=1200)
     parser.add_argument("--test", type=int, default=300)
     parser.add_argument("--max-disagreement", type=float, default=0.01, help="share of winners")

@@ -208,7 +208,7 @@ def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Writes serving.json, and prints it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="stdlib-16")
+    parser.add_argument("--model", default="shared-16")
     parser.add_argument("--modes", nargs="+", default=["plain", "adaptive", "lossless"])
     parser.add_argument("--budget", type=float, default=0.6)
     parser.add_argument("--drafter", default="exit")

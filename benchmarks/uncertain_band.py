@@ -72,7 +72,7 @@ def rows_of(
     """Yields the cascade and its controls on windows that nothing was fitted to."""
     exits, signal = model.decoder.config.exits, fitted.signal
     cost, full = token_cost(model.decoder, model.params), losses[-1] > limit
-    whole = exits[-1] * cost.layer(WIDTH) + cost.read(exits[-1])
+    whole = cost.layers(exits[-1], WIDTH) + cost.read(exits[-1])
     line = np.asarray(signal.offsets)[:, None] + np.asarray(signal.slopes)[:, None] * losses
     if fitted.policy is not None:
         above, depths, paid, dense = [], [], 0.0, len(batches) * ROWS * WIDTH * whole
@@ -100,7 +100,7 @@ def rows_of(
         chance = np.take_along_axis(line, drawn[None], 0)[0] > limit
         yield {"name": "as many at each exit, by chance", **same(chance, full)}
     for index, exit_ in enumerate(exits):
-        ratio = (exit_ * cost.layer(WIDTH) + cost.read(exit_)) / whole
+        ratio = (cost.layers(exit_, WIDTH) + cost.read(exit_)) / whole
         name = {"flops_ratio": round(float(ratio), 4)}
         yield {"name": f"all at {exit_}, by its line", **name, **same(line[index] > limit, full)}
         raw = same(losses[index] > limit, full)
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=16, help="windows of a document, at most")
     parser.add_argument("--out", type=Path)
     asked, started = parser.parse_args(), time.process_time()
-    model = utio_jax.load("stdlib-16")
+    model = utio_jax.load("shared-16")
     decoder, params = model.decoder, model.params
     batches, documents = windows_of(model, "calibrate", asked.each)
     losses = row_losses(decoder, params, batches)

@@ -25,7 +25,6 @@ _SDIST = (
     "tests/conftest.py",
     "tests/helpers/models.py",
     "tests/models/huggingface/qwen3/config.json",
-    "models/stdlib_16/model.safetensors",
     "models/shared_16/model.safetensors",
     "docs/bring_your_own.md",
     "constraints.txt",
@@ -33,13 +32,12 @@ _SDIST = (
 _WHEEL = (
     "utio_jax/py.typed",
     "utio_jax/serving/page.html",
-    "utio_jax/models/stdlib_16/config.json",
-    "utio_jax/models/stdlib_16/controls.json",
-    "utio_jax/models/stdlib_16/model.safetensors",
-    "utio_jax/models/stdlib_16/policies.json",
-    "utio_jax/models/stdlib_16/tokenizer.json",
     "utio_jax/models/shared_16/config.json",
+    "utio_jax/models/shared_16/controls.json",
+    "utio_jax/models/shared_16/lens.safetensors",
     "utio_jax/models/shared_16/model.safetensors",
+    "utio_jax/models/shared_16/policies.json",
+    "utio_jax/models/shared_16/tokenizer.json",
 )
 
 _BASE = """
@@ -48,7 +46,7 @@ import utio_jax
 assert callable(utio_jax.score) and callable(utio_jax.generate), utio_jax.score
 assert not {"flax", "optax", "tokenizers"} & set(sys.modules)
 try:
-    utio_jax.load("stdlib-16")
+    utio_jax.load("shared-16")
 except ImportError as error:
     assert "utio-jax[cli]" in str(error), error
 else:
@@ -58,11 +56,10 @@ print("base", utio_jax.__version__)
 
 _CLI = """
 import utio_jax
-model = utio_jax.load("stdlib-16")
+model = utio_jax.load("shared-16")
 found = model.generate("def mean(values):", mode="adaptive", max_new_tokens=4)
 assert found.texts[0], found
 print("cli", repr(found.texts[0]))
-assert utio_jax.load("shared-16").generate("import", max_new_tokens=2).texts[0]
 """
 
 

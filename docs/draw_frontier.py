@@ -2,7 +2,7 @@
 """Draws results/frontier.png: bits per byte over FLOPs, exits and depths beside plain models.
 
 `.venv/bin/python docs/draw_frontier.py` reads results/frontier.json, points of FLOPs over 16 layers
-and bits per byte by the name of a line, and the plain models in models/stdlib_16/controls.json.
+and bits per byte by the name of a line, and the plain models in models/shared_16/controls.json.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STYLES = (
 def main() -> None:
     """Writes the picture."""
     lines = json.loads((ROOT / "results" / "frontier.json").read_text(encoding="utf-8"))
-    controls = json.loads((ROOT / "models/stdlib_16/controls.json").read_text(encoding="utf-8"))
+    controls = json.loads((ROOT / "models/shared_16/controls.json").read_text(encoding="utf-8"))
     figure, axis = plt.subplots(figsize=(7.6, 4.2), layout="constrained")
     plain = [(row["flops_ratio"], row["bits_per_byte"]) for row in controls["controls"]]
     axis.plot(*zip(*plain, strict=True), "*-", color="black", label="plain models, one a depth")

@@ -80,7 +80,7 @@ def draw_positions(axis: Any, found: dict[str, Any]) -> None:
             at, [row["flops_ratio"] for row in table], "o-", color=colour, label=name, markersize=4
         )
         axis.axhline(float(name.split(" ")[1]), color=colour, linewidth=0.8, linestyle=":")
-    axis.set_title("shipped model: gates over the position in rows of 512", fontsize=10)
+    axis.set_title("stdlib-16: gates over the position in rows of 512", fontsize=10)
     axis.set_xlabel("position")
     axis.set_ylabel("FLOPs over full depth's there")
     axis.legend(frameon=False, fontsize=7)
@@ -90,9 +90,9 @@ def main() -> None:
     """Writes the picture."""
     found = json.loads((RESULTS / "long_range.json").read_text(encoding="utf-8"))
     figure, axes = plt.subplots(2, 2, figsize=(9.6, 6.8), layout="constrained")
-    draw_recall(axes[0, 0], found["recall"], WHOLE, title="shipped model: all tokens stop early")
+    draw_recall(axes[0, 0], found["recall"], WHOLE, title="stdlib-16: all tokens stop early")
     draw_recall(
-        axes[0, 1], found["recall"], SHOWN, title="shipped: text before the question stops early"
+        axes[0, 1], found["recall"], SHOWN, title="stdlib-16: text before the question stops early"
     )
     if "recall_stock" in found:
         draw_recall(

@@ -4,7 +4,7 @@
     for depth in 8 10 12 16; do
         utio-jax train --preset plain-$depth --out out/plain-$depth > out/plain-$depth.json
     done
-    python models/make_controls.py models/stdlib_16 out/plain-*.json
+    python models/make_controls.py models/shared_16 out/plain-*.json
 
 Each file is what `utio-jax train` prints. Depths that the model's file has already, and no file
 given here, stay as they are.

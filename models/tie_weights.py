@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ties calibrations and lenses of earlier versions to the weights beside them; changes no value.
 
-    python models/tie_weights.py models/stdlib_16/policies.json
+    python models/tie_weights.py models/shared_16/policies.json
 
 Since 0.2.0 a `policies.json` or `lens.json` names the SHA-256 of its weights file, so that no other
 gates are read beside it. Run this once on files that you know to belong together.

@@ -36,8 +36,9 @@ print(f"{config.num_layers} layers, {parameters / 1e6:.1f}M parameters; exits af
 
 # %% [markdown]
 # `load()` gives the model that comes with the package: a small decoder, trained on the source code
-# of Python's standard library. It was trained to predict at several depths, its *exits*: a token
-# may stop at any of them.
+# of Python's standard library, which then learnt to predict at several depths, too, its *exits*: a
+# token may stop at any of them. Layers 9 to 16 read keys and values that layers 5 to 8 made, so a
+# token that stops has left all that later ones look at.
 #
 # ## A depth for every token
 #
@@ -77,8 +78,8 @@ for index in range(1, 13):
 # Depths cut the stack of layers into *segments*. Each segment collects the tokens that still run
 # into consecutive slots, runs its layers on blocks of these, and asks the policy who goes on. The
 # left picture has the tokens where they stand in the text; the right one has what is computed, a
-# staircase. A token that has stopped costs nothing more but its keys and values at deeper layers,
-# which later tokens may still look at.
+# staircase. A token that has stopped costs nothing more: later tokens look at keys and values that
+# it made before.
 
 # %%
 layers = config.num_layers
@@ -109,7 +110,7 @@ right.set_xticks(range(0, len(ids), 10))
 right.set(title="slots of each layer: what is computed", xlabel="slot")
 handles = [
     Patch(color="#11806a", label="computed"),
-    Patch(color="#d9e4e8", label="stopped: only keys and values"),
+    Patch(color="#d9e4e8", label="stopped"),
     Patch(facecolor="#f7f7f5", edgecolor="#bbbbbb", label="no slot, no work"),
     plt.Line2D([], [], color="black", linestyle=":", linewidth=1, label="the gate decides"),
 ]
@@ -153,6 +154,7 @@ print(f"slot-layers executed: {np.sum(found.work.queries)}")
 
 # %%
 from utio_jax import bucket_tokens, dense_states, run_buckets, surrogate_importance
+from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.models.training.corpus import standard_library
 
 unseen = model.encode([document.text for document in standard_library("test")])
@@ -162,7 +164,8 @@ rows, ends = jnp.asarray(text[:2048].reshape(4, 512)), jnp.full(4, 512)
 (states,) = jax.jit(dense_states, static_argnums=0, static_argnames="depths")(
     model.decoder, model.params, rows, ends, depths=config.exits[:1]
 )
-logits = model.decoder.unembed(model.params, states)
+seen = apply_exit_lens(model.decoder, model.params, states, config.exits[0])  # The exit's map.
+logits = model.decoder.unembed(model.params, seen)
 scores = surrogate_importance(logits, None, states).reshape(-1)
 
 weights = jax.random.normal(jax.random.key(0), (12, config.embed_dim, config.embed_dim)) / 13

@@ -6,8 +6,8 @@
 # layers for all of them, or choosing at random, at the same cost?
 #
 # The model is the one that comes with `utio_jax`: 16 layers, trained on the source of Python's
-# standard library, with exits after layers 4, 6, 8, 10, 12 and 16. What it reads here it has never
-# been trained on: the library's own source, and the standard library's files that were put aside.
+# standard library, with exits after layers 8, 10, 12 and 16. What it reads here it has never been
+# trained on: the library's own source, and the standard library's files that were put aside.
 #
 # Words used below: a *policy* decides each token's depth; a *signal* is the score that it compares
 # with a threshold at each exit; *FLOPs* are floating-point operations, all that were executed, as
@@ -212,7 +212,6 @@ at = config.exits.index(EXIT)
 signals = {
     "learned": (calibration.signals["learned"], "#11806a"),
     "utio_surrogate": (calibration.signals["utio_surrogate"], "#7a5aa6"),
-    "utio_before": (calibration.signals["utio_before"], "#b58fd6"),
     "random": (Chance(key=jax.random.key(0)), "#d08b2c"),
 }
 BINS = 20
@@ -242,17 +241,15 @@ axes.legend(loc="upper left")
 plt.show()
 
 # %% [markdown]
-# The learned gate and UTIO's surrogate at the exit both know a lot. `utio_before`, the same
-# surrogate from what is known before the pass, knows nothing: it is as good as chance. But knowing
-# has a price. The surrogate looks at the exit's own prediction, and for that it multiplies with
-# the whole vocabulary, about as much work as one of this model's layers; the learned gate takes a
-# hundredth of that.
+# The learned gate and UTIO's surrogate at the exit both know a lot. But knowing has a price. The
+# surrogate looks at the exit's own prediction, and for that it multiplies with the whole
+# vocabulary, about as much work as one of this model's layers; the learned gate takes a hundredth
+# of that.
 #
 # ## Is it worth it?
 #
-# The only fair question is about loss at *equal cost*, everything included: padding, gates, keys
-# and values of tokens that have stopped. `compare` reads the same files under each policy and
-# these controls:
+# The only fair question is about loss at *equal cost*, everything included, padding and gates too.
+# `compare` reads the same files under each policy and these controls:
 #
 # - `uniform`: every token stops at the same exit;
 # - its *hull*: the best that can be had by mixing two exits at random. This is the line to beat;
@@ -265,15 +262,14 @@ plt.show()
 from utio_jax.calibration.compare import compare
 from utio_jax.evaluation.ledger import uniform_hull
 
-shallow = load(exits=(8, 10, 12, 16))  # The same model; these exits are enough here.
 few = dataclasses.replace(
     calibration,
     entries={name: calibration.entries[name] for name in ("learned", "utio_surrogate")},
 )
 with tqdm(total=6, desc="compare") as bar:
     rows = compare(
-        shallow.decoder,
-        shallow.params,
+        model.decoder,
+        model.params,
         batches,
         document_of_window,
         few,

@@ -360,8 +360,8 @@ plt.show()
 # %% [markdown]
 # ## Lossless: the full model's own tokens, sooner
 #
-# Where no loss at all is acceptable, early exits can still *draft*. `Lossless(exit=6)` lets the
-# first six layers guess the next tokens, and runs the other ten layers on all guesses at once:
+# Where no loss at all is acceptable, early exits can still *draft*. `Lossless(exit=8)` lets the
+# first eight layers guess the next tokens, and runs the other eight on all guesses at once:
 # those that the full model would have chosen are kept, the first wrong one is replaced, and
 # nothing is let out before. At batch 1 a pass over five tokens takes little more time than over
 # one, as both read all weights once.
@@ -380,7 +380,7 @@ def write(mode):
     return generate(trained.decoder, trained.params, [start], mode=mode, max_new_tokens=56)
 
 
-modes = {"plain": Plain(), "lossless": Lossless(exit=6)}
+modes = {"plain": Plain(), "lossless": Lossless(exit=8)}
 ROUNDS = 5
 with tqdm(total=len(modes) * (ROUNDS + 1), desc="writing, timing") as bar:
     times = time_programs(
@@ -402,13 +402,12 @@ plot_depths(
     prompt + "".join(pieces),
     list(itertools.pairwise(ends)),
     lossless.decided[0],
-    levels=(6, 16),
-    title="which layers a token is from: the first 6, or all 16 (white: prompt)",
+    levels=(8, 16),
+    title="which layers a token is from: the first 8, or all 16 (white: prompt)",
     columns=64,
 )
 
 # %% [markdown]
 # So small a model repeats itself, which makes drafting easy: measure on your own text. `utio-jax
-# generate PROMPT --model DIR --lossless` does all of this on the command line, at the exit next to
-# 3/8 of the layers. Whole programs for Linen, NNX and plain JAX are in
-# `docs/bring_your_own.md`.
+# generate PROMPT --model DIR --lossless --drafter exit` does all of this on the command line. Whole
+# programs for Linen, NNX and plain JAX are in `docs/bring_your_own.md`.

@@ -183,7 +183,7 @@ compare("pmap", *by_pmap)
 grid = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 parted = load(sharding=grid)
 
-kernel = parted.params["layers"]["up_proj"]["kernel"]
+kernel = decoder.layers(parted.params)["up_proj"]["kernel"]
 print(f"the MLP's first matrices: {kernel.shape}; on one device: ", end="")
 print(kernel.addressable_shards[0].data.shape)
 
@@ -199,8 +199,8 @@ compare("4 x 2 devices", found.depths, found.log_likelihood)
 print("collectives:", dict(Counter(COLLECTIVE.findall(compiled.as_text()))) or "none")
 
 # %% [markdown]
-# Now devices of a pair do communicate: they sum the parts of a layer (`all-reduce`), and as all
-# heads of this small model share one key and value, they gather the queries of a block
+# Now devices of a pair do communicate: they sum the parts of a layer (`all-reduce`), and as this
+# small model's layers make one key and value each, they gather the queries of a block
 # (`all-gather`). No parameter travels. (These are places in the program; those inside loops run
 # once per layer and block.) States are whole on both devices of a pair, so they take the same
 # decisions and leave their loops together.

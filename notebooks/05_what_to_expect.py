@@ -35,7 +35,7 @@ plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False}
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
 
 stock = sorted(Path.cwd().parent.glob("out/llm/*.gguf"))
-MODEL = str(stock[0]) if stock else "stdlib-16"
+MODEL = str(stock[0]) if stock else "shared-16"
 layers = load(MODEL).decoder.config.num_layers
 EXITS = sorted({max(1, round(layers * part)) for part in (1 / 3, 1 / 2, 2 / 3, 5 / 6, 1)})
 model = load(MODEL, exits=tuple(EXITS)) if stock else load(MODEL)

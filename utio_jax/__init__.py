@@ -3,7 +3,7 @@
 
     import utio_jax
 
-    model = utio_jax.load("stdlib-16")                # a model folder, a GGUF file, a hub name
+    model = utio_jax.load("shared-16")                # a model folder, a GGUF file, a hub name
     model.calibrate(files, budget=0.6)                # fits depth policies to your text
     print(model.generate("def mean(values):", mode="adaptive").summary())
 

@@ -16,7 +16,7 @@
 
 set -euo pipefail
 
-MODEL=${MODEL:-stdlib-16}
+MODEL=${MODEL:-shared-16}
 KEYS=${KEYS:-$HOME/utio-keys.txt} # SHA-256 of keys, see docs/serving.md
 
 # A task that is gone ends all of them within a minute, by itself; Slurm need not wait for that.

@@ -156,7 +156,7 @@ def test_the_shipped_calibration_is_never_written(
     own = load().folder / "policies.json"
     before = own.read_bytes()
     monkeypatch.setattr("utio_jax.cli.calibrate.read_documents", None)  # No work before.
-    for name in ("stdlib-16", load().folder):
+    for name in ("shared-16", load().folder):
         said = refused(capsys, "calibrate", "--model", name, "--policy", "all")
         assert "Wanted --out FILE" in said
         assert "belongs to the installed package" in said
@@ -717,11 +717,9 @@ def test_names_where_things_are_wanted_are_refused(tiny: Any, unchecked_shapes: 
 
 def test_a_calibration_is_shown_in_three_lines() -> None:
     shown = repr(load().calibration)
-    assert re.match(
-        r"Calibration of model 31d90cab7ada on 249243 tokens\n  policies learned", shown
-    )
+    assert re.match(r"Calibration of model [0-9a-f]{12} on \d+ tokens\n  policies learned", shown)
     assert shown.count("\n") == 2
-    assert "budgets 0.3, 0.4, 0.5" in shown
+    assert ", 0.6, " in shown
     assert len(shown) < 400
 
 

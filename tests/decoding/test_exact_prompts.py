@@ -12,6 +12,7 @@ from helpers.engine import CAPACITY, SHAPES
 from helpers.generation import SMALL, lively_model, run
 from helpers.models import Model
 from helpers.shared_kv import KINDS
+from utio_jax.decoding.prompts import prompt_prefill
 
 from utio_jax import Adaptive, Lossless, Plain, Prefill, Temperature, random_depths
 from utio_jax.decoding.prefill import exact_prefill, fastest_prefill
@@ -76,6 +77,15 @@ def test_a_model_without_shared_keys_and_values_has_no_exact_prefill(model: Mode
     assert not found.exact(plain)
     # Tokens are seen as deep as they ran there, so prompts run in full.
     assert fastest_prefill(model.decoder, 1, 24, kv="drop") is None
+
+
+def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
+    found = prompt_prefill(model.decoder, model.params, 0.8)
+    assert found is not None
+    assert found.exact(model.decoder)
+    assert found.policy.depths == (model.decoder.config.kv_complete, 4)
+    with pytest.raises(ValueError, match="Wanted a prompt budget of at least 0"):
+        prompt_prefill(model.decoder, model.params, 0.2)
 
 
 @pytest.mark.parametrize("chunk", [None, 8], ids=["whole", "chunks"])

@@ -7,10 +7,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
-from utio_jax.core.lens import Lens
 from utio_jax.evaluation.controls import (
     PlainControl,
     PlainControls,
@@ -75,10 +73,8 @@ def test_the_shipped_model_names_its_controls_also_through_a_lens() -> None:
     assert {row.layers for row in found.controls} >= {12, 16}
     assert all(row.command.startswith("utio-jax train --preset plain-") for row in found.controls)
     full = next(row for row in found.controls if row.layers == 16)
-    assert full.flops_ratio == 1
-    at = plain_hull(model)(1.0)
+    assert 1 < full.flops_ratio < 1.05  # It makes keys and values in all layers.
+    at = plain_hull(model)(full.flops_ratio)
     assert at == pytest.approx(100 * (full.bits_per_byte / found.bits_per_byte - 1), abs=1e-3)
-    dim, exits = model.decoder.config.embed_dim, model.decoder.config.exits[:-1]
-    zeros = jnp.zeros((len(exits), dim, dim))
-    model.read_through(Lens(matrix=zeros, bias=zeros[:, 0], exits=exits))
-    assert plain_hull(model)(1.0) == at
+    assert model.lens_sha256 is not None
+    assert load(lens=False).plain_controls == found

@@ -1,57 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models that come with the package: their files belong together, and say what is so."""
+"""The model that comes with the package: its files belong together, and say what is so."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import Prefill
-from utio_jax.models import SHIPPED_MODELS, load
-from utio_jax.models.shipped import is_shipped, shipped_folder
+from utio_jax import Prefill, given_depths, reference_states, staircase
+from utio_jax.models import SHIPPED, load
+from utio_jax.models.shipped import is_shipped
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.models.training.exit_losses import exit_losses
 
 pytestmark = pytest.mark.check
 
 
-@pytest.mark.parametrize("name", SHIPPED_MODELS)
-def test_the_files_of_a_shipped_model_belong_together(name: str) -> None:
-    model = load(name)
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load()
+
+
+def test_its_files_belong_together(model: Any) -> None:
     assert is_shipped(model.folder / "model.safetensors")
+    assert load(SHIPPED).sha256 == model.sha256 == model.calibration.info["model_sha256"]
     card = (model.folder / "README.md").read_text()
     bits = dict(re.findall(r"^\| (\d+) \| ([\d.]+) \|$", card, flags=re.MULTILINE))
     assert [*map(int, bits)] == [*model.decoder.config.exits]
+    assert model.plain_controls.bits_per_byte == float(bits["16"])
 
 
-def test_an_unknown_shipped_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="Wanted a model of stdlib-16, shared-16. Got 'x'"):
-        shipped_folder("x")
-    with pytest.raises(ValueError, match="Wanted a model folder, 'stdlib-16' or 'shared-16'"):
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"Wanted a model folder, {SHIPPED!r}, or the hub's name"):
         load("stdlib-17")
 
 
-def test_the_shared_model_is_better_and_reads_prompts_exactly() -> None:
-    """On four short test files; all of them stand in its card."""
-    old, new = map(load, SHIPPED_MODELS)
-    texts = sorted((d.text for d in standard_library("test")), key=len)[:4]
-    losses = [
-        exit_losses(each.decoder, each.params, each.encode(texts), width=512)[0][-1]
-        for each in (old, new)
-    ]
-    assert losses[1] < losses[0]
-    found = new.generate(texts[0][:400], max_new_tokens=12)
-    whole = new.generate(texts[0][:400], max_new_tokens=12, prefill=Prefill())
+def test_it_reads_prompts_exactly(model: Any) -> None:
+    text = min((d.text for d in standard_library("test")), key=len)[:400]
+    found = model.generate(text, max_new_tokens=12)
+    whole = model.generate(text, max_new_tokens=12, prefill=Prefill())
     assert found.texts == whole.texts
     depths = found.generated.prompt_depths[0]
     np.testing.assert_array_equal(depths[:-1], 7)
     assert depths[-1] == 16
     assert whole.generated.prompt_depths[0].min() == 16
-    config = new.decoder.config
+    config = model.decoder.config
     assert (config.kv_layers, config.kv_complete) == (8, 7)
-    assert "k_proj" in new.params["layers"]
-    assert new.params["layers"]["k_proj"]["kernel"].shape == (8, 160, 32)
-    assert new.params["layers"]["k_proj"]["kernel"].dtype == jnp.float32
+    kernel = model.decoder.layers(model.params)["k_proj"]["kernel"]
+    assert (kernel.shape, kernel.dtype) == ((8, 160, 32), jnp.float32)
+
+
+def test_a_token_that_stops_at_an_exit_changes_no_other(model: Any) -> None:
+    decoder, params, exits = model.decoder, model.params, model.decoder.config.exits
+    assert min(exits) >= decoder.config.kv_complete
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(rng.integers(0, decoder.config.vocab_size, (2, 48)), jnp.int32)
+    lengths, depths = jnp.asarray([48, 31]), jnp.asarray(rng.choice(exits, (2, 48)))
+    run = jax.jit(staircase, static_argnums=0)
+    mixed = run(decoder, params, ids, lengths, given_depths(depths, depths=exits))
+    deep = (np.asarray(depths) == 16) & (np.arange(48) < np.asarray(lengths)[:, None])
+    full = reference_states(decoder, params, ids, lengths, jnp.full((2, 48), 16))
+    np.testing.assert_allclose(np.asarray(mixed.x)[deep], np.asarray(full)[deep], atol=1e-3)

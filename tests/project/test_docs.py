@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
     ("page", "number"),
     [
         ("docs/bring_your_own.md", 6),
+        ("docs/coming_from.md", 4),
         ("docs/decode.md", 2),
         ("docs/contrib/edge.md", 1),
         ("docs/contrib/encoders.md", 1),
@@ -73,6 +76,16 @@ def test_a_guide_runs_from_top_to_bottom(
     with jax.numpy_rank_promotion("allow"):  # As it is for a reader.
         for index, block in enumerate(blocks):
             exec(compile(block, f"{page}[{index}]", "exec"), scope)
+
+
+@pytest.mark.check
+def test_the_benchmark_of_other_utios_is_bench(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--help"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("utio_jax.benchmark", run_name="__main__")
+    assert "--suite" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("page", PAGES)

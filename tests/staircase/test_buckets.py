@@ -320,6 +320,7 @@ SOME = jnp.zeros((2, 4))
         ({"depths": (3, 2)}, r"strictly increasing depths of at least 1. Got depths=\(3, 2\)"),
         ({"depths": ()}, r"Got depths=\(\)"),
         ({"depths": (0, 2)}, r"Got depths=\(0, 2\)"),
+        ({"bucket_cutoffs": (6, 16)}, r"Wanted depths=.*Got bucket_cutoffs=\(6, 16\). For example"),
         ({"min_bucket": 0}, "min_bucket of at least 1, in items. Got min_bucket=0"),
         ({"min_bucket": 2.5}, "Got min_bucket=2.5"),
         ({"scores": jnp.zeros((), jnp.float32)}, r"scores of shape \[..., token\].*shape \(\)"),
@@ -356,7 +357,9 @@ def test_inputs_that_do_not_lead_with_the_axes_are_named():
         run_buckets(add_layers, jnp.zeros((8, 3)), buckets)
 
 
-def test_a_forward_function_whose_shapes_follow_depth_is_named():
+def test_forward_functions_and_arguments_that_do_not_fit_are_named():
     buckets = bucket_tokens(SOME, depths=DEPTHS, thresholds=(0.5, 1.0))
+    with pytest.raises(ValueError, match="Got 2 arguments more. Leave out order and inverse"):
+        run_buckets(add_layers, SOME[..., None], buckets, buckets.token_of_slot, None)
     with pytest.raises(ValueError, match=r"same shapes at every depth\. Got depth 2:"):
         run_buckets(lambda block, depth: jnp.tile(block, depth), SOME[..., None], buckets)

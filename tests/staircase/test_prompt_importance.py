@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.marks import quick_where
 from helpers.models import Model, live_params, with_random_maps
+from helpers.shared_kv import KINDS
 
 from utio_jax import MicroBatches, dense_states, score, staircase, uniform
 from utio_jax.core.pytrees import pytree, static
@@ -151,6 +152,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "windows, capped": {"windows": (0, 0, 5, 0), "attention_softcap": 3.0},
     "learned positions": {"positions": "learned"},
+    **KINDS,
 }
 
 
@@ -165,15 +167,19 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
     places = decoder.encode_positions(jnp.arange(24))
     heat = np.zeros((3, 24))
     for number in (2, 3):
-        layer = jax.tree.map(lambda leaf, n=number: leaf[n], decoder.layers(model.params))
+        layer, *below = (
+            jax.tree.map(lambda leaf, n=n: leaf[min(n, len(leaf) - 1)], model.params["layers"])
+            for n in (number, *config.kv_read(number))
+        )
         for row, length in enumerate(lengths):
             asked = np.asarray(decoder.queries(layer, x[row], places), np.float64)
-            keys = np.asarray(decoder.keys_values(layer, x[row], places)[0], np.float64)
+            made = [decoder.keys_values(each, x[row], places)[0] for each in below]
+            keys = np.concatenate(made, axis=-2).astype(np.float64)
             window = (config.windows or (0,) * 4)[number] or 24
             for q in range(max(0, length - queries), length):
                 seen = range(max(0, q - window + 1), q + 1)
                 for head in range(config.num_heads):
-                    key = keys[list(seen), head // (config.num_heads // config.num_kv_heads)]
+                    key = keys[list(seen), head // (config.num_heads // keys.shape[-2])]
                     logit = key @ asked[q, head]
                     if config.attention_softcap is not None:
                         logit = config.attention_softcap * np.tanh(logit / config.attention_softcap)

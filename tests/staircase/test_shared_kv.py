@@ -30,10 +30,8 @@ from utio_jax import (
 from utio_jax.attention.cache import init_cache
 from utio_jax.contrib.edge.parts import part_of
 from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
-from utio_jax.contrib.select import read_context
 from utio_jax.models import TINY, Transformer
 from utio_jax.prompts.fit import fit_kv_maps
-from utio_jax.staircase.prompts import PromptChoice
 from utio_jax.staircase.reference import dense_states, reference_states
 
 
@@ -220,12 +218,9 @@ def test_a_view_of_the_whole_history_is_the_history(lively: Model, kv: Any) -> N
 def test_what_knows_layers_with_their_own_alone_refuses_others(model: Model) -> None:
     decoder, params = model.decoder, model.params
     ids, lengths = model.tokens(2, 16), jnp.asarray([16, 16])
-    heat = PromptChoice(stop=2, deep=0.2, by="heat", kv="propagate").policy(decoder)
     sets = random_sets([0.5], key=jax.random.key(0), depths=(2, 4))
     for call in (
-        lambda: staircase(decoder, params, ids, lengths, heat),
         lambda: fit_kv_maps(decoder, params, [], stops=(2,)),
-        lambda: read_context(decoder, params, [1, 2]),
         lambda: part_of(decoder, params, stop=2),
         lambda: score_layer_sets(decoder, params, ids, lengths, sets),
     ):

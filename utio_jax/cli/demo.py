@@ -24,7 +24,7 @@ class Demo:
       out: folder for the pictures.
     """
 
-    model: str = "stdlib-16"
+    model: str = "shared-16"
     text: tuple[Path, ...] = ()
     batches: int = 3
     rounds: int = 3

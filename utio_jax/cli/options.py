@@ -33,7 +33,7 @@ class OfModel:
         one, none is none.
     """
 
-    model: str = "stdlib-16"
+    model: str = "shared-16"
     exits: tuple[int, ...] = ()
     lens: str = "auto"
 

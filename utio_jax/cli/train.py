@@ -16,14 +16,17 @@ from utio_jax.policies.store import calibration_file
 class Train:
     """Trains the shipped model's recipe on this Python's standard library, and calibrates it.
 
+    In two runs: `--preset shared-16 --out T`, then `--preset late-shared-16 --trunk T`.
+
     Attributes:
       out: folder for checkpoints, log, and the finished model in `out/model`.
       resume: continue from the latest checkpoint.
       steps: optimizer steps; 2200 take 60 to 90 minutes on two CPU cores.
-      preset: "stdlib-16", "tiny"; a control without exits: "plain-16", "plain-12", "plain-10",
-        "plain-8"; exits that a plain run gets late: "late-16"; or layers that are added to a
-        finished plain-8, which stays as it is: "grown-16"; or to a plain-8 before its rate
-        falls, and all learn: "stacked-16".
+      preset: "shared-16", the shipped model before it has exits, "late-shared-16", which adds them,
+        or "tiny"; a control without exits: "plain-16", "plain-12", "plain-10", "plain-8"; exits
+        from the start: "stdlib-16"; exits that a plain run gets late: "late-16"; or layers that are
+        added to a finished plain-8, which stays as it is: "grown-16"; or to a plain-8 before its
+        rate falls, and all learn: "stacked-16".
       seed: of everything random.
       trunk: of "late-16": the --out of the plain-16 run, of as many steps, that it branches off; of
         "grown-16" and "stacked-16": that of the plain-8 run.
@@ -34,7 +37,7 @@ class Train:
     out: Path = Path("out/train")
     resume: bool = False
     steps: int = 2200
-    preset: str = "stdlib-16"
+    preset: str = "shared-16"
     seed: int = 0
     trunk: Path | None = None
     exit_weight: float | None = None

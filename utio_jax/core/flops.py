@@ -98,9 +98,10 @@ class TokenCost:
         """Returns the FLOPs of one prediction from states at a depth: exit map and head."""
         return self.head + self.exit_map * (np.asarray(depth) < self.full_depth)
 
-    def layer(self, width: int) -> float:
-        """Returns the FLOPs of one layer with own K/V, for a token that sees `width` keys."""
-        return self.query + self.keys_values + self.attention_per_key * width
+    def layers(self, depth: int | np.ndarray, width: int) -> np.ndarray | float:
+        """Returns the FLOPs of all layers below a depth, for a token that sees `width` keys."""
+        run = depth * (self.query + self.attention_per_key * width)
+        return run + self.made(depth) * self.keys_values
 
 
 def token_cost(decoder: Decoder, params: Params) -> TokenCost:

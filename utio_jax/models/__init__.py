@@ -11,12 +11,11 @@ except ModuleNotFoundError as error:  # A base install: the core needs none of t
 
 from utio_jax.models.checkpoint import Model, load, load_config, save
 from utio_jax.models.presets import STDLIB_16, TINY
-from utio_jax.models.shipped import SHIPPED, SHIPPED_MODELS
+from utio_jax.models.shipped import SHIPPED
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 __all__ = [
     "SHIPPED",
-    "SHIPPED_MODELS",
     "STDLIB_16",
     "TINY",
     "Model",

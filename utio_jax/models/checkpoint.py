@@ -55,7 +55,7 @@ from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
-from utio_jax.models.shipped import SHIPPED, SHIPPED_MODELS, shipped_folder
+from utio_jax.models.shipped import SHIPPED, shipped_folder
 from utio_jax.models.tensor_parallel import Sharding, place_of, put
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 class Model(Verbs):
     """A decoder with its parameters, tokenizer and calibration, and what one does with them.
 
-        model = utio_jax.load("stdlib-16")
+        model = utio_jax.load("shared-16")
         print(model.generate("def mean(values):", mode="adaptive").summary())
 
     The verbs are those of `utio_jax.models.verbs`. `calibrate` changes the model: its policies, and
@@ -274,7 +274,7 @@ def load(
     Tensors go one at a time to their place: memory peaks little above the parameters' own.
 
     Args:
-      path_or_name: a folder, a GGUF file, one of `SHIPPED_MODELS`, or a hub name such as
+      path_or_name: a folder, a GGUF file, the shipped model's name, or a hub name such as
         `"organisation/model"`, which is taken from the hub's cache or downloaded there.
       exits: depths at which the model may be read, ending at its last layer. By default those that
         its config names; for a stock model those of its lens, or the last layer alone.
@@ -300,8 +300,8 @@ def load(
         floating = False
     if not floating:
         raise ValueError(f"Wanted a dtype of floats, as 'bfloat16' or 'float32'. Got {dtype!r}.")
-    if str(path_or_name) in SHIPPED_MODELS:
-        folder = shipped_folder(str(path_or_name))
+    if str(path_or_name) == SHIPPED:
+        folder = shipped_folder()
     else:
         folder = Path(path_or_name)
         if folder.is_file() or folder.suffix == ".gguf":
@@ -351,8 +351,7 @@ def from_hub(name: str) -> Path:
     Raises:
       ValueError: it is no name of a model, or it is neither cached nor to be had.
     """
-    shipped = " or ".join(map(repr, SHIPPED_MODELS))
-    wanted = f"Wanted a model folder, {shipped}, or the hub's name of a model."
+    wanted = f"Wanted a model folder, {SHIPPED!r}, or the hub's name of a model."
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise ValueError(f"{wanted} There is nothing at {name}.")
     try:

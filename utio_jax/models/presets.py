@@ -20,10 +20,10 @@ STDLIB_16 = TransformerConfig(
     bos_id=0,
     eos_ids=(0,),
 )
-"""The shipped model: 4.4M parameters, six exits, trained on the standard library's source."""
+"""4.4M parameters, six exits from the start, trained on the standard library's source."""
 
 PLAIN_16 = dataclasses.replace(STDLIB_16, exits=(16,))
-"""Control: the shipped shape without intermediate exits, trained on the last layer's loss alone."""
+"""Control: the same shape without intermediate exits, trained on the last layer's loss alone."""
 
 PLAIN_12 = dataclasses.replace(STDLIB_16, num_layers=12, exits=(12,))
 """Control: simply a shallower model, three quarters as deep."""
@@ -37,7 +37,9 @@ PLAIN_8 = dataclasses.replace(STDLIB_16, num_layers=8, exits=(8,))
 _OWN = tuple((layer,) for layer in range(8))
 
 SHARED_16 = dataclasses.replace(PLAIN_16, kv_source=(*_OWN, *(((4, 5, 6, 7),) * 8)))
-"""Layers 9 to 16 have no K/V: their four query heads read those of layers 5, 6, 7 and 8."""
+"""The shipped model before it has exits, which come late: see `late-shared-16`.
+
+Layers 9 to 16 have no K/V: their four query heads read those of layers 5, 6, 7 and 8."""
 
 BANK_16 = dataclasses.replace(
     PLAIN_16,

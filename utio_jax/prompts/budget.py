@@ -30,9 +30,10 @@ def prompt_prefill(
     """Returns how to read prompts for a share of full depth's FLOPs; None: in full, budget 1.
 
     Of the ways that were measured (`utio-jax fit-prompt`) the one of least loss within the budget.
-    Where none was, a model with exits of its own stops at the deepest one that fits, and copies
-    frozen states: what exits were trained for. The first four tokens and the last one run in full,
-    and all of prompts of up to 16.
+    Where none was, a model whose upper layers read keys and values made below stops where all of
+    these are made, and loses nothing; one with exits of its own stops at the deepest that fits, and
+    copies frozen states: what exits were trained for. There the first four tokens and the last one
+    run in full, and all of prompts of up to 16.
 
     Args:
       decoder: the model, with KV maps where there are choices by maps.
@@ -94,19 +95,23 @@ def prompt_choice(
 
 
 def _at_exits(decoder: Decoder, params: Params) -> list[PromptChoice]:
-    """Returns stops at a model's own exits, with what they cost nothing padded."""
-    cost, layers = token_cost(decoder, params), decoder.config.num_layers
-    per_layer = cost.query + cost.attention_per_key * _NOMINAL / 2
-    full = layers * (per_layer + cost.keys_values)
-    deep = 16 / _NOMINAL
+    """Returns stops at a model's exits, or the exact one, with what they cost nothing padded."""
+    cost, config = token_cost(decoder, params), decoder.config
+    layers, width = config.num_layers, _NOMINAL // 2
+    made = cost.made(layers) * cost.keys_values
+    run = lambda depth: depth * (cost.query + cost.attention_per_key * width)  # noqa: E731
+    stops = [each for each in config.exits[:-1] if not has_exit_lens(decoder, each)]
+    by, deep = "sinks_recent", 16
+    if config.kv_source:  # See `utio_jax.decoding.prefill.exact_prefill`.
+        stops, by, deep = [config.kv_complete], "none", 1
     return [
         PromptChoice(
             stop=stop,
             deep=0.0,
+            by=by,
             kv="propagate",
-            flops_ratio=((stop + deep * (layers - stop)) * per_layer + layers * cost.keys_values)
-            / full,
+            flops_ratio=(run(stop) + deep / _NOMINAL * run(layers - stop) + made)
+            / (run(layers) + made),
         )
-        for stop in decoder.config.exits
-        if stop < layers and not has_exit_lens(decoder, stop)
+        for stop in stops
     ]

@@ -109,11 +109,12 @@ def invert(permutation: Int[Array, "*lead token"]) -> Int[Array, "*lead token"]:
 def bucket_tokens(
     scores: Float[Array, "*lead token"],
     *,
-    depths: Sequence[int],
+    depths: Sequence[int] = (),
     thresholds: Float[Array, " edge"] | Sequence[float] | None = None,
     fractions: Sequence[float] | None = None,
     min_bucket: int = 64,
     floor: int = 1,
+    **others: Any,
 ) -> Buckets:
     """Sorts tokens into depth buckets by score.
 
@@ -127,12 +128,21 @@ def bucket_tokens(
         it is *not* causal. Static.
       min_bucket: block size of the runs to come. Static.
       floor: no token runs fewer layers than this; it is lifted to the first depth that has as many.
+      **others: refused, with what to say instead of the `bucket_cutoffs` of other UTIOs.
 
     Raises:
-      ValueError: depths are no staircase; thresholds or fractions are both or neither given, of the
-        wrong length, out of order, or do not sum to 1; min_bucket < 1; floor beyond the last depth;
-        scores are not floating-point `[..., token]`.
+      ValueError: an option that there is not; depths are no staircase; thresholds or fractions are
+        both or neither given, of the wrong length, out of order, or do not sum to 1; min_bucket is
+        below 1; a floor beyond the last depth; scores are not floating-point `[..., token]`.
     """
+    if others:
+        name, value = next(iter(others.items()))
+        raise ValueError(
+            "Wanted depths=, the layers of each bucket, and thresholds= in the scores' unit, one "
+            f"fewer, or fractions= of the tokens, one each. Got {name}={value!r}. For example: "
+            "depths=(6, 16, 32), fractions=(0.5, 0.3, 0.2). There is one result: its "
+            "token_of_slot is the order, its slot_of_token the inverse."
+        )
     plan = BucketPlan(depths=tuple(depths), min_bucket=min_bucket)
     if jnp.ndim(scores) < 1 or not jnp.issubdtype(jnp.result_type(scores), jnp.floating):
         raise ValueError(
@@ -222,7 +232,11 @@ class BucketResults:
 
 
 def run_buckets(
-    forward: Callable[[Any, int], Any], inputs: Any, buckets: Buckets, *, merge_small: bool = False
+    forward: Callable[[Any, int], Any],
+    inputs: Any,
+    buckets: Buckets,
+    *others: Any,
+    merge_small: bool = False,
 ) -> BucketResults:
     """Runs every item at its own depth, in blocks of `min_bucket`, one compiled body per depth.
 
@@ -232,13 +246,21 @@ def run_buckets(
         return the same shapes.
       inputs: pytree; leaves lead with the axes of `buckets.bucket_of_token`.
       buckets: from `bucket_tokens`. Items of all leading rows share blocks.
+      *others: refused: the order and its inverse are the buckets' own.
       merge_small: UTIO's merging: a bucket of fewer than `min_bucket` items joins the next deeper
         one, from the shallowest on. Saves padding, gives *deeper* results; counted as involuntary
         stays.
 
     Raises:
-      ValueError: leaves do not lead with the buckets' axes, or depths return different shapes.
+      ValueError: leaves do not lead with the buckets' axes, or depths return different shapes; or
+        more than a function, inputs and buckets was given.
     """
+    if others:
+        raise ValueError(
+            "Wanted run_buckets(forward, inputs, buckets), where forward(block, depth) runs a "
+            f"block of inputs to a static depth. Got {len(others)} arguments more. Leave out order "
+            "and inverse: results come back in the inputs' own order."
+        )
     plan = buckets.plan
     lead = buckets.bucket_of_token.shape
     for leaf in jax.tree.leaves(inputs):

@@ -25,10 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from utio_jax.attention.cache import side_by_side
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import attention_received
 from utio_jax.core.arrays import flat
-from utio_jax.core.decoder import Decoder, Params, check_depths, check_own_kv, check_softmax
+from utio_jax.core.decoder import Decoder, Params, check_depths, check_softmax
 from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
@@ -172,8 +173,9 @@ class AttentionHeat(SignalBase):
     """Attention that a token receives from the prompt's last queries: SnapKV's observation window.
 
     Queries and keys are those of the layers right behind the boundary, projected from the states
-    there (SnapKV, arXiv 2404.14469, reads them off layers that ran). UTIO's second signal, here
-    with a causal use: what follows a prompt looks where its end looks.
+    there (SnapKV, arXiv 2404.14469, reads them off layers that ran), keys by the layers that make
+    those which are read. UTIO's second signal, here with a causal use: what follows a prompt looks
+    where its end looks.
 
     Attributes:
       queries: of the prompt's last tokens that ask. Static.
@@ -188,7 +190,6 @@ class AttentionHeat(SignalBase):
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
         decoder, params, x = boundary.decoder, boundary.params, boundary.x
         check_softmax(decoder, why="whose heat is known", remedy="Choose by sinks_recent.")
-        check_own_kv(decoder, what="the attention that tokens receive")
         batch, width = boundary.live.shape
         lengths = jnp.sum(boundary.live, axis=1, dtype=jnp.int32)
         last = jnp.max(jnp.where(boundary.live, boundary.positions, -1), axis=1)
@@ -204,7 +205,14 @@ class AttentionHeat(SignalBase):
         heat = jnp.zeros((batch, width), jnp.float32)
         for number in range(boundary.depth, self._stop(boundary.depth, decoder)):
             layer, mix = layer_at(decoder, params, number), mixer_at(decoder, number)
-            keys, _ = keys_values_of(decoder, layer, flat(x), flat(places))
+            keys = side_by_side(
+                [
+                    keys_values_of(decoder, layer_at(decoder, params, row), flat(x), flat(places))[
+                        0
+                    ]
+                    for row in decoder.config.kv_read(number)
+                ]
+            )
             queries = decoder.queries(layer, flat(x[rows, asking]), flat(asking_places))
             visible = mix.visible(asking, keys_at) & valid[:, :, None]
             heat += attention_received(
@@ -222,6 +230,7 @@ class AttentionHeat(SignalBase):
         # Keys of every token, scores of `queries` queries with it, and one query: at least
         # `queries` tokens are live wherever it matters.
         cost = token_cost(decoder, params)
+        read = max(len(decoder.config.kv_read(row)) for row in range(decoder.config.num_layers))
         x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
         query = count_matmul_flops(
             lambda params, x: decoder.queries(
@@ -231,7 +240,7 @@ class AttentionHeat(SignalBase):
             x,
         )
         score = self.queries * cost.attention_per_key / 2
-        return self.layers * (cost.keys_values + query + score)
+        return self.layers * (read * cost.keys_values + query + score)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

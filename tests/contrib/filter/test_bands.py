@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.models import Model, live_params
+from helpers.shared_kv import KINDS
 
 from utio_jax import Scores, score
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
 from utio_jax.contrib.filter.fitting import stops_of
 from utio_jax.core.documents import Batch
+from utio_jax.models import TINY, Transformer
 from utio_jax.policies.depth import uniform
 
 EXITS = (1, 2, 4)
@@ -101,6 +104,15 @@ def test_nobody_looks_at_rows_that_have_stopped(
     np.testing.assert_array_equal(dropped.depths, kept.depths)
     projected = [int(np.asarray(found.work.keys_values).sum()) for found in (dropped, kept)]
     assert projected[0] < projected[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bands_serve_models_that_share_keys_and_values(kind: str, batch: Batch) -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **KINDS[kind]))
+    model = Model(decoder, live_params(decoder))
+    losses = row_losses(decoder, model.params, [batch])
+    test_losses_are_those_of_uniform_exits(model, batch, losses)
+    test_rows_stop_where_a_loop_over_rows_says(model, batch, losses, (0.3, 0.1))
 
 
 def test_a_new_limit_and_new_margins_compile_nothing(

@@ -588,7 +588,7 @@ def test_input_that_cannot_be_used_is_named(
     Path("broken.yaml").write_text("task: [")
     shutil.copytree(model.folder, "BARE")
     (Path("BARE") / "tokenizer.json").unlink()
-    shipped = MODELS / "stdlib_16" / "policies.json"
+    shipped = MODELS / "shared_16" / "policies.json"
     arguments = [str(shipped) if each == "SHIPPED" else each for each in arguments]
     local = TaskManager(include_path=tasks, include_defaults=False)
     # The harness' own tasks take seconds to list.

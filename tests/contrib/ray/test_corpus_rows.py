@@ -143,7 +143,7 @@ def test_rows_that_came_twice_are_noticed(
 def test_one_empty_text_is_a_row_that_predicts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"id": "a", "text": ""}\n{"id": "b", "text": "def f(): pass"}\n')
-    common: dict[str, Any] = {"model": "stdlib-16", "files": (file,)}
+    common: dict[str, Any] = {"model": "shared-16", "files": (file,)}
     found = Score(policy="uniform", depth=2, batch=2, out=tmp_path / "out", **common).run()
     assert (found["documents"], found["without_prediction"]) == (2, 1)
     (empty, other) = rows_in(tmp_path / "out")

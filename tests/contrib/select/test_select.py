@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
 from helpers.models import Model, live_params
+from helpers.shared_kv import KINDS
 
 from utio_jax.contrib.select.selecting import Select, Selected, read_context, row_flops, select
 from utio_jax.core.lens import lensed
@@ -111,11 +112,12 @@ def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("kind", ["tiny", "swiglu", "window", "lens"])
+@pytest.mark.parametrize("kind", ["tiny", "swiglu", "window", "lens", *KINDS])
 def test_random_margins_on_other_models(tiny: Model, tiny_swiglu: Model, kind: str) -> None:
     model: Any = tiny_swiglu if kind == "swiglu" else tiny
-    if kind == "window":
-        decoder = type(tiny.decoder)(dataclasses.replace(TINY, windows=(3, 0, 4, 0)))
+    if kind in ("window", *KINDS):  # Of layers that read others' keys and values, too.
+        changes = KINDS.get(kind, {"windows": (3, 0, 4, 0)})
+        decoder = type(tiny.decoder)(dataclasses.replace(TINY, **changes))
         model = Model(decoder, live_params(decoder, seed=2))
     if kind == "lens":
         rng = np.random.default_rng(0)
@@ -183,6 +185,22 @@ def test_only_whoever_is_left_runs_in_the_narrowest_batch_that_holds_them(
     with count_compiles() as compiles:
         select(decoder, model.params, context, CANDIDATES, LENGTHS, how)
     assert compiles.count == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_and_values_are_made_where_the_model_makes_some_and_kept(kind: str) -> None:
+    decoder = Counting(dataclasses.replace(TINY, **KINDS[kind]))
+    model = Model(decoder, live_params(decoder))
+    context = read_context(decoder, model.params, CONTEXT, slots=SLOTS)
+    for depths in ((), DEPTHS):
+        read_counts()
+        none = Select(depths=depths, margins=np.full(len(depths), np.inf))
+        found = select(decoder, model.params, context, CANDIDATES, LENGTHS, none)
+        made = ROWS * (WIDTH - 1) * decoder.config.kv_layers
+        assert found.work.keys_values.sum() == read_counts()["keys_values"] == made
+        ends = (*depths, 4)
+        priced = row_flops(decoder, model.params, ends, tokens=WIDTH, slots=SLOTS)
+        assert found.flops(decoder, model.params) == pytest.approx(ROWS * priced.sum())
 
 
 def test_flops_are_those_of_rows_that_run(tiny: Model) -> None:

@@ -224,8 +224,8 @@ class _Price:
         """Returns the mean over rows, of full depth's; an exit that is asked costs a head."""
         exits, cost = self.decoder.config.exits, token_cost(self.decoder, self.params)
         heads = np.cumsum(np.asarray(cost.read(np.asarray(exits))) * np.append(asked, True))
-        whole = np.asarray(exits) * cost.layer(self.tokens) + heads
-        full = exits[-1] * cost.layer(self.tokens) + cost.read(exits[-1])
+        whole = cost.layers(np.asarray(exits), self.tokens) + heads
+        full = cost.layers(exits[-1], self.tokens) + cost.read(exits[-1])
         return float(whole[stops].mean() / full)
 
 

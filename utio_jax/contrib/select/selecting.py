@@ -29,22 +29,12 @@ from utio_jax.attention.cache import KVCache, init_cache, read
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
 from utio_jax.core.arrays import executed_heads, flat, map_head, next_token_nll
-from utio_jax.core.decoder import (
-    Decoder,
-    LayerParams,
-    Params,
-    apply_exit_lens,
-    check_depths,
-    check_own_kv,
-    has_exit_lens,
-)
+from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, check_depths, has_exit_lens
 from utio_jax.core.documents import check_ids, check_tokens
 from utio_jax.core.flops import pass_flops, token_cost
-from utio_jax.core.layer import over_layers
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.work import Work, stack_work
-from utio_jax.decoding.segments import prefill
-from utio_jax.staircase.reference import apply_layer, dense_keys_values
+from utio_jax.decoding.segments import Attend, Block, Sources, prefill, run_layers
 
 _SLOT_STEP = 64
 
@@ -54,7 +44,7 @@ class Context:
     """What candidates share, read once at full depth; serves any number of `select`s.
 
     Attributes:
-      cache: keys and values of all layers, one row.
+      cache: keys and values of all layers that make some, one row.
       length: tokens.
       log_probs: of the token behind it, in nats.
     """
@@ -166,7 +156,6 @@ def read_context(
             "Wanted a causal model, whose context does not depend on what follows. Got one with "
             "causal=False. Score whole rows: utio_jax.score."
         )
-    check_own_kv(decoder, what="a choice of candidates")
     ids = check_ids(token_ids, vocab_size=config.vocab_size, what="the context")
     most = config.context_length
     slots = min(-(-max(ids.size, 1) // _SLOT_STEP) * _SLOT_STEP, most) if slots is None else slots
@@ -232,7 +221,7 @@ def select(
     # Every program knows the static width of the last token, which itself is never run.
     ids = np.pad(ids, ((0, 0), (0, max(0, 2 - width))))
     tokens = ids.shape[1] - 1
-    x, first = _embed(decoder, params, context, ids)
+    x, cache, first = _embed(decoder, params, context, ids)
     first = np.asarray(first)
     alive = ends > 0
     depths = np.zeros(rows, np.int32)
@@ -248,7 +237,9 @@ def select(
         else:
             size = next(each for each in widths if each >= chosen.size)
             packed = np.pad(chosen, (0, size - chosen.size), constant_values=rows).astype(np.int32)
-            x, rest = _run(decoder, params, context, x, ids, ends, packed, start=start, stop=stop)
+            x, cache, rest = _run(
+                decoder, params, context, x, cache, ids, ends, packed, start=start, stop=stop
+            )
             scores[chosen] = first[chosen] + np.asarray(rest)[: chosen.size]
             if how.mean:
                 scores[chosen] /= ends[chosen]
@@ -304,19 +295,20 @@ def row_flops(
       tokens: static width of candidates.
       slots: of the context.
     """
-    cost, runs = token_cost(decoder, params), max(1, tokens - 1)
-    layers = np.diff([0, *depths]).astype(np.float64)
-    reads = np.where(np.asarray(depths) > 0, cost.read(np.asarray(depths)), 0.0)
-    return runs * (layers * cost.layer(slots + runs) + reads)
+    cost, runs, ends = token_cost(decoder, params), max(1, tokens - 1), np.asarray([0, *depths])
+    layers = np.diff(cost.layers(ends, slots + runs))
+    return runs * (layers + np.where(ends[1:] > 0, cost.read(ends[1:]), 0.0))
 
 
 @partial(jax.jit, static_argnames=("decoder",))
 def _embed(
     decoder: Decoder, params: Params, context: Context, ids: Int[Array, "row token"]
-) -> tuple[Float[Array, "row input dim"], Float[Array, " row"]]:
+) -> tuple[Float[Array, "row input dim"], KVCache, Float[Array, " row"]]:
     """Returns the states at depth 0 of all tokens but the last, and the first ones' likelihood."""
     positions = jnp.minimum(_positions(context, ids), decoder.config.context_length - 1)
-    return decoder.embed(params, ids[:, :-1], positions), context.log_probs[ids[:, 0]]
+    x = decoder.embed(params, ids[:, :-1], positions)
+    cache = init_cache(decoder.config, batch=ids.shape[0], slots=x.shape[1], dtype=x.dtype)
+    return x, cache, context.log_probs[ids[:, 0]]
 
 
 def _positions(context: Context, ids: Int[Array, "row token"]) -> Int[Array, "row input"]:
@@ -324,59 +316,66 @@ def _positions(context: Context, ids: Int[Array, "row token"]) -> Int[Array, "ro
     return jnp.broadcast_to(context.length + ahead, (ids.shape[0], ids.shape[1] - 1))
 
 
-@partial(jax.jit, static_argnames=("decoder", "start", "stop"), donate_argnames="x")
+@partial(jax.jit, static_argnames=("decoder", "start", "stop"), donate_argnames=("x", "cache"))
 def _run(  # noqa: PLR0913 (arrays of one segment)
     decoder: Decoder,
     params: Params,
     context: Context,
     x: Float[Array, "row input dim"],
+    cache: KVCache,
     ids: Int[Array, "row token"],
     lengths: Int[Array, " row"],
     rows: Int[Array, " packed"],
     *,
     start: int,
     stop: int,
-) -> tuple[Float[Array, "row input dim"], Float[Array, " packed"]]:
+) -> tuple[Float[Array, "row input dim"], KVCache, Float[Array, " packed"]]:
     """Returns the states after layers [start, stop) of some rows, and what the head makes of them.
 
     That is the log-likelihood of all tokens but the first, summed. A row past the end fills up.
-    Own keys and values live for one layer: all of a candidate's tokens run side by side.
+    Candidates' own K/V lie in a cache of theirs, a slot for each token.
     """
     mine, labels, ends = (a.at[rows].get(mode="fill", fill_value=0) for a in (x, ids, lengths))
-    real = jnp.arange(mine.shape[1], dtype=jnp.int32)[None, :] < ends[:, None] - 1
-    positions = jnp.where(real, _positions(context, labels), 0)
-    slots = context.cache.num_slots
+    slots, tokens = context.cache.num_slots, mine.shape[1]
+    own = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), mine.shape[:2])
+    real = own < ends[:, None] - 1
+    positions = jnp.where(real, context.length + own, 0)
     before = jnp.arange(slots, dtype=jnp.int32)
     before = jnp.where(before < context.length, before, NOWHERE)
     before = jnp.broadcast_to(before, (rows.size, slots))
     key_positions = jnp.concatenate([before, jnp.where(real, positions, NOWHERE)], axis=1)
 
-    places = decoder.encode_positions(positions)
-
-    def run(index: jax.Array, layer: LayerParams, x: jax.Array) -> jax.Array:
-        shared = read(context.cache, (index,), width=slots)
+    def attention(cache: KVCache, sources: Sources) -> Attend:
+        shared = read(context.cache, sources, width=slots)
         keys, values = (
             jnp.concatenate([jnp.broadcast_to(old, (rows.size, *old.shape[1:])), new], axis=1)
-            for old, new in zip(shared, dense_keys_values(decoder, layer, x, places), strict=True)
+            for old, new in zip(shared, read(cache, sources, width=tokens, rows=rows), strict=True)
         )
-        mix = mixer_at(decoder, index)
-        visible = mix.visible(positions, key_positions)
-        return apply_layer(decoder, layer, x, places, mix, visible, (keys, values))
 
+        def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
+            mix = mixer_at(decoder, index)
+            return mix(queries, keys, values, mix.visible(positions, key_positions))
+
+        return attend
+
+    places = decoder.encode_positions(positions)
+    block = Block(positions=own, valid=real, places=places, rows=rows)
     with jax.named_scope("select"):
-        mine = over_layers(decoder, params, run, mine, start=start, stop=stop)
+        mine, cache = run_layers(
+            decoder, params, cache, mine, block, attention, start=start, stop=stop
+        )
     with jax.named_scope("head"):
         states = apply_exit_lens(decoder, params, flat(mine), stop)
         nll = map_head(decoder, params, next_token_nll, states, flat(labels[:, 1:]))
     nll = jnp.where(real, nll.reshape(real.shape), 0.0)
-    return x.at[rows].set(mine, mode="drop"), -jnp.sum(nll, axis=1)
+    return x.at[rows].set(mine, mode="drop"), cache, -jnp.sum(nll, axis=1)
 
 
 def _work(decoder: Decoder, slots: int, keys: int, *, start: int, stop: int) -> Work:
     layers = stop - start
     return Work.of(
         queries=np.int32(slots * layers),
-        keys_values=np.int32(slots * layers),
+        keys_values=np.int32(slots * len(decoder.config.kv_made(start, stop))),
         key_slots=np.float32(slots * layers * keys),
         decisions=np.int32(0),
         heads=np.int32(executed_heads(slots)),

@@ -94,7 +94,7 @@ _TRUNKS = {
 def run_recipe(
     out: str | Path,
     *,
-    preset: str = "stdlib-16",
+    preset: str = "shared-16",
     steps: int = 2200,
     seed: int = 0,
     resume: bool = False,
