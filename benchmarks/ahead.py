@@ -90,6 +90,7 @@ class Programs:
       sharding: of arguments: where it runs; None: not said, for lowering alone.
       platform: traced for; None: that of this machine.
       choices: other than the platform's.
+      exits: other than those.
     """
 
     name: str
@@ -97,11 +98,12 @@ class Programs:
     sharding: Sharding | None
     platform: str | None = "tpu"
     choices: dict[str, Any] = dataclasses.field(default_factory=dict)
+    exits: tuple[int, ...] = ()
 
     @functools.cached_property
     def decoder(self) -> Transformer:
-        own = OWN.get(self.name)
-        return Transformer(own or with_layers(SHAPES[self.name], self.layers))
+        config = OWN.get(self.name) or with_layers(SHAPES[self.name], self.layers)
+        return Transformer(dataclasses.replace(config, exits=self.exits or config.exits))
 
     @functools.cached_property
     def params(self) -> Any:
