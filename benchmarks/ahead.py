@@ -64,11 +64,18 @@ def tpu_devices(topology: str = "v5e:2x2") -> list[Any]:
         TPU_WORKER_HOSTNAMES="localhost",
         TPU_WORKER_ID="0",
     )
+    _keep_no_programs()
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def _keep_no_programs() -> None:
+    """Turns JAX's cache of programs off: those of devices that are not here cannot be read again."""
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def gpu_device() -> Any:
     """Returns an H100 that is not here."""
+    _keep_no_programs()
     found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
     return found.devices[0]
 

@@ -31,9 +31,11 @@ def test_a_calibration_knows_the_shares_of_rows_and_keeps_them(
     fitted.save(tmp_path)
     loaded = load_calibration(tmp_path, model_sha256="a" * 64)
     assert loaded.entry("learned", 0.8) == entry
-    assert loaded.policy("learned", 0.8).row_shares is None, "budgets share a program on a CPU"
+    here: Any = loaded.policy("learned", 0.8)
+    assert here.row_shares is None, "budgets share a program on a CPU"
     with compiling_for("tpu"):
-        assert loaded.policy("learned", 0.8).row_shares == shares
+        there: Any = loaded.policy("learned", 0.8)
+    assert there.row_shares == shares
 
 
 def test_more_exits_leave_the_shares_of_the_segments_that_they_cut() -> None:
