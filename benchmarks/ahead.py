@@ -69,7 +69,7 @@ def tpu_devices(topology: str = "v5e:2x2") -> list[Any]:
 
 
 def _keep_no_programs() -> None:
-    """Turns JAX's cache of programs off: those of devices that are not here cannot be read again."""
+    """Turns JAX's cache of programs off: those of absent devices cannot be read again."""
     jax.config.update("jax_enable_compilation_cache", False)
 
 
