@@ -74,8 +74,10 @@ PROGRAMS: dict[str, tuple[Callable[[Programs], Any], int, int]] = {
     "plain": (lambda made: made.decode(Plain(), 8), 2, 2),
     "adaptive": (lambda made: made.decode(Adaptive(policy=made.policy()), 8), 4, 0),
 }
-"""Loops of the host: as XLA is, and where loops may be in graphs. Copies of layers that overlap with
-what runs before them keep loops of known length out of graphs."""
+"""Loops of the host: as XLA is, and where loops may be in graphs.
+
+Copies of layers that overlap with what runs before them keep others out of graphs.
+"""
 
 _OTHERS = {"kCustomCall", "kInfeed", "kOutfeed", "kSend", "kRecv", "kHostSend", "kHostRecv"}
 
