@@ -230,7 +230,7 @@ class Gemma3n:
 
         weights = 1 + linear(self._routed(layer, out), layer["correct"])
         streams = predicted + weights[..., None] * (out - active)[..., None, :]
-        first = streams[..., 0, :] * layer["corrected"]["scale"]
+        first = scaled(streams[..., 0, :], layer["corrected"])
         added = from_input(self.config, layer, first, x)
         streams = streams.at[..., 1:, :].add(added[..., None, :])
         flat = streams.reshape(*lead, -1)
@@ -295,7 +295,12 @@ def rms_norm(x: jax.Array, params: Params | None, *, eps: float) -> jax.Array:
     """Returns `x` over its root mean square, computed in float32; scaled where there is one."""
     wide = x.astype(jnp.float32)
     wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide if params is None else wide * params["scale"]).astype(x.dtype)
+    return (wide if params is None else scaled(wide, params)).astype(x.dtype)
+
+
+def scaled(x: jax.Array, params: Params) -> jax.Array:
+    """Returns `x` times a scale for each entry of its last axis, or one for all."""
+    return x * jnp.broadcast_to(params["scale"], x.shape)
 
 
 def token_inputs(

@@ -20,7 +20,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
-from utio_jax.models.gemma3n import from_input, linear, rms_norm, state_width, token_inputs
+from utio_jax.models.gemma3n import (
+    from_input,
+    linear,
+    rms_norm,
+    scaled,
+    state_width,
+    token_inputs,
+)
 from utio_jax.models.rope import frequencies, rotate, rotations
 
 
@@ -212,7 +219,7 @@ class Gemma4:
         out = linear(gate * linear(normed, layer["up_proj"]), layer["down_proj"])
         stream += norm(out, layer["post_mlp_norm"])
         stream += from_input(self.config, layer, stream, x)
-        stream *= layer["out"]["scale"]
+        stream = scaled(stream, layer["out"])
         return x.at[..., : stream.shape[-1]].set(stream)
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
