@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.calibration.prompt_choice import increase_interval, rows_of
-from utio_jax.cli.bench_subjects import random_params
+from utio_jax.cli.bench import random_params
 from utio_jax.core.kv_maps import KVMap, with_kv_maps
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate

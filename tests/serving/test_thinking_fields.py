@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.serving import CONTEXT, Running, completion, served_model
 
-from utio_jax.cli.thinking import OfThinking, cue_ids
+from utio_jax.cli.options import OfThinking, cue_ids
 from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import ServedModel

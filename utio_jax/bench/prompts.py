@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Part "prompt": time to the first token, and in all, where most of a prompt stops early."""
+"""Prompts of which most tokens stop early: time to the first token, and in all; part "prompt"."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import numpy as np
 from utio_jax.bench.rows import Group, Row, plan, timed
 from utio_jax.bench.subjects import Subject
 from utio_jax.bench.timing import time_programs
+from utio_jax.calibration.prompt_choice import rows_of
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.prefill import Prefill, exact_prefill
 from utio_jax.decoding.prompts import prompt_choice
 from utio_jax.evaluation.prompt_cost import prompt_cost
 from utio_jax.evaluation.prompts import continuation_losses, prompt_rows
@@ -109,6 +111,74 @@ def prompt_group(
 
     title = f"prompt {subject.name} {batch} x {prompt} + {output}"
     return Group(title=title, rows=tuple(rows.values()), measure=measure)
+
+
+def shallow_prompts(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    documents: Sequence[np.ndarray],
+    *,
+    choices: Sequence[PromptChoice] = (),
+    budget: float = 0.5,
+    tokens: int = 448,
+    follow: int = 64,
+    rows: int = 12,
+    rounds: int = 3,
+) -> dict[str, Any]:
+    """Returns time to the first token behind a shallow prompt, its cost, and the loss behind it.
+
+    A model whose upper layers read keys and values made below stops there, which loses nothing; any
+    other one as `utio_jax.decoding.prompts.prompt_choice` says.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      documents: token ids.
+      choices: ways of reading that were measured.
+      budget: of the prompts' FLOPs.
+      tokens: of a prompt.
+      follow: tokens behind it, whose loss counts.
+      rows: of prompt and what follows, for losses; the first one is timed.
+      rounds: timed turns.
+
+    Raises:
+      ValueError: no way of reading prompts is known of the model, or no document is long enough.
+    """
+    cut, _ = rows_of(documents, prompt_tokens=tokens, continuation=follow, count=rows)
+    exact = exact_prefill(decoder)
+    if exact is None:
+        choice = prompt_choice(decoder, params, budget, choices=choices)
+        shallow = Prefill(policy=choice.policy(decoder), kv=choice.kv)
+    else:
+        stop = decoder.config.kv_complete
+        choice, shallow = PromptChoice(stop=stop, deep=0.0, by="none", kv="propagate"), exact
+    first = partial(generate, decoder, params, [cut[0][:tokens]], max_new_tokens=1, eos_ids=())
+    ways = {"staircase": Prefill(), "shallow": shallow}
+    programs = {name: partial(first, prefill=how) for name, how in ways.items()}
+    if exact is None:  # Else the program that is taken by itself is the exact one.
+        programs["dense"] = first
+    times = time_programs(programs, rounds=rounds)
+    full = min({*programs} - {"shallow"}, key=lambda name: times[name].median)
+    cost = prompt_cost(decoder, params, shallow, [cut[0][:tokens]], programs["shallow"]())
+    read = prompt_rows(cut, prompt_tokens=tokens, batch=min(4, rows), decoder=decoder)
+    # The same program with every token deep; where the way is exact, what all layers say.
+    everything = None if exact is not None else dataclasses.replace(choice, deep=1.0)
+    lost, kept = (
+        float(continuation_losses(decoder, params, read, each).sum())
+        for each in (choice, everything)
+    )
+    return {
+        "prompt_tokens": tokens,
+        "continuation": follow,
+        "prompt": choice.label,
+        "exact": exact is not None,
+        "stop": choice.stop,
+        "flops_ratio": round(cost.flops_ratio, 4),
+        "seconds_to_first_token": round(times["shallow"].median, 5),
+        "seconds_to_first_token_full": round(times[full].median, 5),
+        "speedup": round(times["shallow"].speedup_over(times[full]), 3),
+        "nll_increase_pct": round(100 * (lost / kept - 1), 4),
+    }
 
 
 def _losses(

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from utio_jax.cli.bench_subjects import subject_named
-from utio_jax.cli.options import check_out, progress_lines
+from utio_jax.cli.options import Rare, check_out, progress_lines
 
 if TYPE_CHECKING:
+    from utio_jax.bench.subjects import Subject
     from utio_jax.bench.suite import Suite
+
+# Of free memory, for parameters and the largest cache; the rest is the programs'.
+_MEMORY_SHARE = 0.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,22 +36,26 @@ class Bench:
       prompt_lengths: tokens per row, of scoring and of prompts.
       output_lengths: new tokens per prompt.
       policies: NAME@BUDGET each; controls at the same FLOPs join them by themselves.
-      dtype: of the parameters; by default float32 on CPUs, bfloat16 elsewhere.
       rounds: timed turns of each program, instead of the suite's.
       out: folder of the results, which are replaced.
       resume: keep what is there, and measure the rest.
       dry_run: the same code at tiny sizes: shows that it runs, not how fast.
     """
 
+    EXAMPLES: ClassVar = (
+        "bench",
+        "bench --suite cpu --parts decode lossless --models shipped",
+        "bench --suite accelerator --dry-run",
+    )
+
     suite: Literal["quick", "cpu", "accelerator"] = "quick"
     parts: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
-    prompt_lengths: tuple[int, ...] = ()
-    output_lengths: tuple[int, ...] = ()
-    policies: tuple[str, ...] = ()
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    rounds: int | None = None
+    batch_sizes: Rare[tuple[int, ...]] = ()
+    prompt_lengths: Rare[tuple[int, ...]] = ()
+    output_lengths: Rare[tuple[int, ...]] = ()
+    policies: Rare[tuple[str, ...]] = ()
+    rounds: Rare[int | None] = None
     out: Path = Path("out/bench")
     resume: bool = False
     dry_run: bool = False
@@ -71,7 +79,7 @@ class Bench:
             )
         suite = self.sized()
         check_out(self.out)
-        dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
+        dtype = "float32" if platform == "cpu" else "bfloat16"
         say = progress_lines(started)
         say("ceilings: a matrix product, a copy")
         file = self.out / "results.json"
@@ -155,3 +163,129 @@ class Bench:
             rounds=self.rounds or suite.rounds,
             **chosen,
         )
+
+
+def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
+    """Returns a model with its text and calibration, or a shape with random weights.
+
+    Args:
+      name: "shipped", a name of `utio_jax.models.presets.SHAPES`, or a folder.
+      dtype: of the parameters.
+      cache_tokens: tokens of all rows of the largest cache.
+
+    Raises:
+      ValueError: there is no such model, or not even two layers fit.
+    """
+    import jax.numpy as jnp
+
+    from utio_jax.bench.subjects import Subject
+    from utio_jax.models import SHIPPED, load
+    from utio_jax.models.presets import SHAPES
+    from utio_jax.models.training.corpus import standard_library
+
+    if name in SHAPES:
+        return _shape(name, dtype, cache_tokens=cache_tokens)
+    model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
+    documents, notes = None, []
+    try:
+        documents = model.encode([document.text for document in standard_library("test")])
+    except ValueError as error:
+        notes.append(f"random ids: {error}")
+    try:
+        calibration = model.calibration
+    except ValueError:
+        calibration = None
+        notes.append("no calibration")
+    return Subject(
+        name="shipped" if name == "shipped" else model.folder.name,
+        decoder=model.decoder,
+        params=model.params,
+        documents=documents,
+        calibration=calibration,
+        note="; ".join(notes),
+    )
+
+
+def _shape(name: str, dtype: str, *, cache_tokens: int) -> Subject:
+    from utio_jax.bench.subjects import Subject
+    from utio_jax.models import Transformer
+    from utio_jax.models.presets import SHAPES, with_layers
+
+    config = SHAPES[name]
+    fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
+    decoder = Transformer(with_layers(config, fitting))
+    return Subject(
+        name=name,
+        decoder=decoder,
+        params=random_params(decoder, dtype=dtype),
+        note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
+    )
+
+
+def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
+    """Returns how many layers fit beside embeddings and cache, at most the model's own.
+
+    Args:
+      config: of the whole model.
+      dtype: of parameters and cache.
+      memory: free, in bytes.
+      cache_tokens: tokens of all rows of the largest cache.
+
+    Raises:
+      ValueError: not even two do, the least that can be split.
+    """
+    import jax
+    import numpy as np
+
+    from utio_jax.models import Transformer
+
+    size = np.dtype(dtype).itemsize if dtype != "bfloat16" else 2
+    one = dataclasses.replace(config, num_layers=1, exits=(1,))
+    shapes = jax.eval_shape(Transformer(one).init, jax.random.key(0))
+    count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
+    per_layer = size * count(shapes["layers"])
+    per_layer += 2 * size * config.num_kv_heads * config.head_dim * cache_tokens
+    rest = size * (count(shapes) - count(shapes["layers"]))
+    fitting = int((_MEMORY_SHARE * memory - rest) // per_layer)
+    if fitting < 2:
+        raise ValueError(
+            f"Wanted memory for at least two layers of {per_layer / 1e9:.2g} GB each, cache "
+            f"included, and {rest / 1e9:.2g} GB beside them. Got {memory / 1e9:.2g} GB free, of "
+            f"which {_MEMORY_SHARE:.0%} may be used. Name a smaller model, or fewer --parts."
+        )
+    return min(fitting, config.num_layers)
+
+
+def free_memory() -> float:
+    """Returns the first device's free bytes: its own, or on a CPU the host's."""
+    import jax
+
+    known = jax.local_devices()[0].memory_stats()
+    if known and "bytes_limit" in known:
+        return float(known["bytes_limit"] - known.get("bytes_in_use", 0))
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def random_params(decoder: Any, *, dtype: str) -> Any:
+    """Returns random parameters of a `Transformer`, one at a time: no more memory than they take.
+
+    Its own `init` would make all of them in float32 first, and output projections of zero.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def make(path: Any, leaf: Any) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name.endswith("scale"):
+            return jnp.ones(leaf.shape, dtype)
+        if name.endswith("bias"):
+            return jnp.zeros(leaf.shape, dtype)
+        nonlocal key
+        key, mine = jax.random.split(key)
+        scale = 0.02 if name.endswith("embedding") else leaf.shape[-2] ** -0.5
+        # Jitted, the float32 draws never exist as an array.
+        draw = jax.jit(lambda key: (scale * jax.random.normal(key, leaf.shape)).astype(dtype))
+        return draw(mine)
+
+    key = jax.random.key(0)
+    return jax.tree_util.tree_map_with_path(make, jax.eval_shape(decoder.init, key))

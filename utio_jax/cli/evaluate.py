@@ -8,10 +8,10 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from utio_jax.cli.options import calibration_of, is_first, progress_bar, read_documents
-from utio_jax.cli.scoring import Scoring
+from utio_jax.cli.options import Rare, calibration_of, is_first, progress_bar, read_documents
+from utio_jax.cli.score import Scoring
 
 if TYPE_CHECKING:
     from utio_jax.evaluation.ledger import Ledger
@@ -25,7 +25,6 @@ class Evaluate(Scoring):
     and losses are those of the tokens behind it.
 
     Attributes:
-      text: text files.
       prompt_tokens: of each row of --token-ids. For the interval each row counts as a document:
         give one row of each, or it comes out too narrow.
       prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
@@ -36,12 +35,17 @@ class Evaluate(Scoring):
         default.
     """
 
-    text: tuple[Path, ...] = ()
-    prompt_tokens: int | None = None
-    prompt_stop: int | None = None
-    prompt_deep: float = 0.15
-    prompt_by: str = "sinks_recent"
-    prompt_maps: Path | None = None
+    EXAMPLES: ClassVar = (
+        "evaluate FILES --model DIR",
+        "evaluate FILES --budget 0.6",
+        "evaluate FILES --policy uniform --depth 8",
+    )
+
+    prompt_tokens: Rare[int | None] = None
+    prompt_stop: Rare[int | None] = None
+    prompt_deep: Rare[float] = 0.15
+    prompt_by: Rare[str] = "sinks_recent"
+    prompt_maps: Rare[Path | None] = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
@@ -57,7 +61,7 @@ class Evaluate(Scoring):
                 f"Wanted --prompt-tokens with {', '.join(alone)}: how many tokens of each row are "
                 "the prompt? For example: --prompt-tokens 448."
             )
-        found, read = self.score(self.text)
+        found, read = self.score()
         return self._summary(
             read.row,
             nll=-math.fsum(float(each.log_likelihood.sum()) for each in found.documents),
@@ -89,7 +93,7 @@ class Evaluate(Scoring):
                 f"documents, perplexity {perplexity}",
                 file=sys.stderr,
             )
-            if self.policy != "full":
+            if self.policy_name != "full":
                 print(
                     f"at full depth {full:.4f}, perplexity {perplexity_full}: "
                     f"{row.nll_increase_pct:+.2f} % loss at {row.flops_ratio:.3f} of the FLOPs, "
@@ -118,12 +122,12 @@ class Evaluate(Scoring):
             prompt_rows,
         )
 
-        if self.mesh() is not None or self.policy != "full":
+        if self.mesh() is not None or self.policy_name != "full":
             raise ValueError(
                 "Wanted --prompt-tokens on one device and without --policy: what follows the "
                 "prompt runs in full. Leave these out."
             )
-        if self.text or self.token_ids is None:
+        if self.files or self.token_ids is None:
             raise ValueError(
                 "Wanted --token-ids FILE with --prompt-tokens: a JSON list of rows, each a list of "
                 "ids, whose first tokens are the prompt."

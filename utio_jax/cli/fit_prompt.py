@@ -7,10 +7,12 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from utio_jax.cli.options import OfModel, progress_lines, read_documents
+from utio_jax.cli.options import Files, OfModel, Rare, progress_lines, read_documents
 from utio_jax.staircase.reference import FrozenKV
+
+_BATCH = 8  # Rows per pass.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,10 +25,10 @@ class FitPrompt(OfModel):
     is.
 
     Attributes:
-      text: text files; without any, the calibrate split of the standard library.
+      files: text files; without any, the calibrate split of the standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       fit_text: more text files, for maps alone: nothing is chosen or reported on them.
-      stop: depths at which prompt tokens may stop.
+      stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.
       deep: shares of a prompt's tokens that go deep, to choose from.
       by: what may choose them: sinks_recent, heat, gate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
@@ -34,7 +36,6 @@ class FitPrompt(OfModel):
       continuation: tokens that follow, whose loss counts.
       rows: of each of these two parts of the text, at most.
       fit_tokens: of text that the closed form is fitted to, at most.
-      batch: rows per pass.
       seed: of the parts.
       train: train the maps after the closed form; the run's state is kept beside --out.
       train_steps: steps of it, at most.
@@ -44,23 +45,28 @@ class FitPrompt(OfModel):
         folder.
     """
 
-    text: tuple[Path, ...] = ()
-    token_ids: Path | None = None
-    fit_text: tuple[Path, ...] = ()
+    EXAMPLES: ClassVar = (
+        "fit-prompt FILES --model DIR",
+        "fit-prompt FILES --model DIR --stop 15 20 --max-nll-increase-pct 0.5",
+        "fit-prompt FILES --model DIR --stop 20 --train",
+    )
+
+    files: Files = ()
+    token_ids: Rare[Path | None] = None
+    fit_text: Rare[tuple[Path, ...]] = ()
     stop: tuple[int, ...] = ()
     deep: tuple[float, ...] = (0.15,)
-    by: tuple[str, ...] = ("sinks_recent", "heat")
+    by: Rare[tuple[str, ...]] = ("sinks_recent", "heat")
     max_nll_increase_pct: float = 1.0
     prompt_tokens: int = 448
-    continuation: int = 64
-    rows: int = 24
-    fit_tokens: int = 20_000
-    batch: int = 8
-    seed: int = 0
+    continuation: Rare[int] = 64
+    rows: Rare[int] = 24
+    fit_tokens: Rare[int] = 20_000
+    seed: Rare[int] = 0
     train: bool = False
-    train_steps: int = 1000
-    train_minutes: float = 50.0
-    resume: bool = False
+    train_steps: Rare[int] = 1000
+    train_minutes: Rare[float] = 50.0
+    resume: Rare[bool] = False
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
@@ -74,12 +80,7 @@ class FitPrompt(OfModel):
         say = progress_lines(started)
         model = self.load()
         config = model.decoder.config
-        if not self.stop:
-            half, more = config.num_layers // 2, 2 * config.num_layers // 3
-            raise ValueError(
-                "Wanted depths at which prompt tokens may stop. For example, at half and two "
-                f"thirds of the layers: --stop {half} {more}."
-            )
+        stops = self.stop or (config.num_layers // 2, 2 * config.num_layers // 3)
         if self.resume and not self.train:
             raise ValueError(
                 "Wanted --train with --resume: what is resumed is the training of maps."
@@ -92,7 +93,7 @@ class FitPrompt(OfModel):
             )
         candidates = [
             PromptChoice(stop=stop, deep=share, by=by, kv=kv)
-            for stop in sorted(set(self.stop))
+            for stop in sorted(set(stops))
             for share in self.deep
             for by in self.by
             for kv in self._shown(model, stop)
@@ -100,16 +101,16 @@ class FitPrompt(OfModel):
         gate = model.calibration.signals.get("learned") if "gate" in self.by else None
         for each in candidates:
             each.policy(model.decoder, gate=gate)
-        documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
+        documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         text = split_text(documents, seed=self.seed)
         fit, described_more = [*text.fit], None
         if self.fit_text:
             others, described_more = read_documents(model, self.fit_text, None, None)
             fit += others
         read = fit_rows(
-            fit, width=width, tokens=self.fit_tokens, batch=self.batch, decoder=model.decoder
+            fit, width=width, tokens=self.fit_tokens, batch=_BATCH, decoder=model.decoder
         )
-        maps = fit_kv_maps(model.decoder, model.params, read, stops=self.stop, progress=say)
+        maps = fit_kv_maps(model.decoder, model.params, read, stops=stops, progress=say)
         out = kv_maps_file(self.out if self.out is not None else model.folder)
         shape, trained = self._shape(width), None
         if self.train:
@@ -124,7 +125,7 @@ class FitPrompt(OfModel):
             prompt_tokens=self.prompt_tokens,
             continuation=self.continuation,
             rows=self.rows,
-            batch=self.batch,
+            batch=_BATCH,
             gate=gate,
             progress=say,
         )

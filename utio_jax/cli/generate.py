@@ -7,13 +7,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tyro
 
-from utio_jax.cli.modes import OfDecoding
-from utio_jax.cli.options import progress_bar, read_token_ids
-from utio_jax.cli.thinking import OfThinking
+from utio_jax.cli.options import OfDecoding, OfThinking, Rare, progress_bar, read_token_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +28,17 @@ class Generate(OfDecoding, OfThinking):
         times nothing.
     """
 
+    EXAMPLES: ClassVar = (
+        'generate "def __repr__(self):\\n    return" --budget 0.6',
+        'generate "PROMPT" --model DIR --mode lossless',
+        'generate "What is a prime?" --chat --model NAME.gguf',
+    )
+
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    token_ids: Path | None = None
+    token_ids: Rare[Path | None] = None
     chat: bool = False
     max_new_tokens: int = 128
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    stop: Rare[tyro.conf.UseAppendAction[tuple[str, ...]]] = ()
     rounds: int = 1
 
     def run(self) -> dict[str, Any]:
@@ -44,12 +48,9 @@ class Generate(OfDecoding, OfThinking):
 
         self._check()
         model, sampling = self.load(), self.sampling()
-        mode, prefill, budget = self.decoding_mode(model)
+        mode, prefill, budget = self.checked_mode(model)
         prompts, eos_ids, tokenizer = self._encoded(model)
         thinking = self.thinking(tokenizer)
-        mode.check(model.decoder)
-        if prefill is not None:
-            prefill.check(model.decoder, kv=mode.prompt_kv)
         plain = Plain()
         # Plain decoding behind a prompt that was read otherwise is not the baseline.
         label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name

@@ -6,11 +6,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import tyro
-
-from utio_jax.cli.options import check_out
+from utio_jax.cli.options import Files, check_out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +20,13 @@ class Report:
       out: folder for report.html.
     """
 
-    files: tyro.conf.Positional[tuple[Path, ...]]
+    EXAMPLES: ClassVar = (
+        "report out/bench/results.json",
+        "report before/results.json after/results.json",
+        "report out/bench/results.json --out out/page",
+    )
+
+    files: Files
     out: Path = Path("out/report")
 
     def run(self) -> dict[str, Any]:

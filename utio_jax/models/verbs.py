@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.calibration.advice import advise
+from utio_jax.calibration.advice import advise, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
@@ -82,7 +82,7 @@ class Calibrated:
                     for depth, share in zip(entry.depths, entry.fractions, strict=True)
                 )
                 lines.append(f"{name} at {budget:g} of the FLOPs: {shares}")
-        lines.append(self.verdict or "Adaptive depth may pay here: compare it on unseen text.")
+        lines.append(self.verdict or may_pay(self.calibration.info))
         return "\n".join(lines)
 
     def _exits(self) -> list[tuple[str, float]]:
@@ -228,7 +228,7 @@ class Verbs:
         self: Any,
         texts: Sequence[str],
         *,
-        policy: str | Policy = "full",
+        policy: str | Policy | None = None,
         budget: float | None = None,
         **options: Any,
     ) -> TextScore:
@@ -236,17 +236,18 @@ class Verbs:
 
         Args:
           texts: a list; one of fewer than two tokens predicts nothing.
-          policy: that decides depths, or its name, see `policy`.
+          policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
+            budget, else `"full"`.
           budget: of a calibrated one.
           **options: further ones of `utio_jax.score_documents`.
         """
-        return self._score(self.encode(listed(texts)), policy, budget, options)
+        return self._score(self.encode(listed(texts)), _named(policy, budget), budget, options)
 
     def evaluate(
         self: Any,
         files: Sequence[Source],
         *,
-        policy: str | Policy = "full",
+        policy: str | Policy | None = None,
         budget: float | None = None,
         **options: Any,
     ) -> Ledger:
@@ -254,10 +255,12 @@ class Verbs:
 
         Args:
           files: paths, or token ids.
-          policy: that decides depths, or its name, see `policy`.
+          policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
+            budget, else `"full"`.
           budget: of a calibrated one.
           **options: further ones of `utio_jax.score_documents`.
         """
+        policy = _named(policy, budget)
         found = self._score(self.documents(files), policy, budget, options)
         name = policy if isinstance(policy, str) else policy.name
         return found.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
@@ -369,7 +372,7 @@ class Verbs:
         self: Any,
         files: Sequence[Source],
         *,
-        budgets: Sequence[float] | None = None,
+        budget: float | Sequence[float] | None = None,
         batches: int | None = 6,
         seed: int = 0,
         progress: Callable[[str], None] | None = None,
@@ -378,7 +381,7 @@ class Verbs:
 
         Args:
           files: paths, or token ids, none of which was calibrated on.
-          budgets: which of the calibration's; None: all.
+          budget: one of the calibration's or several; None: all.
           batches: of 16 windows, drawn over all documents; None takes the whole text.
           seed: of the windows and of the intervals.
           progress: called with what happens next.
@@ -398,7 +401,7 @@ class Verbs:
             drawn,
             document_of_window,
             self.calibration,
-            budgets=budgets,
+            budgets=None if budget is None else _several(budget),
             seed=seed,
             progress=progress,
         )
@@ -492,6 +495,13 @@ def named_mode(mode: str | Mode | None, budget: float | None) -> str | Mode:
     if mode is not None:
         return mode
     return "plain" if budget is None else "adaptive"
+
+
+def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
+    """Returns the policy of a reading: a budget without one means the learned, neither none."""
+    if policy is not None:
+        return policy
+    return "full" if budget is None else "learned"
 
 
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Transformer:
