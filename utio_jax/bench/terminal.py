@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.core.html import shade
 from utio_jax.evaluation.evaluate import DocumentScore
 from utio_jax.evaluation.ledger import Ledger
 
@@ -24,9 +25,6 @@ _COMPARISON_COLUMNS = (
     *("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
     *("corr. KL", "corr. depth", "Gini", "of oracle"),
 )
-
-# Shallow to deep, on any background.
-_SHADES = ("#2f9e8f", "#7fb83d", "#d8b02a", "#e07b2e", "#d1495b", "#a44ac2")
 
 
 def ledger_table(
@@ -182,7 +180,7 @@ def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence
     for piece, depth in zip(pieces, depths, strict=True):
         # An escape sequence in generated text could do anything to the terminal.
         text.append(
-            piece.replace("\x1b", "\u241b"), style=_shade(list(levels).index(depth), len(levels))
+            piece.replace("\x1b", "\u241b"), style=shade(list(levels).index(depth), len(levels))
         )
     return text
 
@@ -197,7 +195,8 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
     text = Text("layers behind each token: ")
     among = list(depths if levels is None else levels)
     for depth in depths:
-        text.append(f" {depth} ", style=_shade(among.index(depth), len(among)))
+        copied = ": copied" if depth == 0 else ""
+        text.append(f" {depth}{copied} ", style=shade(among.index(depth), len(among)))
     return text
 
 
@@ -213,10 +212,6 @@ def _named(row: Ledger) -> str:
     """Returns the policy, and of a uniform one the depth: no two rows shall share a name."""
     (depth, *others) = row.depth_histogram or ("",)
     return f"uniform {depth}" if row.policy == "uniform" and not others else row.policy
-
-
-def _shade(index: int, levels: int) -> str:
-    return _SHADES[round(index * (len(_SHADES) - 1) / max(levels - 1, 1))]
 
 
 def _show(value: Any, form: str) -> str:

@@ -67,7 +67,7 @@ class Bench:
 
         from utio_jax.bench.environment import describe
         from utio_jax.bench.results import Recorder
-        from utio_jax.bench.suite import groups_of, run_groups, summarise
+        from utio_jax.bench.suite import conclude, groups_of, run_groups, summarise
         from utio_jax.bench.terminal import bench_table
 
         started = time.perf_counter()
@@ -112,13 +112,15 @@ class Bench:
             complete = False
         results = recorder.close(complete=complete, seconds=time.perf_counter() - started)
         Console(stderr=True, width=118).print(bench_table(results))
-        print(f"Results: {file}", file=sys.stderr)
+        verdict = conclude(results)
+        print(f"{verdict}\nResults: {file}. As a page: utio-jax report {file}", file=sys.stderr)
         return {
             "command": "bench",
             "suite": self.suite,
             "complete": complete,
             "seconds": results["seconds"],
             "out": str(file),
+            "verdict": verdict,
             "environment": results["environment"],
             **summarise(results),
         }

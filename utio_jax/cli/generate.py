@@ -75,7 +75,7 @@ class Generate(OfDecoding, OfThinking):
         generated = decode(mode)
         found = read_text(tokenizer, prompts, generated, stop_strings=self.stop)
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
-        _show(shown, found, model.decoder.config.num_layers)
+        _show(shown, found, model.decoder.config.num_layers, between="\n" if self.chat else "")
         measured = self._measured(model, modes, prompts, generated, decode, sampling, budget)
         record = measured.to_dict()
         if label != "plain" and record.get("speedup") is not None:
@@ -233,7 +233,7 @@ def _tokenizer_of(model: Any) -> Any:
         return _Numbers()
 
 
-def _show(prompts: Sequence[str], found: Any, num_layers: int) -> None:
+def _show(prompts: Sequence[str], found: Any, num_layers: int, *, between: str) -> None:
     """Prints prompts and texts, coloured where they go to a terminal."""
     from rich.console import Console
     from rich.text import Text
@@ -246,5 +246,5 @@ def _show(prompts: Sequence[str], found: Any, num_layers: int) -> None:
     rows = zip(prompts, found.pieces, found.generated.decided, strict=True)
     for prompt, pieces, depths in rows:
         new = depth_text(pieces, depths.tolist(), levels=levels)
-        console.print(Text.assemble((prompt, "dim"), new), soft_wrap=True)
+        console.print(Text.assemble((prompt + between, "dim"), new), soft_wrap=True)
     console.print(depth_legend(levels))

@@ -31,8 +31,8 @@ class Serve(OfMode, OfProcesses, OfThinking):
     With --distributed, in several processes with the same options, the model is split over the
     devices of all of them. Process 0 listens; if one is lost, all end.
 
-    Mode and budgets are those of requests that name none. Requests may choose any budget that the
-    policy was calibrated for, and with --think-end how long they think.
+    A request may bring a budget that the policy was calibrated for, and with --think-end how long
+    it thinks; otherwise these options count.
 
     Attributes:
       name: what requests call the model; by default the name of its folder or file.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.calibration.advice import advise, may_pay
+from utio_jax.calibration.advice import advise, conclude, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.clock import EngineClock
 from utio_jax.calibration.compare import ComparisonRow, compare
@@ -25,6 +25,7 @@ from utio_jax.calibration.risk import split_documents
 from utio_jax.core.decoder import some_exits
 from utio_jax.core.documents import Batch, calibration_batches, sample_batches
 from utio_jax.core.files import check_writable
+from utio_jax.core.html import table_html
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
@@ -87,6 +88,25 @@ class Calibrated:
 
     def _exits(self) -> list[tuple[str, float]]:
         return sorted(self.exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
+
+
+class Compared(list[ComparisonRow]):
+    """What `Model.compare` found: a row per policy and control, and what they say."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether some policy is better than truncating the model, in a sentence."""
+        return conclude(self)
+
+    def _repr_html_(self) -> str:
+        names = ("policy", "budget", "work", "loss %", "same tokens", "below truncation %")
+        rows = [{**row.ledger.figures(), "policy": row.name} for row in self]
+        for shown, row in zip(rows, self, strict=True):
+            if row.hull_margin_pct is not None:
+                low, margin, high = row.hull_margin_pct
+                shown[names[-1]] = f"{margin:+.2f} [{low:+.2f}, {high:+.2f}]"
+        table = table_html(names, [[row.get(name) for name in names] for row in rows])
+        return f"{table}<p>{self.verdict}</p>"
 
 
 class Verbs:
@@ -376,7 +396,7 @@ class Verbs:
         batches: int | None = 6,
         seed: int = 0,
         progress: Callable[[str], None] | None = None,
-    ) -> list[ComparisonRow]:
+    ) -> Compared:
         """Returns how every calibrated policy does on unseen text, beside truncation and chance.
 
         Args:
@@ -395,15 +415,17 @@ class Verbs:
             vocab_size=config.vocab_size,
             seed=seed,
         )
-        return compare(
-            self.decoder,
-            self.params,
-            drawn,
-            document_of_window,
-            self.calibration,
-            budgets=None if budget is None else _several(budget),
-            seed=seed,
-            progress=progress,
+        return Compared(
+            compare(
+                self.decoder,
+                self.params,
+                drawn,
+                document_of_window,
+                self.calibration,
+                budgets=None if budget is None else _several(budget),
+                seed=seed,
+                progress=progress,
+            )
         )
 
     def documents(self: Any, sources: Sequence[Source]) -> list[np.ndarray]:
