@@ -11,6 +11,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
-from utio_jax.cli.main import COMMANDS, main
+from utio_jax.cli.main import COMMANDS, GROUPS, main, parsed
 from utio_jax.cli.options import calibration_of
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.files import check_writable, dump_tensors
@@ -444,11 +445,11 @@ def test_arguments_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[st
 def test_help_lists_every_command_and_the_version_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert main(["--help"]) == main([]) == 0
     shown = capsys.readouterr().out
-    for name in (*COMMANDS, "launch", "--version"):
+    for name in (*GROUPS, *COMMANDS, "--version", "--help-all"):
         assert name in shown
+    assert "Did you mean generate?" in refused(capsys, "generat", "x")
     assert main(["--version"]) == 0
     assert re.fullmatch(r"utio-jax \S+ \(python .*, jax .*\)\n", capsys.readouterr().out)
 
@@ -468,8 +469,30 @@ ELSEWHERE = {
     "environment.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
     "architectures.py": {"--merge"},  # llama.cpp's
     "actors.py": {"--head", "--xla"},  # Ray's and XLA's
-    "main.py": {"--json"},  # Taken out before a command reads its own.
+    # Taken out before a command reads its own.
+    "main.py": {"--json", "--help-all", "--enable-utio"},
+    "options.py": {"--help-all"},
 }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_short_and_begins_with_examples_that_work(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    brief = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([name, "--help-all"])
+    whole = capsys.readouterr().out
+    assert brief.count("\n") <= 45
+    examples = re.findall(rf"^  (utio-jax {name}.*)", brief, flags=re.MULTILINE)
+    assert len(examples) == len(COMMANDS[name].EXAMPLES) == (1 if name == "launch" else 3)
+    for example in COMMANDS[name].EXAMPLES:
+        parsed(name, shlex.split(example)[1:])
+    hidden = {option for option in options_of(name) if option in whole and option not in brief}
+    assert ("--help-all" in brief) == bool(hidden)
 
 
 WHOLE_COMMAND = r"utio-jax ([a-z-]+)((?:(?!utio-jax|\. |`|: |; ).)*)"
