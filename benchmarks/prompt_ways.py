@@ -25,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.calibration.prompt_choice import increase_interval, rows_of
-from utio_jax.cli.bench import random_params
 from utio_jax.core.kv_maps import KVMap, with_kv_maps
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
@@ -33,6 +32,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.evaluation.prompts import continuation_losses, prompt_flops_ratio, prompt_rows
 from utio_jax.models import Transformer, load
 from utio_jax.models.presets import SHAPES, with_layers
+from utio_jax.models.random_weights import random_params
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies.depth import uniform
 from utio_jax.staircase.prompts import SIGNALS, PromptChoice

@@ -409,6 +409,6 @@ plot_depths(
 
 # %% [markdown]
 # So small a model repeats itself, which makes drafting easy: measure on your own text. `utio-jax
-# generate PROMPT --model DIR --mode lossless` does all of this on the command line, at the exit next to
+# generate PROMPT --mode lossless` does all of this on the command line, at the exit next to
 # 3/8 of the layers. Whole programs for Linen, NNX and plain JAX are in
 # `docs/bring_your_own.md`.

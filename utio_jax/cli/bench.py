@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 from pathlib import Path
@@ -15,9 +14,6 @@ from utio_jax.cli.options import Rare, check_out, progress_lines
 if TYPE_CHECKING:
     from utio_jax.bench.subjects import Subject
     from utio_jax.bench.suite import Suite
-
-# Of free memory, for parameters and the largest cache; the rest is the programs'.
-_MEMORY_SHARE = 0.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,6 +208,7 @@ def _shape(name: str, dtype: str, *, cache_tokens: int) -> Subject:
     from utio_jax.bench.subjects import Subject
     from utio_jax.models import Transformer
     from utio_jax.models.presets import SHAPES, with_layers
+    from utio_jax.models.random_weights import fit_layers, free_memory, random_params
 
     config = SHAPES[name]
     fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
@@ -222,72 +219,3 @@ def _shape(name: str, dtype: str, *, cache_tokens: int) -> Subject:
         params=random_params(decoder, dtype=dtype),
         note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
     )
-
-
-def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
-    """Returns how many layers fit beside embeddings and cache, at most the model's own.
-
-    Args:
-      config: of the whole model.
-      dtype: of parameters and cache.
-      memory: free, in bytes.
-      cache_tokens: tokens of all rows of the largest cache.
-
-    Raises:
-      ValueError: not even two do, the least that can be split.
-    """
-    import jax
-    import numpy as np
-
-    from utio_jax.models import Transformer
-
-    size = np.dtype(dtype).itemsize if dtype != "bfloat16" else 2
-    one = dataclasses.replace(config, num_layers=1, exits=(1,))
-    shapes = jax.eval_shape(Transformer(one).init, jax.random.key(0))
-    count = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731
-    per_layer = size * count(shapes["layers"])
-    per_layer += 2 * size * config.num_kv_heads * config.head_dim * cache_tokens
-    rest = size * (count(shapes) - count(shapes["layers"]))
-    fitting = int((_MEMORY_SHARE * memory - rest) // per_layer)
-    if fitting < 2:
-        raise ValueError(
-            f"Wanted memory for at least two layers of {per_layer / 1e9:.2g} GB each, cache "
-            f"included, and {rest / 1e9:.2g} GB beside them. Got {memory / 1e9:.2g} GB free, of "
-            f"which {_MEMORY_SHARE:.0%} may be used. Name a smaller model, or fewer --parts."
-        )
-    return min(fitting, config.num_layers)
-
-
-def free_memory() -> float:
-    """Returns the first device's free bytes: its own, or on a CPU the host's."""
-    import jax
-
-    known = jax.local_devices()[0].memory_stats()
-    if known and "bytes_limit" in known:
-        return float(known["bytes_limit"] - known.get("bytes_in_use", 0))
-    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-def random_params(decoder: Any, *, dtype: str) -> Any:
-    """Returns random parameters of a `Transformer`, one at a time: no more memory than they take.
-
-    Its own `init` would make all of them in float32 first, and output projections of zero.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    def make(path: Any, leaf: Any) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name.endswith("scale"):
-            return jnp.ones(leaf.shape, dtype)
-        if name.endswith("bias"):
-            return jnp.zeros(leaf.shape, dtype)
-        nonlocal key
-        key, mine = jax.random.split(key)
-        scale = 0.02 if name.endswith("embedding") else leaf.shape[-2] ** -0.5
-        # Jitted, the float32 draws never exist as an array.
-        draw = jax.jit(lambda key: (scale * jax.random.normal(key, leaf.shape)).astype(dtype))
-        return draw(mine)
-
-    key = jax.random.key(0)
-    return jax.tree_util.tree_map_with_path(make, jax.eval_shape(decoder.init, key))

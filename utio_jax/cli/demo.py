@@ -7,8 +7,7 @@ import dataclasses
 import functools
 import re
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,15 +20,12 @@ from utio_jax.cli.options import (
     progress_bar,
     read_documents,
 )
-from utio_jax.core.documents import Batch
 from utio_jax.core.files import save_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_ROWS, _WIDTH = 16, 512
-# Prompt, new tokens and a draft within one key step: one loop to compile per mode and batch.
-_PROMPT, _NEW = 64, 56
+_WIDTH = 512
 _DRAWN_LINES = 40
 _DEFAULT = 0.6
 
@@ -67,9 +63,7 @@ class Demo:
         console = Console(stderr=True, width=118, highlight=False)
         found, budget = self._read(model, documents)
         console.print(reading_table(found["rows"], default=budget))
-        found["generation"] = write_texts(
-            model, documents, budget=budget, rounds=min(self.rounds, 3)
-        )
+        found["generation"] = self._written(model, documents, budget)
         found["prompt"] = self._prompt(model, documents)
         found["pictures"] = self._draw(model, found.pop("ledgers"), budget)
         found["verdict"] = conclude(found, budget=budget)
@@ -85,13 +79,20 @@ class Demo:
 
     def _read(self, model: Any, documents: Sequence[np.ndarray]) -> tuple[dict[str, Any], float]:
         """Returns rows of reading at all budgets, and the budget that is spoken of."""
-        from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure
+        from utio_jax.bench.scoring import (
+            Entry,
+            control_entries,
+            count_steps,
+            cut_batches,
+            measure,
+        )
         from utio_jax.calibration.goals import Budgets
         from utio_jax.evaluation.controls import plain_hull
         from utio_jax.evaluation.ledger import uniform_hull
 
         config, calibration = model.decoder.config, model.calibration
-        read = cut_batches(documents, batches=self.batches, seed=0, config=config)
+        width = min(_WIDTH, config.context_length)
+        read = cut_batches(documents, batches=self.batches, seed=0, width=width)
         known = calibration.entries["learned"]
         budgets = [budget for budget in Budgets().budgets if budget in known] or sorted(known)
         entries = control_entries(model.decoder) + [
@@ -119,6 +120,33 @@ class Demo:
         ]
         default = min(budgets, key=lambda budget: abs(budget - _DEFAULT))
         return {"rows": rows, "ledgers": ledgers}, default
+
+    def _written(
+        self, model: Any, documents: Sequence[np.ndarray], budget: float
+    ) -> list[dict[str, Any]]:
+        """Returns rows of plain, drafted and adaptive decoding, one text and eight at a time."""
+        from utio_jax.bench.decoding import write_middles
+        from utio_jax.decoding.adaptive import Adaptive
+        from utio_jax.decoding.base import Plain
+        from utio_jax.decoding.lossless import lossless_for
+
+        decoder, rounds = model.decoder, min(self.rounds, 3)
+        modes: dict[str, Any] = {"plain": Plain()}
+        if decoder.config.exits[:-1]:
+            modes["lossless"] = lossless_for(decoder, "exit")
+        # The control of every draft at an exit: what the text itself suggests, at no layers' cost.
+        modes["ngram"] = lossless_for(decoder, "ngram")
+        modes["adaptive"] = Adaptive(policy=model.calibration.policy("learned", budget))
+        with progress_bar(2 * (len(modes) + 1) * (rounds + 1), "Writing") as step:
+            found = write_middles(
+                decoder, model.params, documents, modes, rounds=rounds, progress=step
+            )
+        rows = [
+            {"mode": name, "batch": size, **each.to_dict()}
+            for size, measured in found.items()
+            for name, each in measured.items()
+        ]
+        return [row | {"budget": budget} if row["mode"] == "adaptive" else row for row in rows]
 
     def _prompt(self, model: Any, documents: Sequence[np.ndarray]) -> dict[str, Any] | None:
         """Returns what a long, mostly shallow prompt comes to; None where the model knows none."""
@@ -245,107 +273,6 @@ def conclude(found: dict[str, Any], *, budget: float) -> str:
         said.append(f"long prompts pay {ask}")
     said = said or ["run this model in full"]
     return f"{said[0][0].upper()}{'; '.join(said)[1:]}."
-
-
-def cut_batches(
-    documents: Sequence[np.ndarray],
-    *,
-    batches: int,
-    seed: int,
-    config: Any,
-    rows: int = _ROWS,
-    width: int = _WIDTH,
-) -> list[Batch]:
-    """Returns batches of full windows, drawn without replacement from the joined documents.
-
-    Args:
-      documents: token ids.
-      batches: at most so many.
-      seed: of the draws.
-      config: of the decoder, whose context limits the width.
-      rows: of a batch.
-      width: of a window, in tokens.
-
-    Raises:
-      ValueError: the documents hold less than one batch, or batches < 1.
-    """
-    width = min(width, config.context_length)
-    ids = np.concatenate(documents)
-    windows = len(ids) // width
-    if windows < rows or batches < 1:
-        raise ValueError(
-            f"Wanted at least one batch, and text of at least {rows * width} tokens. "
-            f"Got batches={batches}, {len(ids)} tokens. Add files."
-        )
-    count = min(batches, windows // rows)
-    chosen = np.random.default_rng(seed).permutation(windows)[: count * rows].reshape(count, rows)
-    return [
-        Batch(
-            token_ids=np.stack([ids[w * width : (w + 1) * width] for w in each]).astype(np.int32),
-            lengths=np.full(rows, width, np.int32),
-            window=np.arange(index * rows, (index + 1) * rows),
-        )
-        for index, each in enumerate(chosen)
-    ]
-
-
-def write_texts(
-    model: Any,
-    documents: Sequence[np.ndarray],
-    *,
-    budget: float,
-    rounds: int,
-    bar: Callable[[int, str], Any] = progress_bar,
-) -> list[dict[str, Any]]:
-    """Continues passages of the documents in each mode; returns rows.
-
-    Modes are plain, lossless by drafts at an exit, lossless by n-grams of the text, and adaptive.
-
-    Three prompts one after the other, then eight at once. Texts do not end early: all modes decode
-    the same number of tokens.
-
-    Args:
-      model: a `utio_jax.models.Model` with a calibration.
-      documents: token ids.
-      budget: of the learned policy.
-      rounds: timed turns of each mode.
-      bar: `bar(total, what)` is a context manager whose value advances a progress bar.
-    """
-    from utio_jax.bench.decoding import measure_modes, middles
-    from utio_jax.decoding.adaptive import Adaptive
-    from utio_jax.decoding.base import Mode, Plain
-    from utio_jax.decoding.generate import generate
-    from utio_jax.decoding.lossless import lossless_for
-
-    decoder, params = model.decoder, model.params
-    width = min(_PROMPT, decoder.config.context_length // 2)
-    new_tokens = min(_NEW, decoder.config.context_length - width)
-    prompts = middles(documents, tokens=width, count=8)
-    modes: dict[str, Mode] = {"plain": Plain()}
-    if decoder.config.exits[:-1]:
-        modes["lossless"] = lossless_for(decoder, "exit")
-    # The control of every draft at an exit: what the text itself suggests, at no cost of layers.
-    modes["ngram"] = lossless_for(decoder, "ngram")
-    modes["adaptive"] = Adaptive(policy=model.calibration.policy("learned", budget))
-    write = partial(generate, decoder, params, max_new_tokens=new_tokens, eos_ids=())
-    rows = []
-    batches_of_size = {1: [[prompt] for prompt in prompts[:3]], len(prompts): [prompts]}
-    with bar(len(batches_of_size) * (len(modes) + 1) * (rounds + 1), "Writing") as step:
-        for size, batches in batches_of_size.items():
-            measured = measure_modes(
-                decoder,
-                params,
-                batches,
-                modes,
-                run=lambda prompts, mode: write(prompts, mode=mode),
-                budgets={"adaptive": budget},
-                rounds=rounds,
-                progress=step,
-            )
-            rows += [
-                {"mode": name, "batch": size, **found.to_dict()} for name, found in measured.items()
-            ]
-    return rows
 
 
 def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:

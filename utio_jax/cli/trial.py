@@ -7,14 +7,13 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import Files, OfModel, progress_bar, read_documents, repeat_verdict
 
 # Small enough that a model of 135M parameters takes minutes on two cores, and 3 GB at most.
 _ROWS, _WIDTH, _BATCHES = 4, 256, 2
-_PROMPTS, _PROMPT, _NEW, _LONG = 3, 64, 56, 512
+_LONG = 512
 _MOST_EXITS = 3
 
 _WORTH_PCT = 1.0  # Of loss, for what saves time.
@@ -125,8 +124,13 @@ def _fitted(model: Any) -> dict[float, Any]:
 
 def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]:
     """Returns what reading comes to that stops at exits, or where a policy says."""
-    from utio_jax.bench.scoring import Entry, control_entries, count_steps, measure
-    from utio_jax.cli.demo import cut_batches
+    from utio_jax.bench.scoring import (
+        Entry,
+        control_entries,
+        count_steps,
+        cut_batches,
+        measure,
+    )
 
     full, *exits = control_entries(model.decoder)
     if not exits:
@@ -134,9 +138,8 @@ def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]
         return [Tried(what="reading: the model names no exits", how=remedy)]
     entries = [full, *exits[:: -(-len(exits) // _MOST_EXITS)]]
     entries += [Entry(policy=policy, budget=budget) for budget, policy in policies.items()]
-    batches = cut_batches(
-        documents, batches=_BATCHES, seed=0, config=model.decoder.config, rows=_ROWS, width=_WIDTH
-    )
+    width = min(_WIDTH, model.decoder.config.context_length)
+    batches = cut_batches(documents, batches=_BATCHES, seed=0, rows=_ROWS, width=width)
     with progress_bar(count_steps(entries, batches, rounds=1), "reading") as step:
         rows = measure(model.decoder, model.params, batches, entries, rounds=1, progress=step)
     return [
@@ -157,31 +160,22 @@ def _written(
     model: Any, documents: Any, policies: dict[float, Any], read: Sequence[Tried]
 ) -> list[Tried]:
     """Returns what new tokens come to: drafted by n-grams and exits, and by a policy."""
-    from utio_jax.bench.decoding import measure_modes, middles
+    from utio_jax.bench.decoding import write_middles
     from utio_jax.decoding.adaptive import Adaptive
     from utio_jax.decoding.base import Plain
-    from utio_jax.decoding.generate import generate
     from utio_jax.decoding.lossless import lossless_for
 
-    decoder, params, half = model.decoder, model.params, model.decoder.config.context_length // 2
-    prompts = middles(documents, tokens=min(_PROMPT, half), count=_PROMPTS)
+    decoder = model.decoder
     drafters: Any = ("ngram", "exit") if decoder.config.exits[:-1] else ("ngram",)
     modes: dict[str, Any] = {
         f"--mode lossless --drafter {each}": lossless_for(decoder, each) for each in drafters
     }
     modes |= {f"--budget {each:g}": Adaptive(policy=policy) for each, policy in policies.items()}
     modes["plain"] = Plain()
-    write = partial(generate, decoder, params, max_new_tokens=min(_NEW, half), eos_ids=())
     with progress_bar((len(modes) + 1) * 2, "writing") as step:
-        found = measure_modes(
-            decoder,
-            params,
-            [[prompt] for prompt in prompts],
-            modes,
-            run=lambda prompts, mode: write(prompts, mode=mode),
-            rounds=1,
-            progress=step,
-        )
+        found = write_middles(
+            decoder, model.params, documents, modes, sizes=(1,), rounds=1, progress=step
+        )[1]
     del found["plain"]
     lost = {row.how: row.loss_pct for row in read}  # Drafts are checked, and lose nothing.
     return [
