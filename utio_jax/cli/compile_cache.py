@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import platform
+from importlib.metadata import version
 from pathlib import Path
 
 VARIABLE = "UTIO_JAX_COMPILE_CACHE"
@@ -43,11 +44,9 @@ def keep_programs() -> Path | None:
 
 def machine() -> str:
     """Returns what compiled programs belong to: jaxlib's version, and the processor's features."""
-    import jaxlib
-
     features = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         features = next(line for line in lines if line.startswith(("flags", "Features")))
     named = " ".join(sorted(features.partition(":")[2].split() or [features]))
-    return f"jaxlib-{jaxlib.__version__}-{hashlib.sha256(named.encode()).hexdigest()[:12]}"
+    return f"jaxlib-{version('jaxlib')}-{hashlib.sha256(named.encode()).hexdigest()[:12]}"

@@ -181,9 +181,9 @@ def shown(command: Any, *, every: bool) -> Any:
     for field in dataclasses.fields(command):
         hint, default = hints[field.name], field.default
         marks = getattr(hint, "__metadata__", ())
-        unset = {"help_behavior_hint": ""} if default in (None, (), False, MISSING) else {}
+        hint_of = "" if default in (None, (), False, MISSING) else None
         name = field.name.upper() if tyro.conf.Positional in marks else _metavar(hint)
-        mark: Any = tyro.conf.arg(metavar=name, **unset)
+        mark: Any = tyro.conf.arg(metavar=name, help_behavior_hint=hint_of)
         if "rare" in marks and not every:
             mark = tyro.conf.Suppress
         fields.append((field.name, Annotated[hint, mark], dataclasses.field(default=default)))
