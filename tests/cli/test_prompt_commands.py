@@ -44,7 +44,7 @@ def maps(folder: Path, ids: Path) -> Path:
     out = folder / "maps.json"
     arguments = ["fit-prompt", "--model", str(folder), "--token-ids", str(ids), "--out", str(out)]
     arguments += ["--stop", "2", "--deep", "0.4", "--by", "sinks_recent", "--prompt-tokens", "40"]
-    arguments += ["--continuation", "16", "--max-nll-increase-pct", "1000"]
+    arguments += ["--max-nll-increase-pct", "1000"]
     assert main(arguments) == 0
     return out
 
@@ -77,7 +77,7 @@ def test_fit_prompt_trains_maps_and_goes_on_later(
     def fit(*options: str) -> dict[str, Any]:
         capsys.readouterr()
         arguments = ["fit-prompt", "--model", str(folder), "--token-ids", str(ids), "--stop", "2"]
-        arguments += ["--fit-text", str(more), "--prompt-tokens", "24", "--continuation", "8"]
+        arguments += ["--fit-text", str(more), "--prompt-tokens", "28"]
         assert main([*arguments, "--by", "sinks_recent", "--out", str(out), *options]) == 0
         return last_line(capsys)
 

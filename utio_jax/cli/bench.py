@@ -30,7 +30,6 @@ class Bench:
         with random weights, and as many layers as fit, for speed only.
       batch_sizes: rows.
       prompt_lengths: tokens per row, of scoring and of prompts.
-      output_lengths: new tokens per prompt.
       policies: NAME@BUDGET each; controls at the same FLOPs join them by themselves.
       rounds: timed turns of each program, instead of the suite's.
       out: folder of the results, which are replaced.
@@ -49,7 +48,6 @@ class Bench:
     models: tuple[str, ...] = ()
     batch_sizes: Rare[tuple[int, ...]] = ()
     prompt_lengths: Rare[tuple[int, ...]] = ()
-    output_lengths: Rare[tuple[int, ...]] = ()
     policies: Rare[tuple[str, ...]] = ()
     rounds: Rare[int | None] = None
     out: Path = Path("out/bench")
@@ -139,7 +137,7 @@ class Bench:
                 f"Wanted --parts of suite {self.suite}: {', '.join(suite.parts)}. "
                 f"Got {', '.join(unknown)}."
             )
-        numbers = (*self.batch_sizes, *self.prompt_lengths, *self.output_lengths)
+        numbers = (*self.batch_sizes, *self.prompt_lengths)
         if min((*numbers, self.rounds or 1)) < 1:
             raise ValueError(f"Wanted sizes and rounds of at least 1. Got {min(numbers)}.")
         chosen: dict[str, Any] = {}
@@ -151,7 +149,7 @@ class Bench:
             decode = suite.decode
             batches = self.batch_sizes or tuple(dict.fromkeys(b for b, _, _ in decode))
             lengths = self.prompt_lengths or tuple(dict.fromkeys(n for _, n, _ in decode))
-            outputs = self.output_lengths or tuple(dict.fromkeys(n for _, _, n in decode))
+            outputs = tuple(dict.fromkeys(n for _, _, n in decode))
             chosen["decode"] = tuple((b, n, o) for b in batches for n in lengths for o in outputs)
         return dataclasses.replace(
             suite,

@@ -13,6 +13,7 @@ from utio_jax.cli.options import Files, OfModel, Rare, progress_lines, read_docu
 from utio_jax.staircase.reference import FrozenKV
 
 _BATCH = 8  # Rows per pass.
+_FIT_TOKENS = 20_000  # That the closed form is fitted to, at most.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,10 +33,8 @@ class FitPrompt(OfModel):
       deep: shares of a prompt's tokens that go deep, to choose from.
       by: what may choose them: sinks_recent, heat, gate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
-      prompt_tokens: of the rows that ways of reading are chosen and reported on.
-      continuation: tokens that follow, whose loss counts.
-      rows: of each of these two parts of the text, at most.
-      fit_tokens: of text that the closed form is fitted to, at most.
+      prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
+        follow, whose loss counts.
       seed: of the parts.
       train: train the maps after the closed form; the run's state is kept beside --out.
       train_steps: steps of it, at most.
@@ -59,9 +58,6 @@ class FitPrompt(OfModel):
     by: Rare[tuple[str, ...]] = ("sinks_recent", "heat")
     max_nll_increase_pct: float = 1.0
     prompt_tokens: int = 448
-    continuation: Rare[int] = 64
-    rows: Rare[int] = 24
-    fit_tokens: Rare[int] = 20_000
     seed: Rare[int] = 0
     train: bool = False
     train_steps: Rare[int] = 1000
@@ -85,11 +81,12 @@ class FitPrompt(OfModel):
             raise ValueError(
                 "Wanted --train with --resume: what is resumed is the training of maps."
             )
-        width = self.prompt_tokens + self.continuation
+        continuation = max(1, self.prompt_tokens // 7)
+        width = self.prompt_tokens + continuation
         if width > config.context_length:
             raise ValueError(
-                f"Wanted --prompt-tokens and --continuation within the model's context of "
-                f"{config.context_length}. Got {self.prompt_tokens} and {self.continuation}."
+                f"Wanted --prompt-tokens and a seventh as many behind them within the model's "
+                f"context of {config.context_length}. Got {self.prompt_tokens}."
             )
         candidates = [
             PromptChoice(stop=stop, deep=share, by=by, kv=kv)
@@ -107,9 +104,7 @@ class FitPrompt(OfModel):
         if self.fit_text:
             others, described_more = read_documents(model, self.fit_text, None, None)
             fit += others
-        read = fit_rows(
-            fit, width=width, tokens=self.fit_tokens, batch=_BATCH, decoder=model.decoder
-        )
+        read = fit_rows(fit, width=width, tokens=_FIT_TOKENS, batch=_BATCH, decoder=model.decoder)
         maps = fit_kv_maps(model.decoder, model.params, read, stops=stops, progress=say)
         out = kv_maps_file(self.out if self.out is not None else model.folder)
         shape, trained = self._shape(width), None
@@ -123,8 +118,7 @@ class FitPrompt(OfModel):
             candidates,
             limit=self.max_nll_increase_pct,
             prompt_tokens=self.prompt_tokens,
-            continuation=self.continuation,
-            rows=self.rows,
+            continuation=continuation,
             batch=_BATCH,
             gate=gate,
             progress=say,
