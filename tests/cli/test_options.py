@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from pathlib import Path
@@ -13,7 +14,12 @@ import pytest
 
 from utio_jax import Adaptive, Ledger, Lossless, Plain, uniform
 from utio_jax.cli.evaluate import Evaluate
-from utio_jax.cli.options import OfDecoding, check_policy_options, read_token_ids
+from utio_jax.cli.options import (
+    OfDecoding,
+    check_policy_options,
+    read_token_ids,
+    repeat_reading,
+)
 from utio_jax.cli.score import Score, Scored
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
@@ -82,6 +88,20 @@ def test_an_option_without_a_use_is_named(name: str, options: dict[str, Any], ma
         check_policy_options(name, **options)
     check_policy_options("uniform", depth=2)
     check_policy_options("learned", budget=0.5, calibration=Path("c"), kv="drop")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "lost", "said"),
+    [(None, 8.09, True), ({"stop": 8}, 1.5, True), ({"stop": 8}, 0.4, False)],
+)
+def test_maps_that_did_not_pay_say_so_where_they_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: Any, lost: float, said: bool
+) -> None:
+    stored = {"chosen": chosen, "max_nll_increase_pct": 1.0, "test": [{"nll_increase_pct": lost}]}
+    (tmp_path / "prompt.json").write_text(json.dumps(stored))
+    repeat_reading(tmp_path)
+    shown = capsys.readouterr().err
+    assert (f"did not pay when they were fitted: {lost:+.2f} % loss" in shown) == said
 
 
 def test_token_ids_are_lists_of_numbers(tmp_path: Path) -> None:
