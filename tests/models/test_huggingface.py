@@ -20,9 +20,12 @@ from utio_jax.cli.main import main
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.generate import generate
+from utio_jax.decoding.prefill import Prefill
 from utio_jax.models import Model, Transformer, load, save
 from utio_jax.models.families import read_config
 from utio_jax.models.rope import RopeScaling
+from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.models.training.shared_kv import shared_above
 from utio_jax.policies.depth import given_depths
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -593,6 +596,52 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     assert "Wanted an exit weight above 0. Got 0.0. Exits that the model does" in (
         capsys.readouterr().err
     )
+
+
+def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes nearer to what it was; its prompts stop half-way, exactly."""
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(np.random.default_rng(0).integers(0, 48, (60, 40)).tolist()))
+    stock = ("--model", str(FOLDER / "llama"), "--token-ids", str(ids), "--out")
+    many = ("--rate", "0.005", "--tokens-per-step", "512", "--context", "32")
+    assert (
+        main(["finetune", *stock, str(tmp_path / "a"), *many, "--steps", "150", "--shared-kv", "2"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    model, tuned = load(FOLDER / "llama"), load(tmp_path / "a" / "model")
+    layers = model.decoder.config.num_layers
+    assert tuned.decoder.config.kv_layers == 2 < layers
+    assert tuned.decoder.config.kv_own == 2
+    tokens = jnp.asarray(json.loads(ids.read_text()), jnp.int32)
+
+    def apart(decoder: Any, params: Any) -> float:
+        wanted = jax.nn.log_softmax(logits_of(model, tokens))
+        (last,) = dense_states(decoder, params, tokens, jnp.full(60, 40), depths=(layers,))
+        mine = jax.nn.log_softmax(decoder.unembed(params, last))
+        return float((jnp.exp(wanted) * (wanted - mine)).sum(-1).mean())
+
+    begun = shared_above(model.decoder, model.params, 2)
+    assert begun[0] == tuned.decoder
+    assert apart(tuned.decoder, tuned.params) < 0.6 * apart(*begun)
+    assert found["exits"] == [layers]
+    (own,), _ = exit_losses(model.decoder, model.params, [*np.asarray(tokens)[::20]], width=32)
+    assert found["loss_before"] == [round(own, 4)], "the model's own, which it is to come back to"
+
+    prompts = [np.asarray(tokens[0]), np.asarray(tokens[1, :23])]
+    asked = {"max_new_tokens": 5, "eos_ids": ()}
+    exact = tuned.generate(prompts, **asked)
+    whole = tuned.generate(prompts, prefill=Prefill(), **asked)
+    for got, wanted in zip(exact.token_ids, whole.token_ids, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+    again = ["finetune", "--model", str(tmp_path / "a" / "model"), "--token-ids", str(ids)]
+    assert main([*again, "--out", str(tmp_path / "b"), "--shared-kv", "1"]) == 2
+    assert "all have keys and values of their own" in capsys.readouterr().err
+    assert main(["finetune", *stock, str(tmp_path / "c"), "--shared-kv", "2", "--late"]) == 2
+    assert "one after the other" in capsys.readouterr().err
 
 
 @pytest.mark.slow

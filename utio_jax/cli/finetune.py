@@ -27,6 +27,9 @@ class Finetune(OfModel):
         lens, where it has one) and a small share of the loss, and the model is to stay what it is.
       exit_weight: share of each exit in the loss, beside the last layer's 1. By default 0.5, and
         0.1 with --late.
+      shared_kv: layers that keep their keys and values; all above read those of the last of them,
+        so that prompts cost these layers alone and the cache has no others. It learns from the
+        model as it was, which takes long; written in this package's own layout.
       seed: of everything random.
       resume: continue from the latest checkpoint.
     """
@@ -47,6 +50,7 @@ class Finetune(OfModel):
     rate: Rare[float | None] = None
     late: bool = False
     exit_weight: Rare[float | None] = None
+    shared_kv: Rare[int | None] = None
     seed: Rare[int] = 0
     resume: bool = False
 
@@ -63,6 +67,7 @@ class Finetune(OfModel):
             rate=self.rate,
             late=self.late,
             exit_weight=self.exit_weight,
+            shared_kv=self.shared_kv,
             seed=self.seed,
         )
         check_out(self.out)

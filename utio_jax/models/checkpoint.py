@@ -413,6 +413,7 @@ def save(
       params: its parameters.
       like: what the model was loaded from: the new folder has its tokenizer and chat template, and
         its layout, which transformers loads if it is Hugging Face's, as it is for a GGUF file.
+        One whose layers share keys and values is written in this package's own.
       dtype: of the weights.
 
     Raises:
@@ -437,7 +438,8 @@ def save(
             if out.resolve() != Path(like).resolve():
                 found = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
                 copied = {file.relative_to(like).as_posix(): file for file in found}
-        if is_huggingface(theirs):
+        # No stock config has a word for keys and values that a converted model's layers share.
+        if is_huggingface(theirs) and not decoder.config.kv_source:
             metadata = {"format": "pt"}
             tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)
     if tensors is None:

@@ -249,7 +249,7 @@ class Transformer:
 
         params = {
             "embedding": table(embedding_key, config.vocab_size),
-            "layers": self._own_keys_values(stack(jax.random.split(layer_key, config.num_layers))),
+            "layers": self.own_keys_values(stack(jax.random.split(layer_key, config.num_layers))),
             "norm": norm_of(config).init(key, x)["params"],
         }
         if config.positions == "learned":
@@ -262,7 +262,7 @@ class Transformer:
             }
         return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
-    def _own_keys_values(self, layers: LayerParams) -> LayerParams:
+    def own_keys_values(self, layers: LayerParams) -> LayerParams:
         """Returns the stack without the K/V projections of layers that read others' K/V.
 
         Those have shorter leading axes, `kv_layers`; an index beyond is never asked for.

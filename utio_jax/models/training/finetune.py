@@ -10,6 +10,9 @@ From a checkpoint's own parameters, with AdamW at a small rate, in one of two wa
   the last layer's among them. Only layers and maps move. It is the late recipe
   (`utio_jax.models.training.late_exits`) where there are no labels to go on with; layers that are
   taught by the whole model's output are self-distillation (Zhang et al. 2019, arXiv 1905.08094).
+
+Or it gives a model's upper layers the keys and values of lower ones (`shared_kv=`, see
+`utio_jax.models.training.shared_kv`).
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from utio_jax.models.training.late_exits import (
     lens_of,
     with_maps,
 )
+from utio_jax.models.training.shared_kv import distillation, shared_above
 from utio_jax.models.training.train import Start, TrainConfig, train
 from utio_jax.models.transformer import Transformer
 
@@ -63,6 +67,8 @@ class FinetuneConfig:
         with `late`.
       max_layer_dropout: dropout probability of the last layer; the first layer's is 0. With `late`
         there is none.
+      shared_kv: layers that keep their keys and values; those above read theirs, and the model
+        learns from itself as it was. Its exits are left out. None: all keep theirs.
       seed: of everything random.
       save_every: steps between checkpoints.
     """
@@ -75,10 +81,16 @@ class FinetuneConfig:
     late: bool = False
     exit_weight: float | None = None
     max_layer_dropout: float = 0.1
+    shared_kv: int | None = None
     seed: int = 0
     save_every: int = 100
 
     def __post_init__(self) -> None:
+        if self.late and self.shared_kv is not None:
+            raise ValueError(
+                "Wanted late exits or shared keys and values, one after the other. Got late=True "
+                f"and shared_kv={self.shared_kv}. Share first, then train late exits on the result."
+            )
         if self.exit_weight is not None and not self.exit_weight > 0:
             raise ValueError(
                 f"Wanted an exit weight above 0. Got {self.exit_weight}. Exits that the model does "
@@ -136,7 +148,9 @@ def finetune(
             f"the lens {model.lens}, or KV maps. Load it with lens=False, or --lens none; or train "
             "late exits from its lens: late=True, or --late."
         )
-    if len(exits) < 2:
+    if config.shared_kv is not None:
+        exits = (decoder.config.num_layers,)
+    elif len(exits) < 2:
         layers = decoder.config.num_layers
         raise ValueError(
             f"Wanted exits before the last layer, to train them. Got exits={exits}. For example: "
@@ -173,6 +187,12 @@ def finetune(
     )
     read: Decoder = decoder
     params, options = model.params, {"start": Start(params=model.params), "optimizer": adamw}
+    before: Sequence[float] = ()
+    if config.shared_kv is not None:
+        before = exit_losses(bare, params, held_out, width=context)[0][-1:]
+        read, shared = shared_above(bare, params, config.shared_kv)
+        options |= {"start": Start(params=shared), "objective": distillation(read, bare, params)}
+        bare, params = read, shared
     if config.late:
         read, params = _read_late(model, bare, rest, context, Path(out), resume=resume)
         late = LateExits(
@@ -185,7 +205,7 @@ def finetune(
             ),
             "objective": late_objective(bare, late, begin=0, teacher=params["model"]["layers"]),
         }
-    before = exit_losses(read, params, held_out, width=context)[0]
+    before = before or exit_losses(read, params, held_out, width=context)[0]
     params = train(
         bare,
         stream,

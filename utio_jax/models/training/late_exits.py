@@ -290,7 +290,7 @@ def late_objective(
             before = exit_states(decoder, {**fixed, "layers": teacher}, inputs, dropout_key, 0.0)
             last = before[-1].reshape(labels.size, -1)
             wanted = jax.nn.log_softmax(decoder.unembed(fixed, last).astype(jnp.float32))
-            own = _divergence(wanted, mine)
+            own = divergence(wanted, mine)
         share = labels.size // max(1, len(exits) - 1)
         order = jax.random.permutation(split_key, labels.size)
 
@@ -301,7 +301,7 @@ def late_objective(
                 x = jax.lax.stop_gradient(x)
             read = read_through(params["lens"], exits[:-1], x, depth)
             student = jax.nn.log_softmax(decoder.unembed(fixed, read).astype(jnp.float32))
-            return _divergence(wanted[chosen], student)
+            return divergence(wanted[chosen], student)
 
         learnt = jnp.stack([missed(i, depth) for i, depth in enumerate(exits[:-1])])
         ramp = jnp.clip((step - begin + 1) / late.ramp, 0.0, 1.0)
@@ -313,7 +313,7 @@ def late_objective(
     return jax.tree_util.Partial(objective, teacher, below)
 
 
-def _divergence(wanted: jax.Array, found: jax.Array) -> jax.Array:
+def divergence(wanted: jax.Array, found: jax.Array) -> jax.Array:
     """Returns KL(wanted || found), `[token, vocab]` log probabilities each, mean over tokens."""
     return jnp.sum(jnp.exp(wanted) * (wanted - found), axis=-1).mean()
 

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Converts a stock model: its upper layers read keys and values (K/V) that lower layers make.
+
+    utio-jax finetune --model DIR --shared-kv 15 FILES
+
+Layers 1 to S keep their K/V. Those above lose their K/V projections and read the heads of the last
+layers up to S, one for each query head where there are so many. All weights then learn, by KL
+divergence from the model's own prediction as it was (self-distillation, Zhang et al. 2019, arXiv
+1905.08094). SwiftKV (arXiv 2410.03960) converts models alike, but keeps a projection per layer.
+What such a model gives, exactly: prompts that stop at layer S, and a cache of S layers
+(`docs/shared_kv.md`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from utio_jax.core.decoder import Params
+from utio_jax.models.training.late_exits import divergence
+from utio_jax.models.training.train import Objective, exit_states
+from utio_jax.models.transformer import Transformer
+
+
+def shared_above(decoder: Transformer, params: Params, own: int) -> tuple[Transformer, Params]:
+    """Returns a model whose layers above `own` have no K/V, and its parameters.
+
+    Args:
+      decoder: the model, each of whose layers has K/V of its own.
+      params: its parameters.
+      own: layers that keep their K/V.
+
+    Raises:
+      ValueError: the model shares K/V already, has layers with a window, or not so many layers.
+    """
+    config = decoder.config
+    if config.kv_source or any(config.windows) or not 0 < own < config.num_layers:
+        raise ValueError(
+            f"Wanted a model without windows whose layers all have keys and values of their own, "
+            f"and fewer than its {config.num_layers} layers to keep them. Got "
+            f"{'windows' if any(config.windows) else 'shared ones' if config.kv_source else own}."
+        )
+    read = min(config.num_heads // config.num_kv_heads, own)
+    while config.num_heads % (read * config.num_kv_heads):
+        read -= 1
+    above = (tuple(range(own - read, own)),) * (config.num_layers - own)
+    shared = Transformer(
+        dataclasses.replace(
+            config,
+            exits=(config.num_layers,),
+            kv_source=(*((layer,) for layer in range(own)), *above),
+        )
+    )
+    return shared, {**params, "layers": shared.own_keys_values(params["layers"])}
+
+
+def distillation(decoder: Transformer, teacher: Transformer, params: Params) -> Objective:
+    """Returns the loss of a model that learns another's predictions: KL divergence, in nats.
+
+    Args:
+      decoder: the model that learns, of one exit.
+      teacher: the other one, of the same vocabulary.
+      params: the teacher's parameters; they stay as they are.
+    """
+
+    def objective(
+        held: Params, learning: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del step
+        inputs = tokens[:, :-1]
+
+        def predicted(model: Transformer, weights: Params) -> jax.Array:
+            last = exit_states(model, weights, inputs, key, 0.0)[-1]
+            return jax.nn.log_softmax(model.unembed(weights, last).astype(jnp.float32))
+
+        wanted = jax.lax.stop_gradient(predicted(teacher, held))
+        loss = divergence(wanted, predicted(decoder, learning))
+        return loss, loss[None]
+
+    return jax.tree_util.Partial(objective, params)
