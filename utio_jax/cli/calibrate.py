@@ -22,7 +22,7 @@ from utio_jax.cli.options import (
     progress_lines,
     read_documents,
 )
-from utio_jax.core.decoder import DecoderConfig, some_exits
+from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.documents import Batch, calibration_batches
 from utio_jax.core.files import check_writable, load_json
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
@@ -86,14 +86,6 @@ class Calibrate(OfWindows):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        started = time.perf_counter()
-        say = progress_lines(started)
-        self._check()
-        mesh = self.mesh()
-        return self._with_exits(say)._fit(mesh, started, say)
-
-    def _fit(self, mesh: Any, started: float, say: Callable[[str], None]) -> dict[str, Any]:
-        """Returns the command's JSON."""
         from utio_jax.calibration.advice import advise, may_pay
         from utio_jax.calibration.calibrate import calibrate
         from utio_jax.calibration.clock import EngineClock
@@ -101,17 +93,26 @@ class Calibrate(OfWindows):
         from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
         from utio_jax.calibration.risk import split_documents
         from utio_jax.devices.processes import check_same
+        from utio_jax.models.verbs import with_exits
 
-        if self.fit_lens and jax.process_count() > 1:
+        started = time.perf_counter()
+        say = progress_lines(started)
+        self._check()
+        mesh = self.mesh()
+        model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
+        fit_lens = self.fit_lens or len(model.decoder.config.exits) == 1
+        if fit_lens and jax.process_count() > 1:
             raise ValueError(
                 f"Wanted --fit-lens in one process. Got {jax.process_count()}. Fit the lens first, "
                 "then calibrate with --lens FILE."
             )
-        model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
+        if len(model.decoder.config.exits) == 1:
+            model = dataclasses.replace(model, decoder=with_exits(model.decoder, ()))
+            say(f"no exits are named: {model.decoder.config.exits}, through a lens to be fitted")
         out = self._place(model)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         before, known = None, None
-        if self.fit_lens:
+        if fit_lens:
             first, documents = split_documents(documents, seed=self.seed)
             model, before = self._read_through_lens(model, first, documents, described, out, say)
         if out.is_file():
@@ -206,17 +207,6 @@ class Calibrate(OfWindows):
         if self.out is not None:
             check_writable(calibration_file(self.out), "--out")
 
-    def _with_exits(self, say: Callable[[str], None]) -> Calibrate:
-        """Returns the command with exits, and a lens to fit, where the model names none."""
-        if self.exits:
-            return self
-        config = self.load().decoder.config
-        if len(config.exits) > 1:
-            return self
-        exits = some_exits(config.num_layers)
-        say(f"this model names no exits: {exits}, read through a lens that is fitted now")
-        return dataclasses.replace(self, exits=exits, fit_lens=True)
-
     def _gate_windows(self, model: Any) -> tuple[list[Batch] | None, dict[str, Any] | None]:
         """Returns the text of the weights, and what identifies it; None: as the thresholds."""
         from utio_jax.calibration.gates import gate_windows
@@ -270,7 +260,7 @@ class Calibrate(OfWindows):
         words += ["--model", self.model]
         if self.out is not None:
             words += ["--calibration", str(out)]
-        if self.fit_lens and self.out is not None:
+        if model.lens is not None and self.out is not None:
             words += ["--lens", str(model.lens)]
         elif self.lens != "auto":
             words += ["--lens", self.lens]
