@@ -19,14 +19,14 @@ from utio_jax.cli.main import main
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """What JAX is told; a home of its own, and none of the variables that tests have."""
-    told: dict[str, Any] = {}
-    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    """What JAX is set to; a home of its own, and none of the variables that tests have."""
+    set_to: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
-    return told
+    return set_to
 
 
 def test_programs_are_kept_in_the_users_cache_folder(

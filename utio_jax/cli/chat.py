@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
 
-# Tokens between two looks at the device: few, so that text appears and Ctrl-C is heard at once.
+# Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once.
 _CHUNK = 4
 
 _HELP = "/new begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"

@@ -93,7 +93,7 @@ class Generate(OfDecoding, OfThinking):
             "throttled": [layers.tolist() for layers in generated.throttled],
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
-            "thought": [dataclasses.asdict(told) for told in generated.thought],
+            "thought": [dataclasses.asdict(each) for each in generated.thought],
             **record,
         }
 

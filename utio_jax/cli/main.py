@@ -60,8 +60,8 @@ _SYNONYMS = {"--enable-utio": ("--mode", "adaptive")}
 
 _STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 
-# What a shell reports of a program that Ctrl-C ended, or that wrote to a pipe nobody reads.
-_INTERRUPTED, _NOBODY_READS = 130, 141
+# What a shell reports of a program that Ctrl-C ended, or that wrote to a closed pipe.
+_INTERRUPTED, _CLOSED_PIPE = 130, 141
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,10 +78,10 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # Here, where what is wrong with it can still be told.
+            sys.stdout.flush()  # Here, where what is wrong with it can still be said.
     except BrokenPipeError:
         _forget_stdout()
-        return _ended(_NOBODY_READS, distributed)
+        return _ended(_CLOSED_PIPE, distributed)
     except KeyboardInterrupt:
         print("\nutio-jax: interrupted", file=sys.stderr)
         return _ended(_INTERRUPTED, distributed)
@@ -226,7 +226,7 @@ def _ended(status: int, distributed: bool) -> int:
 
 
 def _forget_stdout() -> None:
-    """Lets the interpreter flush what nobody reads, or no disk takes, into nothing."""
+    """Lets the interpreter flush into nothing what no reader and no disk takes."""
     with contextlib.suppress(OSError, ValueError):  # Not a file, under another program.
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())

@@ -466,7 +466,7 @@ def _same_without_lens(model: Any, file: Path) -> str:
         for lens in sorted({lens_file(file.parent), lens_file(model.folder)}):
             if lens.is_file() and model.with_lens(lens).sha256 == owner:
                 return f" It was fitted through a lens: add --lens {lens}."
-    except (KeyError, TypeError, ValueError):  # It is told what is wrong with the file itself.
+    except (KeyError, TypeError, ValueError):  # Its own error says more.
         pass
     return ""
 
