@@ -194,7 +194,7 @@ def _prompts(model: Any, documents: Any) -> list[Tried]:
     """Returns what a long prompt comes to of which most tokens stop early."""
     from utio_jax.bench.prompts import shallow_prompts
 
-    width = min(_LONG, model.decoder.config.context_length)
+    width = min(_LONG, model.decoder.config.context_length, max(map(len, documents)))
     try:
         found = shallow_prompts(
             model.decoder,
