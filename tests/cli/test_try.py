@@ -55,6 +55,7 @@ def test_a_model_with_exits_and_one_without_are_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
+    folder.mkdir()
     save_small_model(folder)
     texts = [str(source(name)) for name in SOURCES]
     entry = Thresholds(depths=(1, 4), thresholds=(-5.0,), fractions=(0.2, 0.8))
