@@ -75,7 +75,7 @@ def test_a_model_with_exits_and_one_without_are_tried(
         "reading: all to layer 1",
         "reading: all to layer 2",
         "reading: position@0.8",
-        "prompts: 56 tokens, most to layer 2",
+        "prompts: 56 tokens, most to layer 1",
     ]
     for what, row in rows.items():
         assert row["times"] > 0

@@ -246,4 +246,4 @@ def test_the_launcher_of_processes_wants_a_command(capsys: pytest.CaptureFixture
     assert main(["launch", "--processes", "2"]) == 2
     assert "a command to run in each. Got --processes 2 and no command" in capsys.readouterr().err
     assert main(["launch", "--processes", "0", "evaluate", "x"]) == 2
-    assert "Got --processes 0 and evaluate --text x" in capsys.readouterr().err
+    assert "Got --processes 0 and evaluate x" in capsys.readouterr().err

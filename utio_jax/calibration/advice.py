@@ -155,7 +155,7 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
         measured += [goal["nll_increase_pct"]] if "nll_increase_pct" in goal else []
     if min([lost, *measured]) <= _ACCEPTABLE_PCT:
         agreed = info["exit_agreement"][deepest]
-        if agreed >= _ACCEPTABLE_AGREEMENT:
+        if lost > _ACCEPTABLE_PCT or agreed >= _ACCEPTABLE_AGREEMENT:
             return None
         return (
             f"Adaptive depth will not pay here: depth {deepest} loses {lost:+.1f} %, but no more "
