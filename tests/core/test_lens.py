@@ -18,7 +18,7 @@ from helpers.marks import quick_where
 from helpers.models import Model
 
 from utio_jax import CapacityPrefix, exit_nll, full_depth, given_depths, score, uniform
-from utio_jax.calibration.advice import advise, best_drafting
+from utio_jax.calibration.advice import advise, best_drafting, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import LensConfig, fit_lens
