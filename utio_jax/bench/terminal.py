@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -17,47 +17,10 @@ from utio_jax.evaluation.ledger import Ledger
 # Rows of a table of documents; the JSON has all.
 _MOST_DOCUMENTS = 40
 
-_LEDGER_COLUMNS = (
-    *("policy", "budget", "FLOPs", "layers", "loss +%", "hull +%", "agree"),
-    *("speed-up", "ideal", "effic."),
-)
 _COMPARISON_COLUMNS = (
     *("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
     *("corr. KL", "corr. depth", "Gini", "of oracle"),
 )
-
-
-def ledger_table(
-    rows: Sequence[Ledger], *, title: str, hull: Callable[[float], float | None]
-) -> Table:
-    """Returns a terminal table; `hull` is the control that every row is read against."""
-    table = _table(
-        _LEDGER_COLUMNS,
-        title=title,
-        caption="hull: loss increase of randomly mixed exits at the row's own FLOPs",
-    )
-    for row in rows:
-        at_hull = hull(row.flops_ratio) if row.flops_ratio is not None else None
-        better = (
-            row.policy not in ("uniform", "uniform_hull", "full")
-            and at_hull is not None
-            and row.nll_increase_pct is not None
-            and row.nll_increase_pct < at_hull
-        )
-        table.add_row(
-            _named(row),
-            _show(row.budget, "g"),
-            _show(row.flops_ratio, ".3f"),
-            _show(row.depth_decided_mean, ".2f"),
-            _show(row.nll_increase_pct, "+.2f"),
-            _show(at_hull, "+.2f"),
-            _show(row.agreement, ".3f"),
-            _show(row.speedup, ".2f"),
-            _show(row.speedup_ideal, ".2f"),
-            _show(row.efficiency, ".2f"),
-            style="bold green" if better else None,
-        )
-    return table
 
 
 def bench_table(results: Mapping[str, Any]) -> Table:
@@ -142,29 +105,6 @@ def documents_table(scored: Sequence[tuple[str, Any, DocumentScore]], total: Led
     if more:
         tokens = sum(len(ids) for _, ids, _ in more)
         table.add_row(f"and {len(more):,} more", f"{tokens:,}", style="dim")
-    return table
-
-
-def generation_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
-    """Returns a terminal table of rows as `Measured.to_dict` makes them, with mode and batch."""
-    columns = {
-        "mode": ("mode", ""),
-        "batch": ("batch", "d"),
-        "tokens_per_second": ("tokens/s", ".0f"),
-        "speedup": ("speed-up", ".2f"),
-        "acceptance": ("acceptance", ".2f"),
-        "depth_executed_mean": ("layers", ".2f"),
-        "flops_ratio": ("FLOPs", ".3f"),
-        "agreement": ("agree", ".3f"),
-        "repetition": ("repeats", ".2f"),
-    }
-    table = _table(
-        [name for name, _ in columns.values()],
-        title=title,
-        caption="layers: executed per new token; repeats: 4-grams that the text has had before",
-    )
-    for row in rows:
-        table.add_row(*(_show(row[name], form) for name, (_, form) in columns.items()))
     return table
 
 
