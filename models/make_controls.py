@@ -16,11 +16,14 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.evaluation.controls import PlainControl, PlainControls, load_controls, save_controls
 from utio_jax.models.checkpoint import load
 from utio_jax.models.tokenizer import encode_documents
-from utio_jax.models.training.recipe import bits_of_test_split
+from utio_jax.models.training.recipe import PRESETS, bits_of_test_split
+from utio_jax.models.transformer import Transformer
 
 
 def main(arguments: list[str]) -> int:
@@ -30,15 +33,22 @@ def main(arguments: list[str]) -> int:
     config, width = model.decoder.config, model.decoder.config.context_length
     known = load_controls(folder, model_sha256=model.sha256)
     rows = {row.layers: row for row in (known.controls if known is not None else ())}
-    cost = token_cost(model.decoder, model.params)
-    full = float(depth_flops(cost, [config.num_layers], width=width, key_widths=[width])[0])
+
+    def flops(decoder: Transformer) -> float:
+        params = jax.eval_shape(decoder.init, jax.random.key(0))
+        depths = [decoder.config.num_layers]
+        cost = token_cost(decoder, params)
+        return float(depth_flops(cost, depths, width=width, key_widths=[width])[0])
+
+    full = flops(Transformer(config))
     for file in files:
         run = json.loads(file.read_text())
         ((layers, bits),) = [(int(depth), bits) for depth, bits in run["bits_per_byte"].items()]
-        flops = float(depth_flops(cost, [layers], width=width, key_widths=[width])[0])
+        # A plain model makes keys and values in all of its layers, whatever this one does.
+        plain = Transformer(PRESETS[run["preset"]])
         rows[layers] = PlainControl(
             layers=layers,
-            flops_ratio=round(flops / full, 4),
+            flops_ratio=round(flops(plain) / full, 4),
             bits_per_byte=bits,
             tokens=run["tokens"],
             seed=run["seed"],

@@ -632,8 +632,8 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
 
     prompts = [np.asarray(tokens[0]), np.asarray(tokens[1, :23])]
     asked = {"max_new_tokens": 5, "eos_ids": ()}
-    exact = tuned.generate(prompts, **asked)
-    whole = tuned.generate(prompts, prefill=Prefill(), **asked)
+    exact = generate(tuned.decoder, tuned.params, prompts, **asked)
+    whole = generate(tuned.decoder, tuned.params, prompts, prefill=Prefill(), **asked)
     for got, wanted in zip(exact.token_ids, whole.token_ids, strict=True):
         np.testing.assert_array_equal(got, wanted)
 

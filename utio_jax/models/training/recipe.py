@@ -48,7 +48,7 @@ from utio_jax.models.training.late_exits import (
 from utio_jax.models.training.train import TrainConfig, bits_per_byte, train, training_stream
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
-_PRESETS = {
+PRESETS = {
     "stdlib-16": STDLIB_16,
     "plain-16": PLAIN_16,
     "shared-16": SHARED_16,
@@ -122,8 +122,8 @@ def run_recipe(
       ValueError: unknown preset, a trunk that is missing or not wanted, or `out` holds another run
         and `resume` is False.
     """
-    if preset not in _PRESETS:
-        raise ValueError(f"Wanted a preset of {sorted(_PRESETS)}. Got {preset!r}.")
+    if preset not in PRESETS:
+        raise ValueError(f"Wanted a preset of {sorted(PRESETS)}. Got {preset!r}.")
     late = _LATE.get(preset)
     if (late is None) != (trunk is None):
         raise ValueError(
@@ -140,7 +140,7 @@ def run_recipe(
             )
         weights = tuple(exit_weight if weight else 0.0 for weight in late.weights)
         late = dataclasses.replace(late, weights=weights)
-    config, folder, started = _PRESETS[preset], Path(out), time.perf_counter()
+    config, folder, started = PRESETS[preset], Path(out), time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     decoder = Transformer(config)
     documents = standard_library("train")
@@ -171,7 +171,7 @@ def run_recipe(
         if below is not None:
             start = grow_from(below, decoder, jax.random.key(seed))
         else:
-            found = trunk_of(trunk, Transformer(_PRESETS[_TRUNKS[preset]]), recipe)
+            found = trunk_of(trunk, Transformer(PRESETS[_TRUNKS[preset]]), recipe)
             start = (stack_on if preset in _STACKED else branch_off)(found, decoder, optimizer)
         objective = late_objective(decoder, late, begin=begin, below=below)
         branch = {"optimizer": optimizer, "start": start, "objective": objective}
@@ -271,7 +271,7 @@ def bits_of_test_split(decoder: Decoder, params: Params, encode: Any) -> dict[st
 
 def _loss_of(preset: str, late: LateExits | None) -> str:
     """Says what was minimised, for the model card."""
-    exits = _PRESETS[preset].exits
+    exits = PRESETS[preset].exits
     if late is None:
         return "the last layer's loss" if len(exits) == 1 else "anytime loss, layer dropout"
     shares = ", ".join(
