@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 import utio_jax
-from utio_jax.cli.bench_subjects import subject_named
+from utio_jax.cli.bench import subject_named
 from utio_jax.core.files import versions
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain

@@ -24,10 +24,11 @@ from utio_jax.bench.subjects import Subject, label_of, methods_of, shares_for
 from utio_jax.bench.suite import SUITES, groups_of, run_groups
 from utio_jax.bench.suite import tiny as tiny_suite
 from utio_jax.bench.timing import Spread, Timing
-from utio_jax.cli.bench_subjects import fit_layers, subject_named
+from utio_jax.cli.bench import subject_named
 from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.models.presets import SHAPES
+from utio_jax.models.random_weights import fit_layers
 
 ENVIRONMENT = {"device": "cpu:x"}
 PLANNED = Row(key="score/m/full/b1", part="score", model="m", method="full", baseline="full dense")

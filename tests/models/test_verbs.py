@@ -239,7 +239,7 @@ def test_first_calls_that_go_wrong_say_what_to_do(
 
 
 def test_compare_has_a_row_per_policy_and_controls(calibrated: Model) -> None:
-    rows = calibrated.compare([source(name) for name in SOURCES], budgets=[0.6], batches=1)
+    rows = calibrated.compare([source(name) for name in SOURCES], budget=0.6, batches=1)
     names = {row.ledger.policy for row in rows}
     assert {"full", "learned", "random", "uniform"} <= names
 

@@ -138,6 +138,29 @@ def run_groups(
     return complete
 
 
+_BEARABLE_PCT = 1.0  # Of loss, for what saves time.
+
+
+def conclude(results: Mapping[str, Any]) -> str:
+    """Returns what to do on this machine, in a sentence: the fastest way at a bearable loss."""
+    gains = [
+        (row["speedup"]["median"], row)
+        for row in results["rows"]
+        if row["speedup"] is not None
+        and not row["fallbacks"]
+        and not row["speed_only"]
+        and row["method"] != row["baseline"]
+        and ((row["quality"] or {}).get("nll_increase_pct") or 0.0) <= _BEARABLE_PCT
+    ]
+    speedup, best = max(gains, key=lambda each: each[0], default=(0.0, None))
+    if best is None or speedup <= 1.0:
+        return "Nothing that was measured here is faster than the model in full: use that."
+    return (
+        f"Fastest here at no more than +{_BEARABLE_PCT:g} % of loss: {best['key']}, {speedup:.2f} "
+        f"times as fast as {best['baseline']}."
+    )
+
+
 def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the run in a line: counts, and the speed-ups of scoring and decoding."""
     rows = results["rows"]

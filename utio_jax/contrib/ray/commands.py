@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from utio_jax.cli.modes import OfDecoding
 from utio_jax.cli.options import (
+    OfDecoding,
     OfModel,
     check_out,
     check_policy_options,
