@@ -249,7 +249,7 @@ def test_policies_stand_next_to_controls_at_their_flops(subject: Subject) -> Non
     assert low == ["uniform:1", "uniform:2"]
     with pytest.raises(ValueError, match="Wanted a budget of at least"):
         shares_for(subject.decoder, subject.params, 0.1, width=64)
-    assert label_of("learned") == "learned@0.6"
+    assert label_of("learned") == "learned@0.75"
     for name in ("@0.6", "learned@2", "learned@x"):
         with pytest.raises(ValueError, match="NAME or NAME@BUDGET"):
             label_of(name)

@@ -34,7 +34,7 @@ class Suite:
     name: str
     parts: tuple[str, ...]
     models: tuple[str, ...] = ("shipped",)
-    policies: tuple[str, ...] = ("learned@0.6",)
+    policies: tuple[str, ...] = ("learned@0.75",)
     score: tuple[tuple[int, int], ...] = ((16, 512),)
     decode: tuple[tuple[int, int, int], ...] = ((1, 64, 56),)
     rounds: int = 5
@@ -53,7 +53,7 @@ SUITES = {
         Suite(
             name="cpu",
             parts=("score", "decode", "lossless"),
-            policies=("learned@0.5", "learned@0.6", "learned@0.75", "utio_surrogate@0.6"),
+            policies=("learned@0.6", "learned@0.75", "learned@0.9", "utio_surrogate@0.75"),
             score=((4, 128), (1, 512), (16, 512)),
             decode=((1, 64, 120), (8, 64, 120), (32, 64, 120)),
             rounds=7,

@@ -31,7 +31,7 @@ class Chat(OfDecoding):
     EXAMPLES: ClassVar = (
         "chat --model NAME.gguf",
         "chat --model DIR --mode lossless",
-        "chat --model DIR --budget 0.6 --temperature 0.7 --top-p 0.9",
+        "chat --model DIR --budget 0.75 --temperature 0.7 --top-p 0.9",
     )
 
     system: Rare[str | None] = None

@@ -21,13 +21,13 @@ from utio_jax.cli.options import (
     read_documents,
 )
 from utio_jax.core.files import save_json
+from utio_jax.policies.store import DEFAULT_BUDGET
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDTH = 512
 _DRAWN_LINES = 40
-_DEFAULT = 0.75
 _PROMPTS = 12  # Rows of a long prompt and what follows it.
 
 
@@ -99,7 +99,7 @@ class Demo:
             )
             for name in ("random", "utio_surrogate", "learned")
             # Chance is a control: two of its points are enough to see what it is worth.
-            for budget in (budgets if name != "random" else budgets[1:3] or budgets)
+            for budget in (budgets if name != "random" else budgets[-3:-1] or budgets)
             if name == "random" or budget in calibration.entries[name]
         ]
         tokens = sum(batch.token_ids.size for batch in read)
@@ -119,7 +119,7 @@ class Demo:
             }
             for row in ledgers
         ]
-        default = min(budgets, key=lambda budget: abs(budget - _DEFAULT))
+        default = min(budgets, key=lambda budget: abs(budget - DEFAULT_BUDGET))
         return {"rows": rows, "ledgers": ledgers}, default
 
     def _written(

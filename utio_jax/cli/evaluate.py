@@ -33,7 +33,7 @@ class Evaluate(Scoring):
 
     EXAMPLES: ClassVar = (
         "evaluate FILES --model DIR",
-        "evaluate FILES --budget 0.6",
+        "evaluate FILES --budget 0.75",
         "evaluate FILES --policy uniform --depth 8",
     )
 

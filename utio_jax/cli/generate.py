@@ -29,7 +29,7 @@ class Generate(OfDecoding, OfThinking):
     """
 
     EXAMPLES: ClassVar = (
-        'generate "def __repr__(self):\\n    return" --budget 0.6',
+        'generate "def __repr__(self):\\n    return" --budget 0.75',
         'generate "PROMPT" --model DIR --mode lossless',
         'generate "What is a prime?" --chat --model NAME.gguf',
     )

@@ -183,7 +183,7 @@ class OfMode(OfModel):
     Attributes:
       mode: plain, the model as it is; lossless, its own tokens, drafted and checked; adaptive, a
         depth per token. By default adaptive with --budget, else plain.
-      budget: FLOPs of --mode adaptive over full depth's. By default 0.6, or the only one fitted.
+      budget: FLOPs of --mode adaptive over full depth's. By default 0.75, or the only one fitted.
       policy: of --mode adaptive: one of the calibration's, uniform or random. By default learned.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       drafter: of --mode lossless: exit, or ngram (what followed the last tokens when the text had
@@ -530,7 +530,7 @@ def policy_named(
     Args:
       model: a `utio_jax.models.Model`.
       name: full, uniform, random, or one of the model's calibration.
-      budget: for fitted policies; None means 0.6, or the only one that there is.
+      budget: for fitted policies; None means 0.75, or the only one that there is.
       depth: for uniform.
       calibration: a calibration file instead of the model's own.
 

@@ -58,7 +58,7 @@ class Scoring(OfWindows):
       files: text files.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       policy: full, uniform, random, or one that the calibration holds.
-      budget: FLOPs of a fitted policy over full depth's. By default 0.6, or the only one.
+      budget: FLOPs of a fitted policy over full depth's. By default 0.75, or the only one.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
       batch: rows per pass, at most.

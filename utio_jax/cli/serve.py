@@ -51,7 +51,7 @@ class Serve(OfMode, OfProcesses, OfThinking):
 
     EXAMPLES: ClassVar = (
         "serve --port 8000",
-        "serve --model DIR --budget 0.6",
+        "serve --model DIR --budget 0.75",
         "serve --model DIR --host 0.0.0.0 --api-key-file key.txt",
     )
 

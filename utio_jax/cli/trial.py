@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import Files, OfModel, progress_bar, read_documents, repeat_verdict
+from utio_jax.policies.store import DEFAULT_BUDGET
 
 # Small enough that a model of 135M parameters takes minutes on two cores, and 3 GB at most.
 _ROWS, _WIDTH, _BATCHES = 4, 256, 2
@@ -112,13 +113,13 @@ def recommend(rows: Sequence[Tried], model: str) -> str:
 
 
 def _fitted(model: Any) -> dict[float, Any]:
-    """Returns the learned policy at the budget next to 0.75, by that; empty: there is none."""
+    """Returns the learned policy at the budget next to the default, by that; empty: there is none."""
     try:
         known = model.calibration.entries["learned"]
     except (KeyError, ValueError):
         return {}
     repeat_verdict(model, "learned", None)
-    budget = min(known, key=lambda each: abs(each - 0.75))
+    budget = min(known, key=lambda each: abs(each - DEFAULT_BUDGET))
     return {budget: model.calibration.policy("learned", budget)}
 
 
@@ -133,7 +134,7 @@ def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]
         return [Tried(what="reading: the model names no exits", how=remedy)]
     tried = [*exits[:: -(-len(exits) // _MOST_EXITS)]]
     tried += [
-        Method(label=f"learned@{budget:g}", policy=policy, budget=budget)
+        Method(label=f"{policy.name}@{budget:g}", policy=policy, budget=budget)
         for budget, policy in policies.items()
     ]
     methods = [full, *tried]

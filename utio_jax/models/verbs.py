@@ -154,8 +154,8 @@ class Verbs:
 
         Args:
           name: full, uniform, random, or one of the calibration's.
-          budget: target FLOPs over full depth's, of a calibrated one; None means 0.6, or the only
-            one that there is.
+          budget: target FLOPs over full depth's, of a calibrated one; None means 0.75, or the
+            only one that there is.
           depth: of `"uniform"`, in layers.
 
         Raises:
