@@ -113,7 +113,7 @@ def recommend(rows: Sequence[Tried], model: str) -> str:
 
 
 def _fitted(model: Any) -> dict[float, Any]:
-    """Returns the learned policy at the budget next to the default, by that; empty: there is none."""
+    """Returns the learned policy at the budget next to the default, by that; or nothing."""
     try:
         known = model.calibration.entries["learned"]
     except (KeyError, ValueError):
