@@ -25,7 +25,7 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
-from utio_jax.devices.rows import _spec, row_axes
+from utio_jax.core.rows import _spec, row_axes
 
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.platform import compiling_for

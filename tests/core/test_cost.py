@@ -90,7 +90,7 @@ def test_a_loop_whose_length_is_traced_has_no_fixed_cost():
 
 
 def test_a_layer_is_its_parts():
-    assert COST.layer(8) == 1000 + 100 + 2 * 8
+    assert COST.layers(1, 8) == 1000 + 100 + 2 * 8
 
 
 def test_a_pass_costs_what_it_executed():
@@ -139,7 +139,7 @@ def test_the_ideal_is_a_sum_over_tokens_and_their_own_layers(keep_frozen):
 def test_what_to_expect_of_full_depth_is_what_full_depth_costs():
     flops = expected_flops(COST, batch=2, width=64, min_bucket=16, depths=(6,), fractions=(1.0,))
     # A causal query sees half of the row on average.
-    assert flops == 2 * 64 * (6 * COST.layer(32) + COST.head)
+    assert flops == 2 * 64 * (COST.layers(6, 32) + COST.head)
 
 
 def test_what_to_expect_of_a_staircase_is_a_sum_over_its_segments():

@@ -12,7 +12,7 @@ from helpers.engine import CAPACITY, SHAPES
 from helpers.generation import SMALL, lively_model, run
 from helpers.models import Model
 from helpers.shared_kv import KINDS
-from utio_jax.decoding.prompts import prompt_prefill
+from utio_jax.prompts.budget import prompt_prefill
 
 from utio_jax import Adaptive, Lossless, Plain, Prefill, Temperature, random_depths
 from utio_jax.decoding.prefill import exact_prefill, fastest_prefill

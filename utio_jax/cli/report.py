@@ -24,6 +24,7 @@ class Report:
 
     EXAMPLES: ClassVar = (
         "report out/bench/results.json",
+        "report other/results.json",
         "report out/bench/results.json --out out/page",
     )
 
