@@ -29,7 +29,7 @@ from utio_jax.models.transformer import Transformer
 def main(arguments: list[str]) -> int:
     """Adds runs to a model's controls."""
     folder, *files = map(Path, arguments)
-    model = load(folder)
+    model = load(folder, lens=False)  # A lens changes nothing at full depth.
     config, width = model.decoder.config, model.decoder.config.context_length
     known = load_controls(folder, model_sha256=model.sha256)
     rows = {row.layers: row for row in (known.controls if known is not None else ())}
