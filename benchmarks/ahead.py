@@ -64,11 +64,18 @@ def tpu_devices(topology: str = "v5e:2x2") -> list[Any]:
         TPU_WORKER_HOSTNAMES="localhost",
         TPU_WORKER_ID="0",
     )
+    _keep_no_programs()
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def _keep_no_programs() -> None:
+    """Turns JAX's cache of programs off: those of absent devices cannot be read again."""
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def gpu_device() -> Any:
     """Returns an H100 that is not here."""
+    _keep_no_programs()
     found = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1")
     return found.devices[0]
 
@@ -90,6 +97,7 @@ class Programs:
       sharding: of arguments: where it runs; None: not said, for lowering alone.
       platform: traced for; None: that of this machine.
       choices: other than the platform's.
+      exits: other than those.
     """
 
     name: str
@@ -97,11 +105,12 @@ class Programs:
     sharding: Sharding | None
     platform: str | None = "tpu"
     choices: dict[str, Any] = dataclasses.field(default_factory=dict)
+    exits: tuple[int, ...] = ()
 
     @functools.cached_property
     def decoder(self) -> Transformer:
-        own = OWN.get(self.name)
-        return Transformer(own or with_layers(SHAPES[self.name], self.layers))
+        config = OWN.get(self.name) or with_layers(SHAPES[self.name], self.layers)
+        return Transformer(dataclasses.replace(config, exits=self.exits or config.exits))
 
     @functools.cached_property
     def params(self) -> Any:

@@ -31,7 +31,7 @@ from utio_jax.core.arrays import head_blocks
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.staircase.capacity import choose_executor, fit_row_shares
+from utio_jax.staircase.capacity import CapacityPrefix, choose_executor, fit_row_shares
 from utio_jax.staircase.microbatches import MicroBatches
 
 CHIPS = {  # Clocks from the peak: 197 and 918 TFLOP/s in bfloat16.
@@ -108,7 +108,11 @@ def of_pass(made: Programs, executor: Any, depths: np.ndarray) -> tuple[Turns, S
             block = blocks[stop][int(parts[-1].split("_")[1])]
             reach = np.bincount(np.asarray(block.reach)[: int(block.count)], minlength=99)
             return [float(n) / max(1, reach.sum()) for n in reach[: len(each.branches)]]
-        return [1.0] + [0.0] * (len(each.branches) - 1)  # The prefix fits, as checked below.
+        if stop is None or not isinstance(executor, CapacityPrefix):
+            return [1.0] + [0.0] * (len(each.branches) - 1)
+        slots = executor.capacities[exits.index(stop)]
+        fits = bool(live[stop].sum(axis=1).max() <= slots)
+        return [float(fits), float(not fits)]
 
     return turns, shares
 
@@ -167,8 +171,19 @@ class Predictions:
         return json.loads(path.read_text())
 
 
+def by_default(known: Predictions, made: Programs, chip: str, budget: float) -> Any:
+    """Returns predictions of scoring 16 x 512 tokens at a budget by the default executor."""
+    shares = capacities(made, budget)
+    depths, policy = deal(made, budget, 0), made.policy(shares)
+    with compiling_for("tpu"):
+        chosen = choose_executor("auto", policy, WIDTH)
+    way = {str(budget): of_pass(made, chosen, depths)}
+    name = f"{chip}-{made.name}-auto-{budget}"
+    return known.of(name, chip, lambda: made.score(ROWS, WIDTH, shares=shares), way)
+
+
 def scoring(known: Predictions, made: Programs, chip: str) -> dict[str, Any]:
-    """Returns predictions of scoring 16 x 512 tokens: dense, by the default, by micro-batches."""
+    """Returns predictions of the same: dense, by the default, by micro-batches."""
     key, full = f"{chip}-{made.name}", np.full((ROWS, WIDTH), made.decoder.config.num_layers)
     dense = {"1": of_pass(made, None, full)}
     found = {"dense": known.of(f"{key}-dense", chip, lambda: made.dense(ROWS, WIDTH), dense)}
@@ -177,16 +192,7 @@ def scoring(known: Predictions, made: Programs, chip: str) -> dict[str, Any]:
     found["micro"] = known.of(
         f"{key}-micro", chip, lambda: made.score(ROWS, WIDTH, executor=executor), ways
     )
-    for budget in BUDGETS:
-        shares = capacities(made, budget)
-        depths, policy = deal(made, budget, 0), made.policy(shares)
-        with compiling_for("tpu"):
-            chosen = choose_executor("auto", policy, WIDTH)
-        way = {str(budget): of_pass(made, chosen, depths)}
-        found[f"auto {budget}"] = known.of(
-            f"{key}-auto-{budget}", chip, lambda s=shares: made.score(ROWS, WIDTH, shares=s), way
-        )
-    return found
+    return found | {f"auto {b}": by_default(known, made, chip, b) for b in BUDGETS}
 
 
 def decoding(known: Predictions, made: Programs, chip: str, rows: int) -> dict[str, Any]:
@@ -351,6 +357,11 @@ def main() -> None:
     for path in options.kept.glob("v*.json") if options.fresh else ():
         path.unlink()
     known, found = Predictions(options.kept), dict[Any, Any]()
+    for name in options.models if "v5e" in options.chips else ():  # What is asked first.
+        made = on_tpu(name, MODELS[name])
+        dense = {"1": of_pass(made, None, np.zeros((ROWS, WIDTH)))}
+        known.of(f"v5e-{name}-dense", "v5e", partial(made.dense, ROWS, WIDTH), dense)
+        by_default(known, made, "v5e", BUDGET)
     for chip in options.chips:
         for name in options.models:
             made = on_tpu(name, MODELS[name], chip)

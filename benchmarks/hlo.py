@@ -56,7 +56,7 @@ class Instruction:
       shape: of that.
       op: opcode.
       operands: names.
-      rest: attributes and metadata, as text.
+      rest: attributes and metadata, as text; of a constant with what it is.
     """
 
     name: str
@@ -79,9 +79,9 @@ class Instruction:
         return int(self._found(r'"estimated_cycles":"(\d+)"') or 0)
 
     @property
-    def turns(self) -> int | None:
-        """How often a loop turns, where the compiler knows."""
-        found = self._found(r'"known_trip_count":\{"n":"(\d+)"\}')
+    def value(self) -> int | None:
+        """Of an integer constant."""
+        found = self._found(r"^constant\((-?\d+)\)")
         return None if found is None else int(found)
 
     def called(self, key: str) -> str | None:
@@ -159,6 +159,7 @@ class Program:
         ops = collections.Counter(each.op for each in every)
         return {
             "loops": ops["while"],
+            "unknown": len(self.unknown_loops),
             "branches": ops["conditional"],
             "collectives": sum(each.collective for each in every),
             "host": sum(
@@ -175,6 +176,39 @@ class Program:
             each
             for each in self.computations[self.entry]
             if self.kind(each) == "copy" and bytes_of(each.shape) >= _LARGE
+        ]
+
+    def turns(self, loop: Instruction, around: str) -> int | None:
+        """Returns how often a loop in a computation turns; None: not known before it runs."""
+        condition = self._named(loop.called("condition") or "")
+        compares = [each for each in condition.values() if each.op == "compare"]
+        if len(compares) != 1 or "direction=LT" not in compares[0].rest:
+            return None
+        count, limit = (condition.get(name) for name in compares[0].operands)
+        if count is None or limit is None or limit.value is None:
+            return None
+        index = re.search(r"index=(\d+)", count.rest)
+        if count.op != "get-tuple-element" or index is None:
+            return None
+        outside = self._named(around)
+        start = outside.get(outside[loop.operands[0]].operands[int(index[1])])
+        while start is not None and start.op in ("copy", "bitcast"):
+            start = outside.get(start.operands[0])
+        if start is None or start.value is None:
+            return None
+        return max(0, limit.value - start.value)
+
+    def _named(self, computation: str) -> dict[str, Instruction]:
+        return {each.name: each for each in self.computations.get(computation, [])}
+
+    @property
+    def unknown_loops(self) -> list[Instruction]:
+        """Loops whose turns are not known before they run."""
+        return [
+            each
+            for name in self.scheduled
+            for each in self.computations[name]
+            if each.op == "while" and self.turns(each, name) is None
         ]
 
     def kind(self, each: Instruction) -> str:
@@ -226,7 +260,8 @@ class Program:
             shapes = {each.name: each.shape for each in self.computations[name]}
             for each in self.computations[name]:
                 if each.op == "while":
-                    count = turns(each) if each.turns is None else each.turns
+                    known = self.turns(each, name)
+                    count = turns(each) if known is None else known
                     times[each.called("body") or ""] += times[name] * count
                     times[each.called("condition") or ""] += times[name] * (count + 1)
                 elif each.op == "conditional":
@@ -255,7 +290,8 @@ def _instruction(name: str, rest: str) -> Instruction:
     left = rest.index("(")
     right = _end(rest, left)
     operands = tuple(_NAME.findall(rest[left:right]))
-    return Instruction(name, shape, rest[:left], operands, rest[right + 1 :])
+    after = rest if rest.startswith("constant(") else rest[right + 1 :]
+    return Instruction(name, shape, rest[:left], operands, after)
 
 
 def _end(text: str, start: int) -> int:

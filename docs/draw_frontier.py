@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws results/frontier.png: bits per byte over FLOPs, exits and depths beside plain models.
 
-`.venv/bin/python docs/draw_frontier.py` reads results/frontier.json, points of FLOPs over 16 layers
-and bits per byte by the name of a line, and the plain models in models/shared_16/controls.json.
+`.venv/bin/python docs/draw_frontier.py` reads results/frontier.json, points of FLOPs over all
+layers of the shipped model and bits per byte by the name of a line, and the plain models of
+models/shared_16/controls.json.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
         )
     for (name, points), (colour, style) in zip(lines.items(), STYLES, strict=True):
         axis.plot(*zip(*points, strict=True), style, color=colour, label=name, markersize=5)
-    axis.set_xlabel("FLOPs over those of 16 layers")
+    axis.set_xlabel("FLOPs over those of all 16 layers of the shipped model")
     axis.set_ylabel("bits per byte, test documents")
     axis.legend(frameon=False, fontsize=9)
     figure.savefig(ROOT / "results" / "frontier.png", dpi=110)

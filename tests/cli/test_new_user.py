@@ -729,7 +729,7 @@ def test_a_calibration_is_shown_in_three_lines() -> None:
     shown = repr(load().calibration)
     assert re.match(r"Calibration of model [0-9a-f]{12} on \d+ tokens\n  policies learned", shown)
     assert shown.count("\n") == 2
-    assert ", 0.6, " in shown
+    assert "budgets 0.6, 0.75" in shown
     assert len(shown) < 400
 
 

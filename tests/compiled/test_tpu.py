@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the TPU's compiler makes of this library's programs: structure, and whether they fit.
 
-Two layers of real widths, and all 32 where memory is in question. Nothing runs; cycles are not
+Few layers of real widths, and all 32 where memory is in question. Nothing runs; cycles are not
 pinned (`benchmarks/compiled.py` predicts them). In an environment of its own: `make tpu-compile`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from ahead import Programs, on_mesh, on_tpu
-from hlo import Program
+from hlo import Instruction, Program
 
+from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
@@ -30,8 +31,11 @@ HBM = 15.75 * 2**30
 
 
 @functools.cache
-def llama(layers: int = 2) -> Programs:
-    return on_tpu("llama-7b", layers)
+def llama() -> Programs:
+    """Two segments of two layers each: what one layer alone would be, is no loop."""
+    made = on_tpu("llama-7b", 4)
+    made.exits = (2, 4)
+    return made
 
 
 def compiled(lowered: Any) -> tuple[Program, Any]:
@@ -39,36 +43,28 @@ def compiled(lowered: Any) -> tuple[Program, Any]:
     return Program(found.as_text()), found.memory_analysis()
 
 
-PROGRAMS: dict[str, tuple[Callable[[Programs], Any], dict[str, int]]] = {
-    "dense": (lambda made: made.dense(16, 512), {"loops": 2, "branches": 0}),
-    "score": (lambda made: made.score(16, 512), {"loops": 0, "branches": 0}),
-    "prefix": (
-        lambda made: made.score(16, 512, shares=(1.0, 0.5)),
-        {"loops": 0, "branches": 0},
-    ),
-    "prefill": (lambda made: made.prefill(8, 256), {"loops": 1, "branches": 0}),
-    "plain": (lambda made: made.decode(Plain(), 8), {"loops": 2, "branches": 0}),
-    "adaptive": (
-        lambda made: made.decode(Adaptive(policy=made.policy()), 8),
-        {"loops": 0, "branches": 0},
-    ),
-    "lossless": (
-        lambda made: made.decode(Lossless(exit=1), 8),
-        {"loops": 0, "branches": 0},
-    ),
-    "engine": (
-        lambda made: made.engine(Adaptive(policy=made.policy()), 8),
-        {"loops": 0, "branches": 0},
-    ),
+PROGRAMS: dict[str, tuple[Callable[[Programs], Any], tuple[int, int, int, int]]] = {
+    "dense": (lambda made: made.dense(16, 512), (2, 0, 0, 0)),
+    # K/V of all tokens at once: 0.6 % of a pass, and a barrier there would cost 4.
+    "score": (lambda made: made.score(16, 512), (10, 10, 2, 2)),
+    "prefix": (lambda made: made.score(16, 512, shares=(1.0, 0.5)), (4, 0, 1, 0)),
+    "prefill": (lambda made: made.prefill(8, 256), (1, 0, 0, 0)),
+    "plain": (lambda made: made.decode(Plain(), 8), (2, 1, 0, 0)),
+    "adaptive": (lambda made: made.decode(Adaptive(policy=made.policy()), 8), (4, 4, 2, 0)),
+    "lossless": (lambda made: made.decode(Lossless(exit=2), 8), (4, 2, 1, 0)),
+    "engine": (lambda made: made.engine(Adaptive(policy=made.policy()), 8), (17, 17, 32, 0)),
 }
+"""Loops, those of unknown length among them, branches, and copies of 16 MB outside of loops."""
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_stays_on_the_device_and_copies_no_stack_of_weights(name: str) -> None:
     lower, wanted = PROGRAMS[name]
     program, _ = compiled(lower(llama()))
-    alone = {"host": 0, "large_copies": 0, "collectives": 0}
-    assert program.structure == {**alone, **wanted}
+    found = program.structure
+    assert found["host"] == found["collectives"] == 0
+    pinned = ("loops", "unknown", "branches", "large_copies")
+    assert tuple(found[name] for name in pinned) == wanted
 
 
 @pytest.mark.parametrize(("name", "rows"), [("llama-7b", 8), ("mistral-7b", 32)])
@@ -90,31 +86,44 @@ def test_without_the_barrier_stacks_of_weights_are_copied_on_every_call(
 def test_prompts_at_half_depth_are_static_and_choose_nothing() -> None:
     """Which tokens stop is known beforehand: the last of each prompt runs on, whatever it says."""
     made = on_tpu("shared", 16)
-    with_shape = exact_prefill(made.decoder)
-    assert with_shape is not None
-    program, _ = compiled(made.prefill(8, 448, with_shape))
+    exact = exact_prefill(made.decoder)
+    assert exact is not None
+    with compiling_for("tpu"):
+        program, _ = compiled(made.prefill(8, 448, exact.for_shape(8, 448)))
     assert program.structure["branches"] == program.structure["host"] == 0
-    assert all(loop.turns is not None for loop in program.instructions("while"))
+    # Behind the pass, K/V of layers that it left empty: from the last one on, so of none.
+    assert [loop.path.split("/")[-2] for loop in program.unknown_loops] == ["frozen"]
+
+
+def purpose(each: Instruction) -> str:
+    """Returns what is summed: two products of a layer, a row of the embedding, the head's parts."""
+    named = re.findall(r"o_proj|down_proj|take_along_axis|reduce_\w+|gather", each.path)
+    return named[0]
 
 
 @pytest.mark.parametrize(
     ("data", "parts", "wanted"),
-    [(8, 1, {}), (2, 4, {"all-reduce": 2})],
+    [
+        (8, 1, []),
+        (2, 4, ["down_proj", "gather", "o_proj", "reduce_max", "reduce_min", "take_along_axis"]),
+    ],
 )
 def test_on_eight_chips_nothing_but_the_sums_of_tensor_parallel_layers_is_exchanged(
-    data: int, parts: int, wanted: dict[str, int]
+    data: int, parts: int, wanted: list[str]
 ) -> None:
     made = on_mesh("mistral-7b", 2, data, parts)
     program, _ = compiled(made.decode(Plain(), 64))
-    ops = [each.op.removesuffix("-start") for each in program.instructions() if each.collective]
-    assert {op: ops.count(op) for op in ops} == wanted
+    found = [each for each in program.instructions() if each.collective]
+    assert all(each.op.startswith("all-reduce") for each in found)
+    assert sorted(map(purpose, found)) == wanted
     assert program.structure["host"] == 0
 
 
-def test_instructions_of_which_the_parser_knows_nothing_are_none() -> None:
+def test_the_parser_knows_products_and_cycles() -> None:
     """Structure is pinned by text: a compiler that writes it otherwise has to fail here."""
     program, _ = compiled(llama().dense(16, 512))
-    kinds = {program.kind(each) for each in program.instructions()}
-    assert {"matmul", "fused"} <= kinds
-    assert sum(each.cycles > 0 for each in program.instructions()) > 10
-    assert dataclasses.is_dataclass(program.instructions()[0])
+    found = program.instructions()
+    assert sum(program.kind(each) == "matmul" for each in found) >= 9
+    assert sum(each.cycles > 0 for each in found) > 10
+    (layers,) = [each for each in program.instructions("while") if "head" not in each.path]
+    assert program.turns(layers, program.entry) == 4

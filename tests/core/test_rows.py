@@ -88,3 +88,31 @@ def test_processes_deal_out_items_and_all_get_all_results(monkeypatch: pytest.Mo
         thread.join()
     assert ran == ([0, 2, 4], [1, 3])
     assert found == [[0, 10, 20, 30, 40]] * 2
+
+
+def test_messages_of_any_length_are_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads in the place of processes: what is gathered at once has one size on both."""
+    here, meeting, said = threading.local(), threading.Barrier(2, timeout=30), dict[int, Any]()
+
+    def gather(array: np.ndarray) -> np.ndarray:
+        said[here.index] = array
+        meeting.wait()
+        both = np.stack([said[0], said[1]])  # Raises for two sizes.
+        meeting.wait()
+        return both
+
+    monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
+    monkeypatch.setattr(processes.jax, "process_count", lambda: 2)
+    sizes = ((0, 0), (5, 4088), (4089, 0), (3, 70_000), (100_001, 99_999))
+    found: list[list[list[bytes]]] = [[], []]
+
+    def process(index: int) -> None:
+        here.index = index
+        found[index] = [processes.exchange(bytes([index + 1]) * pair[index]) for pair in sizes]
+
+    threads = [threading.Thread(target=process, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] == found[1] == [[b"\x01" * one, b"\x02" * two] for one, two in sizes]

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.engine import CAPACITY, SHAPES
@@ -14,6 +16,7 @@ from helpers.models import Model
 from helpers.shared_kv import KINDS
 
 from utio_jax import Adaptive, Lossless, Plain, Prefill, Temperature, random_depths
+from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.prefill import exact_prefill, fastest_prefill
 from utio_jax.engine import Engine
 from utio_jax.prompts.budget import prompt_prefill
@@ -77,6 +80,17 @@ def test_a_model_without_shared_keys_and_values_has_no_exact_prefill(model: Mode
     assert not found.exact(plain)
     # Tokens are seen as deep as they ran there, so prompts run in full.
     assert fastest_prefill(model.decoder, 1, 24, kv="drop") is None
+
+
+def test_exits_behind_a_lens_change_nothing(model: Model) -> None:
+    exits = model.decoder.config.exits[-2:]  # Prompts may stop below the first, which has a map.
+    config = dataclasses.replace(model.decoder.config, exits=exits)
+    dim = config.embed_dim
+    lens = Lens(matrix=jnp.ones((1, dim, dim)), bias=jnp.ones((1, dim)), exits=exits[:1])
+    seen = Model(*lensed(type(model.decoder)(config), model.params, lens))
+    found, wanted = (run(each, PROMPTS, max_new_tokens=8) for each in (seen, model))
+    for one, other in zip(found.token_ids, wanted.token_ids, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:

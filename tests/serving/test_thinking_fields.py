@@ -62,7 +62,7 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     def refused(model: ServedModel, **fields: Any) -> tuple[str, str | None]:
         with pytest.raises(ApiError) as caught:
             read(model, **fields)
-        error = caught.value.body()["error"]
+        error = caught.value.body["error"]
         return error["message"], error["param"]
 
     off = served(folder, None)

@@ -249,6 +249,7 @@ def test_runs_inside_shard_map_row_by_row(tiny: Any) -> None:
         (lambda: MicroBatches(min_bucket=0), "min_bucket of at least 1.*min_bucket=0"),
         (lambda: MicroBatches(min_bucket=8, block=12), "block that is a multiple of min_bucket=8"),
         (lambda: MicroBatches(min_bucket=8, query_block=4), "query_block that is a multiple"),
+        (lambda: MicroBatches(rest=5), "block that is a multiple of rest=5"),
         (lambda: MicroBatches(key_step=0), "key_step of at least 1"),
         (lambda: CapacityPrefix(capacities=(5,), min_bucket=4), "multiples of min_bucket=4"),
     ],

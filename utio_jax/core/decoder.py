@@ -452,15 +452,19 @@ class HasExitLens(Decoder, Protocol):
 
 
 def has_exit_lens(decoder: Decoder, depth: int) -> bool:
-    """Returns whether states at `depth` go through a lens before the head reads them."""
-    return 0 < depth < decoder.config.num_layers and isinstance(decoder, HasExitLens)
+    """Returns whether states at `depth`, an early exit, go through a lens before the head."""
+    return depth in decoder.config.exits[:-1] and isinstance(decoder, HasExitLens)
 
 
 def apply_exit_lens(
     decoder: Decoder, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
 ) -> jax.Array:
-    """Returns what the head reads of states at `depth`, which if traced is an early exit."""
-    last = isinstance(depth, int) and depth >= decoder.config.num_layers
-    if last or not isinstance(decoder, HasExitLens):
+    """Returns what the head reads of states at `depth`, which if traced is an early exit.
+
+    States at a depth that is no early exit, as prompts stop at, are read as they are.
+    """
+    if not isinstance(decoder, HasExitLens):
+        return x
+    if isinstance(depth, int) and not has_exit_lens(decoder, depth):
         return x
     return decoder.translate(params, x, depth)

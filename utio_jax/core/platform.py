@@ -57,7 +57,7 @@ _PLATFORMS = {"cpu": _CPU, "tpu": Platform(least_rows=2, heads_apart=True)}
 _OTHER = Platform()
 _compiling: list[Platform] = []
 
-_FEW = 256
+_FEW = 512
 """Tokens of a block in which the reshape to heads is kept apart: with more, it costs 4 %."""
 
 

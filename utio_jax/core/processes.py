@@ -183,15 +183,17 @@ def lost_processes() -> Iterator[None]:
         ) from error
 
 
-def check_same(tree: Any, *, what: str, by: Callable[[bytes], Sequence[bytes]] = exchange) -> None:
+def check_same(
+    tree: Any, *, what: str, by: Callable[[bytes], Sequence[bytes]] | None = None
+) -> None:
     """Raises ValueError, on every process, where the processes have different pytrees.
 
     Args:
       tree: of this process.
       what: it is, in the message.
-      by: the all-gather of bytes to compare with.
+      by: the all-gather of bytes to compare with; None: `exchange`.
     """
-    everyone = by(digest(tree).encode())
+    everyone = (by or exchange)(digest(tree).encode())
     if others := [index for index, theirs in enumerate(everyone) if theirs != everyone[0]]:
         raise ValueError(
             f"Wanted the same {what} on all {len(everyone)} processes. Got others than process "

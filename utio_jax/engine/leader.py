@@ -218,7 +218,8 @@ class LeaderEngine(Engine):
                 "Wanted a warmup without a histogram: a plan is made of times on one process. Make "
                 "it there with Engine.warmup, and this engine with the mode that it chooses."
             )
-        super().warmup(progress=progress)
+        with lost_processes():
+            super().warmup(progress=progress)
 
     def close(self) -> None:
         """Ends the workers: they return from `run_worker`."""

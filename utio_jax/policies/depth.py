@@ -49,7 +49,7 @@ class Thresholded:
     signal: Signal
     thresholds: Float[Array, " boundary"] | Float[Array, "boundary batch 1"]
     depths: tuple[int, ...] = static()
-    row_shares: tuple[float, ...] | None = static(default=None)
+    row_shares: tuple[float, ...] | None = static(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if type(self.thresholds) in (list, tuple):

@@ -314,7 +314,9 @@ def fit_row_shares(
         live = np.sort((decided > start).mean(axis=1))
         fits = (np.arange(1, live.size + 1) / live.size) ** rows
         cost = fits * live + (1 - fits)
-        shares.append(min(shares[-1], float(live[np.argmin(cost)])))
+        best = int(np.argmin(cost))
+        worth = cost[best] < 0.95  # Less is not worth two programs.
+        shares.append(min(shares[-1], float(live[best])) if worth else shares[-1])
     return tuple(shares)
 
 

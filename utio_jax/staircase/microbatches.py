@@ -83,11 +83,12 @@ class MicroBatches:
     def __post_init__(self) -> None:
         least = 1 if self.min_bucket is None else check_min_bucket(self.min_bucket)
         rest = least if self.rest is None else check_min_bucket(self.rest)
-        for name, unit in (("block", rest), ("query_block", least)):
+        of_block = "min_bucket" if self.rest is None else "rest"
+        for name, of, unit in (("block", of_block, rest), ("query_block", "min_bucket", least)):
             size = getattr(self, name)
             if size < 1 or size % unit:
                 raise ValueError(
-                    f"Wanted a {name} that is a multiple of its unit of padding, {unit} slots. "
+                    f"Wanted a {name} that is a multiple of {of}={unit}, in slots. "
                     f"Got {name}={size}."
                 )
         if self.key_step < 1:
