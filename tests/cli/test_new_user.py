@@ -469,6 +469,7 @@ ELSEWHERE = {
     "architectures.py": {"--merge"},  # llama.cpp's
     "actors.py": {"--head", "--xla"},  # Ray's and XLA's
     # Taken out before a command reads its own.
+    "gemma3n.py": {"--predict--", "--attention"},  # A drawing.
     "main.py": {"--json", "--help-all", "--enable-utio"},
     "options.py": {"--help-all"},
 }
