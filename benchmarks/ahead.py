@@ -25,10 +25,10 @@ from jax.sharding import (
     Sharding,
     SingleDeviceSharding,
 )
-from utio_jax.devices.rows import _spec, row_axes
 
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.platform import compiling_for
+from utio_jax.core.rows import _spec, row_axes
 from utio_jax.decoding.admission import empty_state
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.loop import advance, begin

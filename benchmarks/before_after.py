@@ -27,7 +27,7 @@ import json, sys
 from functools import partial
 import jax, jax.numpy as jnp
 from utio_jax.bench.timing import time_programs
-from utio_jax.cli.bench_subjects import subject_named
+from utio_jax.cli.bench import subject_named
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate

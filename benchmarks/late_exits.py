@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What late exits of a stock model are worth: beside maps alone, fitted to the same text.
 
-    utio-jax finetune --late --model MODEL --exits 20 25 30 --text FIT/*.txt --out out/late
+    utio-jax finetune FIT/*.txt --late --model MODEL --exits 20 25 30 --out out/late
     python benchmarks/late_exits.py MODEL out/late/model --fit FIT/*.txt --text OTHERS/*.txt
 
 Prints nats per token at each exit of `--text`: read as they are, through a tuned lens that the

@@ -26,11 +26,13 @@ import jax
 import numpy as np
 
 import utio_jax
-from utio_jax.cli.bench_subjects import subject_named
 from utio_jax.core.files import versions
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.engine import Engine, Shapes
+from utio_jax.models import Transformer
+from utio_jax.models.presets import SHAPES, with_layers
+from utio_jax.models.random_weights import random_params
 from utio_jax.policies import random_depths
 
 
@@ -132,9 +134,9 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.layers:
-        subject = subject_named(options.model, dtype="float32", layers=options.layers)
-        sizes = {"decoder": subject.decoder, "params": subject.params, "tokenizer": None}
-        model: Any = types.SimpleNamespace(**sizes)
+        decoder = Transformer(with_layers(SHAPES[options.model], options.layers))
+        params = random_params(decoder, dtype="float32")
+        model: Any = types.SimpleNamespace(decoder=decoder, params=params, tokenizer=None)
     else:
         exits = () if options.model == "shared-16" else (options.depth,)
         model = utio_jax.load(options.model, exits=exits)

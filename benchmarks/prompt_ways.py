@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax.cli.bench_subjects import random_params
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.models import Transformer, load
 from utio_jax.models.presets import SHAPES, with_layers
+from utio_jax.models.random_weights import random_params
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.evaluate import (

@@ -257,7 +257,7 @@ print(f"{abs(logits - reference['logits']).max():.0e}")
 # Depth can only be saved where an early exit predicts nearly as well as the last layer. The
 # intermediate layers of a *stock* model have never been trained to predict. `calibrate` fits a
 # policy to a text and measures; `advise` puts into words what it found. (On the command line
-# `utio-jax calibrate --model DIR --text FILES` does both.)
+# `utio-jax calibrate FILES --model DIR` does both.)
 #
 # As a text we take what the model itself writes, so that its full depth predicts it as well as
 # possible.
@@ -409,5 +409,5 @@ plot_depths(
 
 # %% [markdown]
 # So small a model repeats itself, which makes drafting easy: measure on your own text. `utio-jax
-# generate PROMPT --model DIR --lossless --drafter exit` does all of this on the command line. Whole
-# programs for Linen, NNX and plain JAX are in `docs/bring_your_own.md`.
+# generate PROMPT --model DIR --mode lossless --drafter exit` does all of this on the command line.
+# Whole programs for Linen, NNX and plain JAX are in `docs/bring_your_own.md`.

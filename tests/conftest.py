@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from helpers.models import Model, live_params
 
 # Before anything imports utio_jax: every annotated array is checked for dtype and shape.
 jaxtyping.install_import_hook("utio_jax", "checker.check")
+
+# Commands that tests start as programs of their own leave the user's cache folder alone.
+os.environ.setdefault("UTIO_JAX_COMPILE_CACHE", "off")
 
 # Accelerators round float32 products to TF32 or bfloat16 otherwise.
 jax.config.update("jax_default_matmul_precision", "highest")

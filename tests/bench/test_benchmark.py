@@ -24,10 +24,11 @@ from utio_jax.bench.subjects import Subject, label_of, methods_of, shares_for
 from utio_jax.bench.suite import SUITES, groups_of, run_groups
 from utio_jax.bench.suite import tiny as tiny_suite
 from utio_jax.bench.timing import Spread, Timing
-from utio_jax.cli.bench_subjects import fit_layers, subject_named
+from utio_jax.cli.bench import subject_named
 from utio_jax.cli.main import main
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.models.presets import SHAPES
+from utio_jax.models.random_weights import fit_layers
 
 ENVIRONMENT = {"device": "cpu:x"}
 PLANNED = Row(key="score/m/full/b1", part="score", model="m", method="full", baseline="full dense")
@@ -248,7 +249,7 @@ def test_policies_stand_next_to_controls_at_their_flops(subject: Subject) -> Non
     assert low == ["uniform:1", "uniform:2"]
     with pytest.raises(ValueError, match="Wanted a budget of at least"):
         shares_for(subject.decoder, subject.params, 0.1, width=64)
-    assert label_of("learned") == "learned@0.6"
+    assert label_of("learned") == "learned@0.75"
     for name in ("@0.6", "learned@2", "learned@x"):
         with pytest.raises(ValueError, match="NAME or NAME@BUDGET"):
             label_of(name)

@@ -161,7 +161,7 @@ def test_a_policy_cheaper_than_the_cheapest_exit_has_no_margin() -> None:
 
 
 def test_intervals_need_five_documents() -> None:
-    with pytest.raises(ValueError, match="at least 5 documents.*Got 4. Add files with --text"):
+    with pytest.raises(ValueError, match="at least 5 documents.*Got 4. Add files"):
         HullBootstrap([sums(np.ones(4), np.ones(4))])
 
 

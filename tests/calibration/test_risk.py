@@ -387,7 +387,7 @@ def test_wrong_risks_are_refused() -> None:
 
     with pytest.raises(ValueError, match="at least 63 documents for max_disagreement=0.05 at con"):
         ask(np.zeros((1, 62)))
-    with pytest.raises(ValueError, match="Got 62. Give more text with --text, or ask for less"):
+    with pytest.raises(ValueError, match="Got 62. Give more text, or ask for less"):
         ask(np.zeros((1, 62)))
     ask(np.zeros((1, 63)))
     for shape in [(80,), (0, 80), (1, 80, 1)]:

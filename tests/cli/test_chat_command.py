@@ -95,7 +95,7 @@ def test_depth_that_varies_is_named(
     folder: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     say(monkeypatch, "hello")
-    policy = ["--enable-utio", "--policy", "uniform", "--depth", "1", "--exits", "1", "3"]
+    policy = ["--mode", "adaptive", "--policy", "uniform", "--depth", "1", "--exits", "1", "3"]
     assert main(["chat", "--model", folder, "--max-new-tokens", "5", *policy]) == 0
     shown = capsys.readouterr()
     (turn,) = json.loads(shown.out)["turns"]
@@ -145,8 +145,8 @@ def test_what_cannot_chat_is_refused_before_anything_is_asked(
     say(monkeypatch, "hello")
     assert main(["chat", "--model", str(FOLDER)]) == 2
     assert "Wanted a model with a chat template" in capsys.readouterr().err
-    assert main(["chat", "--model", folder, "--lossless", "--policy", "uniform"]) == 2
-    assert "Wanted --lossless without a policy" in capsys.readouterr().err
+    assert main(["chat", "--model", folder, "--mode", "lossless", "--policy", "uniform"]) == 2
+    assert "Wanted --mode adaptive with --policy" in capsys.readouterr().err
     assert main(["chat", "--model", folder, "--top-p", "0.5"]) == 2
     assert "Wanted --temperature above 0" in capsys.readouterr().err
 

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
-from utio_jax.cli.main import COMMANDS, main
+from utio_jax.cli.main import COMMANDS, GROUPS, main, parsed
 from utio_jax.cli.options import calibration_of
 from utio_jax.core.documents import batches_of, windows_of
 from utio_jax.core.files import check_writable, dump_tensors
@@ -100,25 +101,24 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ("evaluate --text X --budget 0.5", "a fitted policy, such as --policy learned, with --bud"),
-        ("evaluate --text X --depth 3", "Wanted --policy uniform with --depth. Got --policy full"),
-        ("evaluate --text X --calibration c.json", "with --calibration. Got --policy full"),
-        ("evaluate --text X --kv drop", "with --kv. Got --policy full, which has no use for it"),
-        ("evaluate --text X --min-tokens 9", "with --min-tokens. Got --policy full"),
+        ("evaluate X --policy full --budget 0.5", "a fitted policy, such as --policy learned, wi"),
+        ("evaluate X --depth 3", "Wanted --policy uniform with --depth. Got --policy full"),
+        ("evaluate X --calibration c.json", "with --calibration. Got --policy full"),
+        ("evaluate X --kv drop", "with --kv. Got --policy full, which has no use for it"),
         ("score X --policy uniform --budget 0.5", "with --budget. Got --policy uniform"),
         ("score X --policy uniform", "Wanted --depth with --policy uniform"),
         ("score X --depth 3", "Wanted --policy uniform with --depth. Got --policy learned"),
-        ("generate x --enable-utio --policy uniform", "Wanted --depth with --policy uniform"),
-        ("generate x --enable-utio --policy full --budget 0.5", "with --budget. Got --policy full"),
-        ("generate x --enable-utio --depth 2", "Wanted --policy uniform with --depth"),
+        ("generate x --mode adaptive --policy uniform", "Wanted --depth with --policy uniform"),
+        (
+            "generate x --mode adaptive --policy full --budget 0.5",
+            "with --budget. Got --policy full",
+        ),
+        ("generate x --mode adaptive --depth 2", "Wanted --policy uniform with --depth"),
         ("generate x --token-ids ids.json", "as text, or --token-ids FILE"),
         ("generate --token-ids ids.json --chat", "Got --token-ids with --chat"),
         ("generate x --rounds -1", "Wanted --rounds of at least 0. Got -1"),
-        ("calibrate --text X --confidence 0.9", "Wanted --max-disagreement with --confidence"),
-        ("calibrate --text X --lens-steps 5", "Wanted --fit-lens with --lens-steps"),
-        ("calibrate --text X --gate-tokens 9", "Wanted --gate-text FILES with --gate-tokens, at"),
-        ("calibrate --text X --gate-text Y --gate-tokens 0", "at least 1. Got --gate-tokens 0"),
-        ("compare --text X --budgets 0.8 0.123", "some of the budgets [0.8], as calibrated"),
+        ("calibrate X --confidence 0.9", "Wanted --max-disagreement with --confidence"),
+        ("compare X --budget 0.8 0.123", "some of the budgets [0.8], as calibrated"),
     ],
 )
 def test_an_option_without_a_use_is_refused(
@@ -133,18 +133,6 @@ def test_an_option_without_a_use_is_refused(
     Path("X").write_text(source("colorsys").read_text())
     out = ["--out", "fitted.json"] if arguments.startswith("calibrate") else []
     assert match in refused(capsys, *arguments.split(), "--model", folder, *out)
-
-
-def test_a_gate_may_score_where_the_policy_does_not(folder: Path) -> None:
-    command = Generate(
-        enable_utio=True,
-        policy="full",
-        throttle=1.0,
-        calibration=folder / "policies.json",
-        model=str(folder),
-    )
-    policy, budget, _ = command.named_policy(command.load())
-    assert (policy.name, budget) == ("full", None)
 
 
 # Nothing is overwritten.
@@ -187,16 +175,16 @@ def test_a_calibration_is_added_to_and_the_place_is_told(
     bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen, own = fake_calibrate(monkeypatch), bare / "policies.json"
-    arguments = ["calibrate", "--model", str(bare), "--exits", "1", "2", "4"]
-    arguments += ["--text", str(source("colorsys")), "--policy"]
+    arguments = ["calibrate", str(source("colorsys")), "--model", str(bare), "--exits", "1", "2"]
+    arguments += ["4", "--policy"]
     assert main([*arguments, "position"]) == 0
     assert f"Written: position: {own}" in capsys.readouterr().err
     assert main([*arguments, "entropy"]) == 0
     captured = capsys.readouterr()
     assert f"Written: entropy, beside position of before: {own}" in captured.err
     # The command that is recommended works, up to its placeholder.
-    (recommended,) = re.findall(r"For example: utio-jax (.*) --text OTHER_FILES", captured.err)
-    assert recommended == f"compare --model {bare} --exits 1 2 4"
+    (recommended,) = re.findall(r"For example: utio-jax (.*) OTHER_FILES", captured.err)
+    assert recommended == f"compare --exits 1 2 4 --model {bare}"
     assert set(json.loads(own.read_text())["entries"]) == {"position", "entropy"}
     assert seen[0]["done"] is None
     assert set(seen[1]["done"].entries) == {"position"}
@@ -209,8 +197,8 @@ def test_gates_may_have_a_text_of_their_own(
     bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen, model = fake_calibrate(monkeypatch), load(bare)
-    arguments = ["calibrate", "--model", str(bare), "--exits", "1", "2", "4", "--policy", "entropy"]
-    arguments += ["--text", str(source("colorsys"))]
+    arguments = ["calibrate", str(source("colorsys")), "--model", str(bare), "--exits", "1", "2"]
+    arguments += ["4", "--policy", "entropy"]
     others = [str(source(name)) for name in ("bisect", "heapq")]
     assert main(arguments) == 0
     assert (seen[0]["gate_batches"], seen[0]["gate_text"]) == (None, None)
@@ -227,15 +215,13 @@ def test_gates_may_have_a_text_of_their_own(
     assert set(kept) == set(read)
     assert seen[1]["gate_text"]["documents"] == 2
     assert seen[1]["gate_text"]["tokens"] == len(kept)
-    assert main([*arguments, "--gate-text", *others, "--gate-tokens", "1"]) == 0
-    assert len(seen[2]["gate_batches"]) == 1
     split = standard_library("train")
     monkeypatch.setattr(
         "utio_jax.models.training.corpus.standard_library",
         lambda name: split[:3] if name == "train" else (),
     )
-    assert main([*arguments, "--gate-text", "train", "--gate-tokens", "1"]) == 0
-    assert seen[3]["gate_text"] | {"tokens": 0} == describe(split[:3]) | {"tokens": 0}
+    assert main([*arguments, "--gate-text", "train"]) == 0
+    assert seen[2]["gate_text"] | {"tokens": 0} == describe(split[:3]) | {"tokens": 0}
 
 
 def test_what_cannot_be_added_to_stays_as_it_is(
@@ -245,7 +231,7 @@ def test_what_cannot_be_added_to_stays_as_it_is(
     position_only("f" * 64).save(out)
     before = out.read_bytes()
     text = source("colorsys")
-    said = refused(capsys, "calibrate", "--model", folder, "--text", text, "--out", out)
+    said = refused(capsys, "calibrate", text, "--model", folder, "--out", out)
     assert f"name another --out, or remove {out}" in said
     assert out.read_bytes() == before
     assert not seen
@@ -265,21 +251,24 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
     monkeypatch.setattr("utio_jax.calibration.lens.fit_lens", fit)
     monkeypatch.setattr("utio_jax.cli.calibrate._UNTOUCHED", 1)
     texts = [str(source(name)) for name in SOURCES]
-    arguments = ["calibrate", "--model", str(bare), "--exits", "2", "4", "--text", *texts]
-    arguments += ["--fit-lens", "--out", str(out), "--policy", "position", "--lens-steps"]
+    arguments = ["calibrate", *texts, "--model", str(bare), "--exits", "2", "4"]
+    arguments += ["--fit-lens", "--out", str(out), "--policy", "position"]
     assert model.decoder.config.embed_dim == 32
-    assert main([*arguments, "7"]) == 0
-    assert [config.steps for config in fitted] == [7]
+    assert main(arguments) == 0
+    assert len(fitted) == 1
     captured = capsys.readouterr()
     lens = out.parent / "lens.json"
-    assert f"--calibration {out} --lens {lens} --text OTHER_FILES" in captured.err
+    assert f"--calibration {out} --lens {lens} OTHER_FILES" in captured.err
     stored = lens.read_bytes()
-    assert main([*arguments, "7"]) == 0
+    assert main(arguments) == 0
     assert len(fitted) == 1, "the same one is there"
-    assert "Wanted a lens of {'steps': 8}" in refused(capsys, *arguments, "8")
+    # Without exits, some are named; what is written belongs to these.
+    asked = [each for each in arguments if each not in ("--exits", "2", "4", "--fit-lens")]
+    assert "Wanted a lens of {'exits': [2, 3]}" in refused(capsys, *asked)
+    assert "Wanted a lens of {'seed': 8}" in refused(capsys, *arguments, "--seed", "8")
     assert lens.read_bytes() == stored
     # Without it the calibration is another model's; the error says what is missing.
-    said = refused(capsys, "compare", "--model", bare, "--calibration", out, "--text", *texts)
+    said = refused(capsys, "compare", *texts, "--model", bare, "--calibration", out)
     assert f"It was fitted through a lens: add --lens {lens}." in said
     # And the other way about.
     plain = tmp_path / "plain.json"
@@ -294,7 +283,7 @@ def test_a_lens_is_not_fitted_where_its_calibration_has_no_place(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [source(name) for name in SOURCES]
-    said = refused(capsys, "calibrate", "--model", folder, "--fit-lens", "--text", *texts)
+    said = refused(capsys, "calibrate", *texts, "--model", folder, "--fit-lens")
     assert "holds one that was fitted without it. Name another --out" in said
     assert not (folder / "lens.json").exists()
 
@@ -305,14 +294,14 @@ def test_a_lens_is_not_fitted_where_its_calibration_has_no_place(
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        ("calibrate --text X --out FILE/a.json", "--out"),
-        ("calibrate --text X --out DIR.json", "--out"),
-        ("compare --text X --out FILE", "--out"),
+        ("calibrate X --out FILE/a.json", "--out"),
+        ("calibrate X --out DIR.json", "--out"),
+        ("compare X --out FILE", "--out"),
         ("score X --per-token FILE/tokens.json", "--per-token"),
         ("score X --per-token DIR.json", "--per-token"),
         ("score X --shards FILE/shards", "--shards"),
-        ("demo --text X --out FILE/demo", "--out"),
-        ("finetune --text X --out FILE/tuned", "--out"),
+        ("demo X --out FILE/demo", "--out"),
+        ("finetune X --out FILE/tuned", "--out"),
         ("train --out FILE/trained", "--out"),
         ("bench --out FILE/bench", "--out"),
         ("report results.json --out FILE", "--out"),
@@ -455,11 +444,11 @@ def test_arguments_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[st
 def test_help_lists_every_command_and_the_version_is_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
+    assert main(["--help"]) == main([]) == 0
     shown = capsys.readouterr().out
-    for name in (*COMMANDS, "launch", "--version"):
+    for name in (*GROUPS, *COMMANDS, "--version", "--help-all"):
         assert name in shown
+    assert "Did you mean generate?" in refused(capsys, "generat", "x")
     assert main(["--version"]) == 0
     assert re.fullmatch(r"utio-jax \S+ \(python .*, jax .*\)\n", capsys.readouterr().out)
 
@@ -469,8 +458,8 @@ def test_the_options_of_launch_end_where_a_command_begins(
 ) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("utio_jax.cli.launch.launch", lambda *given: seen.append(given) or 3)
-    assert main(["launch", "--processes", "2", "evaluate", "--text", "a", "--batch", "4"]) == 3
-    assert seen == [(2, ("evaluate", "--text", "a", "--batch", "4"))]
+    assert main(["launch", "--processes", "2", "evaluate", "a", "--batch", "4"]) == 3
+    assert seen == [(2, ("evaluate", "a", "--batch", "4"))]
 
 
 # No message recommends what does not exist.
@@ -479,8 +468,31 @@ ELSEWHERE = {
     "environment.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
     "architectures.py": {"--merge"},  # llama.cpp's
     "actors.py": {"--head", "--xla"},  # Ray's and XLA's
-    "main.py": {"--json"},  # Taken out before a command reads its own.
+    # Taken out before a command reads its own.
+    "gemma3n.py": {"--predict--", "--attention"},  # A drawing.
+    "main.py": {"--json", "--help-all", "--enable-utio"},
+    "options.py": {"--help-all"},
 }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_short_and_begins_with_examples_that_work(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    brief = capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([name, "--help-all"])
+    whole = capsys.readouterr().out
+    assert brief.count("\n") <= 45
+    examples = re.findall(rf"^  (utio-jax {name}.*)", brief, flags=re.MULTILINE)
+    assert len(examples) == len(COMMANDS[name].EXAMPLES) == (1 if name == "launch" else 3)
+    for example in COMMANDS[name].EXAMPLES:
+        parsed(name, shlex.split(example)[1:])
+    hidden = {option for option in options_of(name) if option in whole and option not in brief}
+    assert ("--help-all" in brief) == bool(hidden)
 
 
 WHOLE_COMMAND = r"utio-jax ([a-z-]+)((?:(?!utio-jax|\. |`|: |; ).)*)"
@@ -531,10 +543,9 @@ def texts_of(tree: ast.AST) -> list[str]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "generate x --lossless --drafter exit",
-        "calibrate --text X",
-        "compare --text X",
-        "generate x --enable-utio",
+        "generate x --mode lossless --drafter exit",
+        "compare X",
+        "generate x --mode adaptive",
     ],
 )
 def test_a_stock_model_is_told_how_to_get_exits(
@@ -561,9 +572,9 @@ def test_a_verdict_is_repeated_where_the_policy_is_used(
     model = load(folder)
     options: Any = {"model": str(folder), "policy": "position"}
     if command == "generate":
-        Generate(enable_utio=True, **options).decoding_mode(model)
+        Generate(mode="adaptive", **options).decoding_mode(model)
     else:
-        Evaluate(text=(source("keyword"),), context=32, **options).run()
+        Evaluate(files=(source("keyword"),), context=32, **options).run()
     said = capsys.readouterr().err
     assert "utio-jax: Adaptive depth will not pay here: the loss at depth 2 is 60 % above" in said
     if command == "evaluate":
@@ -586,7 +597,7 @@ def test_finetuning_says_what_it_did_to_the_model(
             "loss_after": after,
         },
     )
-    arguments = ["finetune", "--model", str(folder), "--text", str(source("stat"))]
+    arguments = ["finetune", str(source("stat")), "--model", str(folder)]
     arguments += ["--out", str(tmp_path / "out")]
     assert main(arguments) == 0
     captured = capsys.readouterr()
@@ -685,7 +696,7 @@ def test_generate_decodes_once_for_the_text_and_once_a_round(
     assert timed["token_ids"] == once["token_ids"]
     assert timed["tokens_per_second"] > 0
     decoded.clear()
-    mode = ["--enable-utio", "--policy", "uniform", "--depth", "2"]
+    mode = ["--mode", "adaptive", "--policy", "uniform", "--depth", "2"]
     assert main([*arguments, *mode, "--rounds", "0"]) == 0
     assert decoded == ["adaptive"], "plain decoding is for timing alone"
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from pathlib import Path
@@ -13,9 +14,13 @@ import pytest
 
 from utio_jax import Adaptive, Ledger, Lossless, Plain, uniform
 from utio_jax.cli.evaluate import Evaluate
-from utio_jax.cli.modes import OfDecoding
-from utio_jax.cli.options import check_policy_options, read_token_ids
-from utio_jax.cli.scoring import Scored
+from utio_jax.cli.options import (
+    OfDecoding,
+    check_policy_options,
+    read_token_ids,
+    repeat_reading,
+)
+from utio_jax.cli.score import Score, Scored
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore
@@ -31,12 +36,12 @@ MODEL: Any = types.SimpleNamespace(
 
 def test_a_mode_is_the_one_that_was_asked_for() -> None:
     assert isinstance(OfDecoding().decoding_mode(MODEL)[0], Plain)
-    asked = OfDecoding(enable_utio=True, policy="uniform", depth=2, kv="drop")
+    asked = OfDecoding(mode="adaptive", policy="uniform", depth=2, kv="drop")
     mode, prefill, budget = asked.decoding_mode(MODEL)
     assert isinstance(mode, Adaptive)
     assert (mode.policy.depths, mode.kv, prefill, budget) == ((2,), "drop", None, None)
-    drafts, _, _ = OfDecoding(lossless=True).decoding_mode(MODEL)
-    copies, _, _ = OfDecoding(lossless=True, drafter="ngram").decoding_mode(MODEL)
+    drafts, _, _ = OfDecoding(mode="lossless").decoding_mode(MODEL)
+    copies, _, _ = OfDecoding(mode="lossless", drafter="ngram").decoding_mode(MODEL)
     assert drafts == Lossless(exit=1)
     assert copies == Lossless(drafter="ngram")
     for wrong in (OfDecoding(kv="drop"), OfDecoding(drafter="ngram"), OfDecoding(depth=2)):
@@ -45,14 +50,18 @@ def test_a_mode_is_the_one_that_was_asked_for() -> None:
 
 
 def test_a_budget_alone_means_a_depth_per_token() -> None:
-    with pytest.raises(ValueError, match="--lossless without a policy.*Got --budget"):
-        OfDecoding(lossless=True, budget=0.6).decoding_mode(MODEL)
-    assert Serve(budget=0.6).named_mode == "adaptive"
-    assert Serve().named_mode == "plain"
-    assert Serve(mode="lossless").named_mode == "lossless"
-    for mode in ("plain", "lossless"):
+    for command in (OfDecoding, Serve):
+        assert command(budget=0.6).named_mode() == "adaptive"
+        assert command().named_mode() == "plain"
+        assert command(mode="lossless").named_mode() == "lossless"
+    modes: tuple[Any, ...] = ("plain", "lossless")
+    for mode in modes:
         with pytest.raises(ValueError, match=f"--mode adaptive with --budget. Got --mode {mode}"):
             Serve(mode=mode, budget=0.6).served()
+        with pytest.raises(ValueError, match=f"--mode adaptive with --budget. Got --mode {mode}"):
+            OfDecoding(mode=mode, budget=0.6).decoding_mode(MODEL)
+    assert Evaluate(budget=0.6).policy_name == "learned"
+    assert (Evaluate().policy_name, Score().policy_name) == ("full", "learned")
 
 
 def test_tokens_are_drawn_as_asked() -> None:
@@ -68,7 +77,7 @@ def test_tokens_are_drawn_as_asked() -> None:
     ("name", "options", "match"),
     [
         ("full", {"budget": 0.5}, "a fitted policy, such as --policy learned, with --budget"),
-        ("full", {"min_tokens": 9}, "with --min-tokens. Got --policy full"),
+        ("full", {"kv": "drop"}, "with --kv. Got --policy full"),
         ("uniform", {"calibration": Path("c"), "depth": 2}, "with --calibration"),
         ("uniform", {}, "Wanted --depth with --policy uniform"),
         ("learned", {"depth": 3}, "Wanted --policy uniform with --depth. Got --policy learned"),
@@ -79,6 +88,20 @@ def test_an_option_without_a_use_is_named(name: str, options: dict[str, Any], ma
         check_policy_options(name, **options)
     check_policy_options("uniform", depth=2)
     check_policy_options("learned", budget=0.5, calibration=Path("c"), kv="drop")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "lost", "said"),
+    [(None, 8.09, True), ({"stop": 8}, 1.5, True), ({"stop": 8}, 0.4, False)],
+)
+def test_maps_that_did_not_pay_say_so_where_they_are_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], chosen: Any, lost: float, said: bool
+) -> None:
+    stored = {"chosen": chosen, "max_nll_increase_pct": 1.0, "test": [{"nll_increase_pct": lost}]}
+    (tmp_path / "prompt.json").write_text(json.dumps(stored))
+    repeat_reading(tmp_path)
+    shown = capsys.readouterr().err
+    assert (f"did not pay when they were fitted: {lost:+.2f} % loss" in shown) == said
 
 
 def test_token_ids_are_lists_of_numbers(tmp_path: Path) -> None:
@@ -104,7 +127,7 @@ def test_bits_per_byte_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) ->
         row=Ledger(policy="full", nll_full=1.0),
     )
     found = TextScore(documents=documents, quality=Quality(), fallbacks={})
-    monkeypatch.setattr(Evaluate, "score", lambda self, files: (found, scored))
+    monkeypatch.setattr(Evaluate, "score", lambda self: (found, scored))
     record = Evaluate().run()
     assert record["bits_per_byte"] == pytest.approx((1 + 2 + 1 + 3) / 10)
     assert record["loss"] == pytest.approx(7 * math.log(2) / 4, abs=1e-6)

@@ -44,7 +44,7 @@ def maps(folder: Path, ids: Path) -> Path:
     out = folder / "maps.json"
     arguments = ["fit-prompt", "--model", str(folder), "--token-ids", str(ids), "--out", str(out)]
     arguments += ["--stop", "2", "--deep", "0.4", "--by", "sinks_recent", "--prompt-tokens", "40"]
-    arguments += ["--continuation", "16", "--max-nll-increase-pct", "1000"]
+    arguments += ["--max-nll-increase-pct", "1000"]
     assert main(arguments) == 0
     return out
 
@@ -77,7 +77,7 @@ def test_fit_prompt_trains_maps_and_goes_on_later(
     def fit(*options: str) -> dict[str, Any]:
         capsys.readouterr()
         arguments = ["fit-prompt", "--model", str(folder), "--token-ids", str(ids), "--stop", "2"]
-        arguments += ["--fit-text", str(more), "--prompt-tokens", "24", "--continuation", "8"]
+        arguments += ["--fit-text", str(more), "--prompt-tokens", "28"]
         assert main([*arguments, "--by", "sinks_recent", "--out", str(out), *options]) == 0
         return last_line(capsys)
 
@@ -158,7 +158,6 @@ def test_what_cannot_be_used_is_named(
     decoder = Transformer(dataclasses.replace(TINY, vocab_size=300, context_length=64))
     save(other, decoder, live_params(decoder, seed=9))
     foreign = ["evaluate", "--model", str(other), "--token-ids", str(ids), "--prompt-tokens", "40"]
-    routed = ["--enable-utio", "--policy", "uniform", "--depth", "2", "--route-prompt"]
     for arguments, message in (
         ([*rows, "--prompt-stop", "2"], "Wanted --prompt-tokens with --prompt-stop"),
         ([*rows, "--prompt-tokens", "60"], "rows of more than 60 tokens"),
@@ -171,18 +170,13 @@ def test_what_cannot_be_used_is_named(
             [*foreign, "--prompt-stop", "2", "--prompt-maps", str(maps)],
             "Wanted KV maps of the model with SHA-256",
         ),
-        (["fit-prompt", *model, "--token-ids", str(ids)], "--stop 2 2"),
         (["fit-prompt", *model, "--stop", "2", "--resume"], "Wanted --train with --resume"),
         (["fit-prompt", *model, "--token-ids", str(ids), "--stop", "2"], "context of 64"),
         (["generate", "a", *model, "--prompt-budget", "0.01"], "budget of at least"),
         (["generate", "a", *model, "--prompt-budget", "0"], "above 0 and at most 1"),
         (
-            ["generate", "a", *model, "--prompt-budget", "0.9", "--lossless"],
+            ["generate", "a", *model, "--prompt-budget", "0.9", "--mode", "lossless"],
             "whose keys and values are the full model's",
-        ),
-        (
-            ["generate", "a", *model, "--prompt-budget", "0.9", *routed],
-            "one way of reading prompts",
         ),
     ):
         assert main(arguments) == 2, arguments

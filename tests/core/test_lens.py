@@ -18,7 +18,7 @@ from helpers.marks import quick_where
 from helpers.models import Model
 
 from utio_jax import CapacityPrefix, exit_nll, full_depth, given_depths, score, uniform
-from utio_jax.calibration.advice import advise, best_drafting
+from utio_jax.calibration.advice import advise, best_drafting, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.lens import LensConfig, fit_lens
@@ -380,7 +380,13 @@ INFO = {
 
 def test_advice_is_none_where_something_is_within_five_percent(model: Model) -> None:
     fine = {**INFO, "exit_nll_increase_pct": {"1": 21.6, "2": 0.8}}
+    # As of a model that says next to nothing at any depth.
+    said = advise(model.decoder, model.params, fine, lens=False)
+    assert said is not None
+    assert "no more than 20% of its most probable tokens are full depth's" in said
+    fine["exit_agreement"] = {"1": 0.4, "2": 0.9}
     assert advise(model.decoder, model.params, fine, lens=False) is None
+    assert "depth 2 loses +0.80 %, and 90% of its most probable tokens" in may_pay(fine)
     for goal in ({"nll_increase_pct_by_budget": {"0.9": 4.0}}, {"nll_increase_pct": 4.0}):
         policy = {**INFO, "goals": {"learned": goal}}
         assert advise(model.decoder, model.params, policy, lens=False) is None
@@ -397,7 +403,7 @@ def test_advice_names_what_else_there_is(model: Model) -> None:
     advice = advise(model.decoder, model.params, good, lens=True)
     assert advice is not None
     assert "tokens at depth 1 promises" in advice
-    assert "generate --lossless" in advice
+    assert "generate --mode lossless" in advice
     assert "--fit-lens" not in advice
 
 

@@ -245,5 +245,5 @@ def test_flags_of_processes_need_each_other() -> None:
 def test_the_launcher_of_processes_wants_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "--processes", "2"]) == 2
     assert "a command to run in each. Got --processes 2 and no command" in capsys.readouterr().err
-    assert main(["launch", "--processes", "0", "evaluate", "--text", "x"]) == 2
-    assert "Got --processes 0 and evaluate --text x" in capsys.readouterr().err
+    assert main(["launch", "--processes", "0", "evaluate", "x"]) == 2
+    assert "Got --processes 0 and evaluate x" in capsys.readouterr().err

@@ -228,7 +228,7 @@ def test_once_the_longest_row_has_ended_plain_steps_read_fewer_keys(model: Any) 
     result = dataclasses.replace(plain_run(), token_ids=rows, key_widths=(32, 64))
     spent = spent_on(model.decoder, model.params, Plain(), PROMPTS, result)
     cost = token_cost(model.decoder, model.params)
-    narrow, wide = (4 * cost.layer(width) + cost.head for width in (32, 64))
+    narrow, wide = (cost.layers(4, width) + cost.head for width in (32, 64))
     assert spent.flops_plain == pytest.approx(3 * ((1 + 25 + 5) * narrow + (1 + 8) * wide))
 
 

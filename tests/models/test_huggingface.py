@@ -594,7 +594,7 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     again = run(tmp_path / "more", "--model", str(tmp_path / "out" / "model"), steps=1)
     assert again["loss_before"] == found["loss_after"]
     assert again["exits"] == [1, 2, 3]
-    assert main(["finetune", "--late", *of_stock, "--text", __file__, "--exit-weight", "0"]) == 2
+    assert main(["finetune", __file__, "--late", *of_stock, "--exit-weight", "0"]) == 2
     assert "Wanted an exit weight above 0. Got 0.0. Exits that the model does" in (
         capsys.readouterr().err
     )

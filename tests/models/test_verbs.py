@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def calibrated(folder: Path) -> Model:
     model = load(folder)
-    found = model.calibrate([source("bisect")], budget=(0.6, 0.9))
+    found = model.calibrate([source("bisect")], budget=(0.75, 0.9))
     assert found.calibration is model.calibration
     assert "learned at 0.9 of the FLOPs" in found.summary()
     return model
@@ -70,7 +70,7 @@ def test_modes_have_names(calibrated: Model) -> None:
     model = calibrated
     named = {
         "plain": Plain(),
-        "adaptive": Adaptive(policy=model.calibration.policy("learned", 0.6)),
+        "adaptive": Adaptive(policy=model.calibration.policy("learned", 0.75)),
         "lossless": model.mode("lossless"),
     }
     assert isinstance(named["lossless"], Lossless)
@@ -87,30 +87,30 @@ def test_modes_have_names(calibrated: Model) -> None:
     assert shallow.policy.depths == (2,)
     with pytest.raises(ValueError, match="mode of 'plain', 'adaptive', 'lossless', or a Mode. Got"):
         model.generate(PROMPTS, mode="fast")
-    with pytest.raises(ValueError, match=r"Wanted a budget of \[0.6, 0.9\].*Got 0.5"):
+    with pytest.raises(ValueError, match=r"Wanted a budget of \[0.75, 0.9\].*Got 0.5"):
         model.generate(PROMPTS, mode="adaptive", budget=0.5)
 
 
 def test_a_budget_means_adaptive_and_no_other_mode(calibrated: Model) -> None:
     model = calibrated
-    wanted = model.generate(PROMPTS, mode="adaptive", budget=0.6, **OPTIONS)
-    found = model.generate(PROMPTS, budget=0.6, **OPTIONS)
+    wanted = model.generate(PROMPTS, mode="adaptive", budget=0.75, **OPTIONS)
+    found = model.generate(PROMPTS, budget=0.75, **OPTIONS)
     assert found.generated.mode == "adaptive"
     assert found.texts == wanted.texts
     for a, b in zip(found.generated.decided, wanted.generated.decided, strict=True):
         np.testing.assert_array_equal(a, b)
     pieces = [""] * len(PROMPTS)
-    for chunk in model.stream(PROMPTS, budget=0.6, **OPTIONS):
+    for chunk in model.stream(PROMPTS, budget=0.75, **OPTIONS):
         pieces = [piece + new for piece, new in zip(pieces, chunk.texts, strict=True)]
     assert tuple(pieces) == tuple(wanted.texts)
     for mode in ("plain", "lossless", Plain()):
         for verb in (model.generate, model.stream, model.chat):
             prompts: Any = PROMPTS if verb != model.chat else [{"role": "user", "content": "x"}]
-            with pytest.raises(ValueError, match="'adaptive' with a budget.*Got budget=0.6 and"):
-                verb(prompts, mode=mode, budget=0.6)
+            with pytest.raises(ValueError, match="'adaptive' with a budget.*Got budget=0.75 and"):
+                verb(prompts, mode=mode, budget=0.75)
     for policy in ("full", "uniform"):
         with pytest.raises(ValueError, match=f"calibrated policy with a budget.*{policy}"):
-            model.policy(policy, budget=0.6, depth=2)
+            model.policy(policy, budget=0.75, depth=2)
 
 
 def test_a_summary_says_text_depths_and_cost(calibrated: Model) -> None:
@@ -179,8 +179,8 @@ def test_what_may_begin_a_stop_string_is_held_back(calibrated: Model) -> None:
 
 def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
     model, texts = calibrated, ["import os\n" * 9, "class A: pass\n" * 7]
-    policy = model.calibration.policy("learned", 0.6)
-    found = model.score(texts, policy="learned", budget=0.6)
+    policy = model.calibration.policy("learned", 0.75)
+    found = model.score(texts, policy="learned", budget=0.75)
     wanted = score_documents(model.decoder, model.params, model.encode(texts), policy)
     for a, b in zip(found.documents, wanted.documents, strict=True):
         np.testing.assert_array_equal(a.log_likelihood, b.log_likelihood)
@@ -239,7 +239,7 @@ def test_first_calls_that_go_wrong_say_what_to_do(
 
 
 def test_compare_has_a_row_per_policy_and_controls(calibrated: Model) -> None:
-    rows = calibrated.compare([source(name) for name in SOURCES], budgets=[0.6], batches=1)
+    rows = calibrated.compare([source(name) for name in SOURCES], budget=0.75, batches=1)
     names = {row.ledger.policy for row in rows}
     assert {"full", "learned", "random", "uniform"} <= names
 

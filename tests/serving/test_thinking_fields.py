@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.serving import CONTEXT, Running, completion, served_model
 
-from utio_jax.cli.thinking import OfThinking, cue_ids
+from utio_jax.cli.options import OfThinking, cue_ids
 from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
@@ -91,11 +91,12 @@ def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
     assert OfThinking().thinking(tokenizer) is None
     with pytest.raises(ValueError, match="Wanted --think-end TEXT with --max-thinking-tokens"):
         OfThinking(max_thinking_tokens=0).thinking(tokenizer)
-    asked = OfThinking(think_end="ab", think_forced="cab", sure_below=0.5, think_cue=("\n",))
+    asked = OfThinking(think_end="ab", think_start="ca", sure_below=0.5, think_cue=("\n",))
     rule = asked.thinking(tokenizer)
     assert rule is not None
     assert tokenizer.decode([*rule.end_ids]) == "ab"
-    assert tokenizer.decode([*rule.forced]) == "cab"
+    assert tokenizer.decode([*rule.start_ids]) == "ca"
+    assert rule.forced == rule.end_ids
     assert rule.confidence is not None
     assert {tokenizer.decode([i])[-1] for i in rule.confidence.cue_ids} == {"\n"}
     with pytest.raises(ValueError, match="Wanted --think-cue texts"):

@@ -185,3 +185,46 @@ def middles(documents: Sequence[np.ndarray], *, tokens: int, count: int) -> list
         start = (ids.size // 2 + turn * tokens) % (ids.size - tokens)
         prompts.append([int(i) for i in ids[start : start + tokens]])
     return prompts
+
+
+def write_middles(
+    decoder: Decoder,
+    params: Params,
+    documents: Sequence[np.ndarray],
+    modes: Mapping[str, Mode],
+    *,
+    sizes: Sequence[int] = (1, 8),
+    rounds: int = 3,
+    progress: Callable[[], None] | None = None,
+) -> dict[int, dict[str, Written]]:
+    """Returns how modes continue passages of documents, by batch size and name.
+
+    Three prompts one after the other, or one batch of a larger size. Texts do not end early: all
+    modes decode the same number of tokens.
+
+    Args:
+      decoder: the model.
+      params: its parameters.
+      documents: token ids.
+      modes: by name; "plain" is the baseline.
+      sizes: prompts at once.
+      rounds: timed turns of each mode.
+      progress: called `len(sizes) * (len(modes) + 1) * (rounds + 1)` times.
+    """
+    # Prompt, new tokens and a draft within one key step: one loop to compile per mode and batch.
+    half = decoder.config.context_length // 2
+    prompts = middles(documents, tokens=min(64, half), count=max(3, *sizes))
+    write = partial(generate, decoder, params, max_new_tokens=min(56, half), eos_ids=())
+    batches = {1: [[prompt] for prompt in prompts[:3]]}
+    return {
+        size: measure_modes(
+            decoder,
+            params,
+            batches.get(size, [prompts[:size]]),
+            modes,
+            run=lambda prompts, mode: write(prompts, mode=mode),
+            rounds=rounds,
+            progress=progress,
+        )
+        for size in sizes
+    }

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from utio_jax.bench.subjects import Method
 from utio_jax.bench.timing import Timing, time_programs
@@ -107,3 +108,42 @@ def measure_policies(
 def count_steps(methods: Sequence[Method], batches: Sequence[Batch], *, rounds: int) -> int:
     """Returns how often `measure_policies` calls `progress`."""
     return len(methods) * len(batches) + (len(methods) + 1) * (rounds + 1)
+
+
+def cut_batches(
+    documents: Sequence[np.ndarray],
+    *,
+    batches: int,
+    seed: int,
+    rows: int = 16,
+    width: int = 512,
+) -> list[Batch]:
+    """Returns batches of full windows, drawn without replacement from the joined documents.
+
+    Args:
+      documents: token ids.
+      batches: at most so many.
+      seed: of the draws.
+      rows: of a batch.
+      width: of a window, in tokens; at most the model's context.
+
+    Raises:
+      ValueError: the documents hold less than one batch, or batches < 1.
+    """
+    ids = np.concatenate(documents)
+    windows = len(ids) // width
+    if windows < rows or batches < 1:
+        raise ValueError(
+            f"Wanted at least one batch, and text of at least {rows * width} tokens. "
+            f"Got batches={batches}, {len(ids)} tokens. Add files."
+        )
+    count = min(batches, windows // rows)
+    chosen = np.random.default_rng(seed).permutation(windows)[: count * rows].reshape(count, rows)
+    return [
+        Batch(
+            token_ids=np.stack([ids[w * width : (w + 1) * width] for w in each]).astype(np.int32),
+            lengths=np.full(rows, width, np.int32),
+            window=np.arange(index * rows, (index + 1) * rows),
+        )
+        for index, each in enumerate(chosen)
+    ]

@@ -16,7 +16,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.flops import expected_flops, token_cost
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import random_depths, uniform
-from utio_jax.policies.store import Calibration
+from utio_jax.policies.store import DEFAULT_BUDGET, Calibration
 from utio_jax.staircase.score import full_depth
 
 
@@ -96,23 +96,23 @@ class Method:
 
 
 def label_of(name: str) -> str:
-    """Returns a policy's name with its budget, 0.6 where it has none.
+    """Returns a policy's name with its budget, 0.75 where it has none.
 
     Raises:
       ValueError: something else than NAME or NAME@BUDGET.
 
     >>> label_of("learned")
-    'learned@0.6'
+    'learned@0.75'
     """
     policy, _, text = name.partition("@")
     try:
-        budget = float(text or 0.6)
+        budget = float(text or DEFAULT_BUDGET)
     except ValueError:
         budget = 0.0
     if not policy or not 0 < budget <= 1:
         raise ValueError(
             "Wanted policies as NAME or NAME@BUDGET, the budget a share of the full FLOPs, above 0 "
-            f"and at most 1. Got {name!r}. For example: learned@0.6."
+            f"and at most 1. Got {name!r}. For example: learned@0.75."
         )
     return f"{policy}@{budget:g}"
 

@@ -34,7 +34,7 @@ class Suite:
     name: str
     parts: tuple[str, ...]
     models: tuple[str, ...] = ("shipped",)
-    policies: tuple[str, ...] = ("learned@0.6",)
+    policies: tuple[str, ...] = ("learned@0.75",)
     score: tuple[tuple[int, int], ...] = ((16, 512),)
     decode: tuple[tuple[int, int, int], ...] = ((1, 64, 56),)
     rounds: int = 5
@@ -53,7 +53,7 @@ SUITES = {
         Suite(
             name="cpu",
             parts=("score", "decode", "lossless"),
-            policies=("learned@0.5", "learned@0.6", "learned@0.75", "utio_surrogate@0.6"),
+            policies=("learned@0.6", "learned@0.75", "learned@0.9", "utio_surrogate@0.75"),
             score=((4, 128), (1, 512), (16, 512)),
             decode=((1, 64, 120), (8, 64, 120), (32, 64, 120)),
             rounds=7,
@@ -136,6 +136,29 @@ def run_groups(
         # The programs of a whole suite use up a process' memory maps; no group needs another's.
         jax.clear_caches()
     return complete
+
+
+_BEARABLE_PCT = 1.0  # Of loss, for what saves time.
+
+
+def conclude(results: Mapping[str, Any]) -> str:
+    """Returns what to do on this machine, in a sentence: the fastest way at a bearable loss."""
+    gains = [
+        (row["speedup"]["median"], row)
+        for row in results["rows"]
+        if row["speedup"] is not None
+        and not row["fallbacks"]
+        and not row["speed_only"]
+        and row["method"] != row["baseline"]
+        and ((row["quality"] or {}).get("nll_increase_pct") or 0.0) <= _BEARABLE_PCT
+    ]
+    speedup, best = max(gains, key=lambda each: each[0], default=(0.0, None))
+    if best is None or speedup <= 1.0:
+        return "Nothing that was measured here is faster than the model in full: use that."
+    return (
+        f"Fastest here at no more than +{_BEARABLE_PCT:g} % of loss: {best['key']}, {speedup:.2f} "
+        f"times as fast as {best['baseline']}."
+    )
 
 
 def summarise(results: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,63 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.core.html import shade
 from utio_jax.evaluation.evaluate import DocumentScore
 from utio_jax.evaluation.ledger import Ledger
 
 # Rows of a table of documents; the JSON has all.
 _MOST_DOCUMENTS = 40
 
-_LEDGER_COLUMNS = (
-    *("policy", "budget", "FLOPs", "layers", "loss +%", "hull +%", "agree"),
-    *("speed-up", "ideal", "effic."),
-)
 _COMPARISON_COLUMNS = (
     *("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
     *("corr. KL", "corr. depth", "Gini", "of oracle"),
 )
-
-# Shallow to deep, on any background.
-_SHADES = ("#2f9e8f", "#7fb83d", "#d8b02a", "#e07b2e", "#d1495b", "#a44ac2")
-
-
-def ledger_table(
-    rows: Sequence[Ledger], *, title: str, hull: Callable[[float], float | None]
-) -> Table:
-    """Returns a terminal table; `hull` is the control that every row is read against."""
-    table = _table(
-        _LEDGER_COLUMNS,
-        title=title,
-        caption="hull: loss increase of randomly mixed exits at the row's own FLOPs",
-    )
-    for row in rows:
-        at_hull = hull(row.flops_ratio) if row.flops_ratio is not None else None
-        better = (
-            row.policy not in ("uniform", "uniform_hull", "full")
-            and at_hull is not None
-            and row.nll_increase_pct is not None
-            and row.nll_increase_pct < at_hull
-        )
-        table.add_row(
-            _named(row),
-            _show(row.budget, "g"),
-            _show(row.flops_ratio, ".3f"),
-            _show(row.depth_decided_mean, ".2f"),
-            _show(row.nll_increase_pct, "+.2f"),
-            _show(at_hull, "+.2f"),
-            _show(row.agreement, ".3f"),
-            _show(row.speedup, ".2f"),
-            _show(row.speedup_ideal, ".2f"),
-            _show(row.efficiency, ".2f"),
-            style="bold green" if better else None,
-        )
-    return table
 
 
 def bench_table(results: Mapping[str, Any]) -> Table:
@@ -147,29 +108,6 @@ def documents_table(scored: Sequence[tuple[str, Any, DocumentScore]], total: Led
     return table
 
 
-def generation_table(rows: Sequence[Mapping[str, Any]], *, title: str) -> Table:
-    """Returns a terminal table of rows as `Written.to_dict` makes them, with mode and batch."""
-    columns = {
-        "mode": ("mode", ""),
-        "batch": ("batch", "d"),
-        "tokens_per_second": ("tokens/s", ".0f"),
-        "speedup": ("speed-up", ".2f"),
-        "acceptance": ("acceptance", ".2f"),
-        "depth_executed_mean": ("layers", ".2f"),
-        "flops_ratio": ("FLOPs", ".3f"),
-        "agreement": ("agree", ".3f"),
-        "repetition": ("repeats", ".2f"),
-    }
-    table = _table(
-        [name for name, _ in columns.values()],
-        title=title,
-        caption="layers: executed per new token; repeats: 4-grams that the text has had before",
-    )
-    for row in rows:
-        table.add_row(*(_show(row[name], form) for name, (_, form) in columns.items()))
-    return table
-
-
 def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence[int]) -> Text:
     """Returns text with each token's piece in the colour of its depth.
 
@@ -182,7 +120,7 @@ def depth_text(pieces: Sequence[str], depths: Sequence[int], *, levels: Sequence
     for piece, depth in zip(pieces, depths, strict=True):
         # An escape sequence in generated text could do anything to the terminal.
         text.append(
-            piece.replace("\x1b", "\u241b"), style=_shade(list(levels).index(depth), len(levels))
+            piece.replace("\x1b", "\u241b"), style=shade(list(levels).index(depth), len(levels))
         )
     return text
 
@@ -197,7 +135,8 @@ def depth_legend(depths: Sequence[int], *, levels: Sequence[int] | None = None) 
     text = Text("layers behind each token: ")
     among = list(depths if levels is None else levels)
     for depth in depths:
-        text.append(f" {depth} ", style=_shade(among.index(depth), len(among)))
+        copied = ": copied" if depth == 0 else ""
+        text.append(f" {depth}{copied} ", style=shade(among.index(depth), len(among)))
     return text
 
 
@@ -213,10 +152,6 @@ def _named(row: Ledger) -> str:
     """Returns the policy, and of a uniform one the depth: no two rows shall share a name."""
     (depth, *others) = row.depth_histogram or ("",)
     return f"uniform {depth}" if row.policy == "uniform" and not others else row.policy
-
-
-def _shade(index: int, levels: int) -> str:
-    return _SHADES[round(index * (len(_SHADES) - 1) / max(levels - 1, 1))]
 
 
 def _show(value: Any, form: str) -> str:

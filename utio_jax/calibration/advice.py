@@ -17,6 +17,9 @@ from utio_jax.decoding.drafting import tokens_per_layer
 # Loss in % over full depth up to which somebody may want the saving.
 _ACCEPTABLE_PCT = 5.0
 
+# Of the most probable tokens that an exit shares with full depth: below, equal losses say little.
+_ACCEPTABLE_AGREEMENT = 0.5
+
 # Drafting must promise so much more than plain decoding to be worth a try.
 _WORTH_DRAFTING = 1.05
 
@@ -101,6 +104,16 @@ def conclude(rows: Sequence[ComparisonRow]) -> str:
     )
 
 
+def may_pay(info: Mapping[str, Any]) -> str:
+    """Returns what to do with a model for which `advise` has nothing to say against."""
+    deepest, lost = max(info["exit_nll_increase_pct"].items(), key=lambda item: int(item[0]))
+    agreed = info["exit_agreement"][deepest]
+    return (
+        f"Adaptive depth may pay here: depth {deepest} loses {lost:+.2f} %, and {agreed:.0%} of "
+        "its most probable tokens are full depth's. Hold it against truncation on other text."
+    )
+
+
 def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: bool) -> str | None:
     """Returns what to do with a model for which adaptive depth will not pay; None where it may.
 
@@ -117,7 +130,14 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
         measured += goal.get("nll_increase_pct_by_budget", {}).values()
         measured += [goal["nll_increase_pct"]] if "nll_increase_pct" in goal else []
     if min([lost, *measured]) <= _ACCEPTABLE_PCT:
-        return None
+        agreed = info["exit_agreement"][deepest]
+        if lost > _ACCEPTABLE_PCT or agreed >= _ACCEPTABLE_AGREEMENT:
+            return None
+        return (
+            f"Adaptive depth will not pay here: depth {deepest} loses {lost:+.1f} %, but no more "
+            f"than {agreed:.0%} of its most probable tokens are full depth's. Is this model, or "
+            "what reads its exits, trained?"
+        )
     said = [
         f"Adaptive depth will not pay here: the loss at depth {deepest} is {lost:.0f} % above full "
         "depth's" + (f", and no policy stays within {_ACCEPTABLE_PCT:.0f} %." if measured else "."),
@@ -129,8 +149,8 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
     if drafting.gain >= _WORTH_DRAFTING:
         said.append(
             f"Lossless decoding may: drafting {drafting.max_draft} tokens at depth {drafting.exit} "
-            f"promises {drafting.gain:.2f} times the tokens per layer (utio-jax generate "
-            "--lossless finds exit and length by itself)."
+            f"promises {drafting.gain:.2f} times the tokens per layer (utio-jax generate --mode "
+            "lossless finds exit and length by itself)."
         )
     else:
         said.append("Use the model in full; drafts would too seldom be right.")

@@ -159,8 +159,8 @@ def check_units(
         several = f" for each of {looks} policies" if looks > 1 else ""
         raise ValueError(
             f"Wanted at least {needed} documents for max_disagreement={max_risk} at confidence "
-            f"{confidence}{several}, near-duplicates counted once. Got {units}. Give more text "
-            f"with --text, or ask for less{' or for fewer policies' if several else ''}."
+            f"{confidence}{several}, near-duplicates counted once. Got {units}. Give more "
+            f"text, or ask for less{' or for fewer policies' if several else ''}."
         )
     return needed
 

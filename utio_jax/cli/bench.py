@@ -7,12 +7,12 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from utio_jax.cli.bench_subjects import subject_named
-from utio_jax.cli.options import check_out, progress_lines
+from utio_jax.cli.options import Rare, check_out, progress_lines
 
 if TYPE_CHECKING:
+    from utio_jax.bench.subjects import Subject
     from utio_jax.bench.suite import Suite
 
 
@@ -30,24 +30,26 @@ class Bench:
         with random weights, and as many layers as fit, for speed only.
       batch_sizes: rows.
       prompt_lengths: tokens per row, of scoring and of prompts.
-      output_lengths: new tokens per prompt.
       policies: NAME@BUDGET each; controls at the same FLOPs join them by themselves.
-      dtype: of the parameters; by default float32 on CPUs, bfloat16 elsewhere.
       rounds: timed turns of each program, instead of the suite's.
       out: folder of the results, which are replaced.
       resume: keep what is there, and measure the rest.
       dry_run: the same code at tiny sizes: shows that it runs, not how fast.
     """
 
+    EXAMPLES: ClassVar = (
+        "bench",
+        "bench --suite cpu --parts decode lossless --models shipped",
+        "bench --suite accelerator --dry-run",
+    )
+
     suite: Literal["quick", "cpu", "accelerator"] = "quick"
     parts: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
-    batch_sizes: tuple[int, ...] = ()
-    prompt_lengths: tuple[int, ...] = ()
-    output_lengths: tuple[int, ...] = ()
-    policies: tuple[str, ...] = ()
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    rounds: int | None = None
+    batch_sizes: Rare[tuple[int, ...]] = ()
+    prompt_lengths: Rare[tuple[int, ...]] = ()
+    policies: Rare[tuple[str, ...]] = ()
+    rounds: Rare[int | None] = None
     out: Path = Path("out/bench")
     resume: bool = False
     dry_run: bool = False
@@ -59,7 +61,7 @@ class Bench:
 
         from utio_jax.bench.environment import describe
         from utio_jax.bench.results import Recorder
-        from utio_jax.bench.suite import groups_of, run_groups, summarise
+        from utio_jax.bench.suite import conclude, groups_of, run_groups, summarise
         from utio_jax.bench.terminal import bench_table
 
         started = time.perf_counter()
@@ -71,7 +73,7 @@ class Bench:
             )
         suite = self.sized()
         check_out(self.out)
-        dtype = self.dtype or ("float32" if platform == "cpu" else "bfloat16")
+        dtype = "float32" if platform == "cpu" else "bfloat16"
         say = progress_lines(started)
         file = self.out / "results.json"
         recorder = Recorder(
@@ -103,13 +105,15 @@ class Bench:
             complete = False
         results = recorder.close(complete=complete, seconds=time.perf_counter() - started)
         Console(stderr=True, width=118).print(bench_table(results))
-        print(f"Results: {file}", file=sys.stderr)
+        verdict = conclude(results)
+        print(f"{verdict}\nResults: {file}. As a page: utio-jax report {file}", file=sys.stderr)
         return {
             "command": "bench",
             "suite": self.suite,
             "complete": complete,
             "seconds": results["seconds"],
             "out": str(file),
+            "verdict": verdict,
             "environment": results["environment"],
             **summarise(results),
         }
@@ -132,7 +136,7 @@ class Bench:
                 f"Wanted --parts of suite {self.suite}: {', '.join(suite.parts)}. "
                 f"Got {', '.join(unknown)}."
             )
-        numbers = (*self.batch_sizes, *self.prompt_lengths, *self.output_lengths)
+        numbers = (*self.batch_sizes, *self.prompt_lengths)
         if min((*numbers, self.rounds or 1)) < 1:
             raise ValueError(f"Wanted sizes and rounds of at least 1. Got {min(numbers)}.")
         chosen: dict[str, Any] = {}
@@ -144,7 +148,7 @@ class Bench:
             decode = suite.decode
             batches = self.batch_sizes or tuple(dict.fromkeys(b for b, _, _ in decode))
             lengths = self.prompt_lengths or tuple(dict.fromkeys(n for _, n, _ in decode))
-            outputs = self.output_lengths or tuple(dict.fromkeys(n for _, _, n in decode))
+            outputs = tuple(dict.fromkeys(n for _, _, n in decode))
             chosen["decode"] = tuple((b, n, o) for b in batches for n in lengths for o in outputs)
         return dataclasses.replace(
             suite,
@@ -154,3 +158,61 @@ class Bench:
             rounds=self.rounds or suite.rounds,
             **chosen,
         )
+
+
+def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
+    """Returns a model with its text and calibration, or a shape with random weights.
+
+    Args:
+      name: "shipped", a name of `utio_jax.models.presets.SHAPES`, or a folder.
+      dtype: of the parameters.
+      cache_tokens: tokens of all rows of the largest cache.
+
+    Raises:
+      ValueError: there is no such model, or not even two layers fit.
+    """
+    import jax.numpy as jnp
+
+    from utio_jax.bench.subjects import Subject
+    from utio_jax.models import SHIPPED, load
+    from utio_jax.models.presets import SHAPES
+    from utio_jax.models.training.corpus import standard_library
+
+    if name in SHAPES:
+        return _shape(name, dtype, cache_tokens=cache_tokens)
+    model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
+    documents, notes = None, []
+    try:
+        documents = model.encode([document.text for document in standard_library("test")])
+    except ValueError as error:
+        notes.append(f"random ids: {error}")
+    try:
+        calibration = model.calibration
+    except ValueError:
+        calibration = None
+        notes.append("no calibration")
+    return Subject(
+        name="shipped" if name == "shipped" else model.folder.name,
+        decoder=model.decoder,
+        params=model.params,
+        documents=documents,
+        calibration=calibration,
+        note="; ".join(notes),
+    )
+
+
+def _shape(name: str, dtype: str, *, cache_tokens: int) -> Subject:
+    from utio_jax.bench.subjects import Subject
+    from utio_jax.models import Transformer
+    from utio_jax.models.presets import SHAPES, with_layers
+    from utio_jax.models.random_weights import fit_layers, free_memory, random_params
+
+    config = SHAPES[name]
+    fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
+    decoder = Transformer(with_layers(config, fitting))
+    return Subject(
+        name=name,
+        decoder=decoder,
+        params=random_params(decoder, dtype=dtype),
+        note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
+    )

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
 from utio_jax.cli.options import (
+    Files,
     OfWindows,
+    Rare,
     is_first,
     progress_lines,
     read_documents,
@@ -29,29 +30,28 @@ from utio_jax.policies.store import Calibration, calibration_file, load_calibrat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibrate(OfWindows):
-    """Fits policies to a model on a text: at budgets, within a loss, or with a promise.
+    """Fits policies to a model on a text: at budgets, within a loss, or with a guarantee.
+
+    A model without exits gets some, read through a lens that is fitted first.
 
     Attributes:
+      files: text files; by default the calibrate split of this Python's standard library.
       policy: learned, utio_surrogate, utio_before, position, prompt_router, softmax_gap,
         max_probability, entropy, state_similarity, classifier, cost_aware, patience, hazard,
         candidates; or all. By default learned and utio_surrogate.
-      budget: target flops_ratios. By default 0.5, 0.6, 0.75 and 0.9.
+      budget: FLOPs over full depth's, one or several. By default 0.5, 0.6, 0.75 and 0.9.
       max_nll_increase_pct: instead of budgets, least cost within this loss over full depth, in %.
       max_disagreement: instead of budgets, least cost with at most this share of most probable
-        tokens that differ from full depth's, promised by risk control on half of the documents,
+        tokens that differ from full depth's, guaranteed by risk control on half of the documents,
         near-copies kept together.
-      confidence: of that promise, for all policies at once: pick the cheapest. By default 0.95.
-      text: text files; by default the calibrate split of this Python's standard library.
+      confidence: of that guarantee, for all policies at once: pick the cheapest. By default 0.95.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       gate_text: text files to which the weights of signals are fitted, other ones than thresholds:
         gates look better on what they have seen. `train` takes that split of the standard library.
         By default the calibration text.
-      gate_tokens: at most so many of it, in windows drawn over all of its documents. By default
-        800,000.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
         half of the documents; the policies get the other half. Written beside --out, and kept where
-        the same one is there already.
-      lens_steps: of the lens' descent. By default 1000; a tenth gets most of the way.
+        the same one is there already. Always, where a model names no exits.
       seed: of the gates, and of the halves.
       out: JSON file to write, its weights beside it; by default policies.json in the model's
         folder, or NAME.policies.json beside its NAME.gguf. To a calibration of the same text and
@@ -60,44 +60,54 @@ class Calibrate(OfWindows):
         them again.
     """
 
-    policy: tuple[str, ...] = ("learned", "utio_surrogate")
+    EXAMPLES: ClassVar = (
+        "calibrate FILES --model DIR",
+        "calibrate FILES --model DIR --max-nll-increase-pct 1",
+        "calibrate FILES --model DIR --exits 10 20 30 --fit-lens",
+    )
+
+    files: Files = ()
+    policy: Rare[tuple[str, ...]] = ("learned", "utio_surrogate")
     budget: tuple[float, ...] = ()
     max_nll_increase_pct: float | None = None
     max_disagreement: float | None = None
-    confidence: float | None = None
-    text: tuple[Path, ...] = ()
-    token_ids: Path | None = None
-    gate_text: tuple[str, ...] = ()
-    gate_tokens: int | None = None
+    confidence: Rare[float | None] = None
+    token_ids: Rare[Path | None] = None
+    gate_text: Rare[tuple[str, ...]] = ()
+    exits: tuple[int, ...] = ()
     fit_lens: bool = False
-    lens_steps: int | None = None
-    seed: int = 0
+    seed: Rare[int] = 0
     out: Path | None = None
-    resume: bool = False
+    resume: Rare[bool] = False
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.calibration.advice import advise
+        from utio_jax.calibration.advice import advise, may_pay
         from utio_jax.calibration.calibrate import calibrate
         from utio_jax.calibration.gates import SIGNALS
         from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
         from utio_jax.calibration.risk import split_documents
         from utio_jax.core.processes import check_same
+        from utio_jax.models.verbs import with_exits
 
         started = time.perf_counter()
         say = progress_lines(started)
         self._check()
         mesh = self.mesh()
-        if self.fit_lens and jax.process_count() > 1:
+        model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
+        fit_lens = self.fit_lens or len(model.decoder.config.exits) == 1
+        if fit_lens and jax.process_count() > 1:
             raise ValueError(
                 f"Wanted --fit-lens in one process. Got {jax.process_count()}. Fit the lens first, "
                 "then calibrate with --lens FILE."
             )
-        model = (dataclasses.replace(self, lens="none") if self.fit_lens else self).load()
+        if len(model.decoder.config.exits) == 1:
+            model = dataclasses.replace(model, decoder=with_exits(model.decoder, ()))
+            say(f"no exits are named: {model.decoder.config.exits}, through a lens to be fitted")
         out = self._place(model)
-        documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
+        documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         before, known = None, None
-        if self.fit_lens:
+        if fit_lens:
             first, documents = split_documents(documents, seed=self.seed)
             model, before = self._read_through_lens(model, first, documents, described, out, say)
         if out.is_file():
@@ -109,7 +119,7 @@ class Calibrate(OfWindows):
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
         elif self.max_disagreement is not None:
-            # Thresholds come from one half, the promise from the other.
+            # Thresholds come from one half, the guarantee from the other.
             documents, rest = split_documents(documents, seed=self.seed)
             goal = MaxDisagreement(
                 max_disagreement=self.max_disagreement,
@@ -139,8 +149,7 @@ class Calibrate(OfWindows):
         lens = model.lens is not None
         advice = advise(model.decoder, model.params, fitted.info, lens=lens)
         if is_first():
-            if advice is not None:
-                print(advice, file=sys.stderr)
+            print(advice or may_pay(fitted.info), file=sys.stderr)
             kept = [name for name in fitted.entries if name not in policies]
             beside = f", beside {', '.join(kept)} of before" if kept else ""
             print(f"Written: {', '.join(policies)}{beside}: {out}", file=sys.stderr)
@@ -170,22 +179,12 @@ class Calibrate(OfWindows):
             )
         if self.confidence is not None and self.max_disagreement is None:
             raise ValueError(
-                "Wanted --max-disagreement with --confidence, which is that of its promise. Got "
-                f"--confidence {self.confidence:g} alone. Leave it out, or ask for a promise."
-            )
-        if self.lens_steps is not None and not self.fit_lens:
-            raise ValueError(
-                f"Wanted --fit-lens with --lens-steps. Got --lens-steps {self.lens_steps} alone. "
-                "Add --fit-lens."
+                "Wanted --max-disagreement with --confidence, which is that of its guarantee. Got "
+                f"--confidence {self.confidence:g} alone. Leave it out, or ask for a guarantee."
             )
         if self.fit_lens and self.lens != "auto":
             raise ValueError(
                 f"Wanted --fit-lens, or the fitted --lens {self.lens}, one of the two."
-            )
-        if self.gate_tokens is not None and (self.gate_tokens < 1 or not self.gate_text):
-            raise ValueError(
-                "Wanted --gate-text FILES with --gate-tokens, at least 1. Got --gate-tokens "
-                f"{self.gate_tokens} and {' '.join(self.gate_text) or 'no --gate-text'}."
             )
         if self.out is not None:
             check_writable(calibration_file(self.out), "--out")
@@ -201,10 +200,7 @@ class Calibrate(OfWindows):
         documents, described = read_documents(model, files, None, split)
         config = model.decoder.config
         width, vocab_size = config.context_length, config.vocab_size
-        sizes: dict[str, int] = {} if self.gate_tokens is None else {"tokens": self.gate_tokens}
-        batches = gate_windows(
-            documents, width=width, vocab_size=vocab_size, seed=self.seed, **sizes
-        )
+        batches = gate_windows(documents, width=width, vocab_size=vocab_size, seed=self.seed)
         tokens = sum(int(batch.lengths.sum()) for batch in batches)
         return batches, {**described, "tokens": tokens}
 
@@ -240,16 +236,17 @@ class Calibrate(OfWindows):
 
     def _next(self, model: Any, out: Path) -> str:
         """Returns the command that says whether what was written pays."""
-        words = ["utio-jax", "compare", "--model", self.model]
+        words = ["utio-jax", "compare"]
         if self.exits and model.lens is None:
             words += ["--exits", *map(str, self.exits)]
+        words += ["--model", self.model]
         if self.out is not None:
             words += ["--calibration", str(out)]
-        if self.fit_lens and self.out is not None:
+        if model.lens is not None and self.out is not None:
             words += ["--lens", str(model.lens)]
         elif self.lens != "auto":
             words += ["--lens", self.lens]
-        return f"{shlex.join(words)} --text OTHER_FILES"
+        return f"{shlex.join(words)} OTHER_FILES"
 
     def _read_through_lens(
         self,
@@ -269,8 +266,6 @@ class Calibrate(OfWindows):
         check_writable(file, "--out")
         config = model.decoder.config
         settings = LensConfig(seed=self.seed)
-        if self.lens_steps is not None:
-            settings = dataclasses.replace(settings, steps=self.lens_steps, flops=math.inf)
         info = {
             "model_sha256": model.sha256,
             "text": described,

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
-from utio_jax.cli.modes import OfDecoding
+from utio_jax.cli.options import OfDecoding, Rare
 
-# Tokens between two looks at the device: few, so that text appears and Ctrl-C is heard at once.
+# Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once.
 _CHUNK = 4
 
 _HELP = "/new begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -28,7 +28,13 @@ class Chat(OfDecoding):
       max_new_tokens: of an answer, at most.
     """
 
-    system: str | None = None
+    EXAMPLES: ClassVar = (
+        "chat --model NAME.gguf",
+        "chat --model DIR --mode lossless",
+        "chat --model DIR --budget 0.75 --temperature 0.7 --top-p 0.9",
+    )
+
+    system: Rare[str | None] = None
     max_new_tokens: int = 256
 
     def run(self) -> dict[str, Any]:
@@ -36,10 +42,7 @@ class Chat(OfDecoding):
         from rich.console import Console
 
         model, sampling = self.load(), self.sampling()
-        mode, prefill, _ = self.decoding_mode(model)
-        mode.check(model.decoder)
-        if prefill is not None:
-            prefill.check(model.decoder, kv=mode.prompt_kv)
+        mode, prefill, _ = self.checked_mode(model)
         _ = model.chat_template  # Before anything is asked.
         console = Console(stderr=not sys.stdout.isatty(), highlight=False)
         if sys.stdin.isatty():

@@ -7,10 +7,12 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from utio_jax.cli.options import (
+    Files,
     OfWindows,
+    Rare,
     calibration_of,
     check_out,
     is_first,
@@ -24,10 +26,11 @@ class Compare(OfWindows):
     """Holds every calibrated policy against truncation, chance and hindsight on unseen text.
 
     Attributes:
+      files: text files that nothing was fitted to; by default the test split of this Python's
+        standard library.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
-      text: text files; by default the test split of this Python's standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
-      budgets: target flops_ratios; all that were calibrated by default.
+      budget: FLOPs over full depth's, one or several; all that were calibrated by default.
       batches: of 16 windows, drawn over all documents; 0 takes the whole text. Time grows with it,
         but for the programs, which are compiled once each; intervals narrow with documents rather
         than with batches.
@@ -36,13 +39,19 @@ class Compare(OfWindows):
       out: folder for the pictures.
     """
 
-    calibration: Path | None = None
-    text: tuple[Path, ...] = ()
-    token_ids: Path | None = None
-    budgets: tuple[float, ...] = ()
+    EXAMPLES: ClassVar = (
+        "compare",
+        "compare FILES --model DIR",
+        "compare FILES --model DIR --budget 0.5 0.75 --batches 0",
+    )
+
+    files: Files = ()
+    calibration: Rare[Path | None] = None
+    token_ids: Rare[Path | None] = None
+    budget: tuple[float, ...] = ()
     batches: int = 6
-    draws: int = 2000
-    seed: int = 0
+    draws: Rare[int] = 2000
+    seed: Rare[int] = 0
     out: Path = Path("out/compare")
 
     def run(self) -> dict[str, Any]:
@@ -64,7 +73,7 @@ class Compare(OfWindows):
         model = self.load()
         config = model.decoder.config
         fitted = calibration_of(model, self.calibration)
-        documents, described = read_documents(model, self.text, self.token_ids, "test")
+        documents, described = read_documents(model, self.files, self.token_ids, "test")
         check_same([model.sha256, documents], what="model and text")
         batches, document_of_window = sample_batches(
             documents,
@@ -80,7 +89,7 @@ class Compare(OfWindows):
             batches,
             document_of_window,
             fitted,
-            budgets=self.budgets or None,
+            budgets=self.budget or None,
             draws=self.draws,
             seed=self.seed,
             mesh=mesh,

@@ -1,53 +1,331 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`utio-jax demo`."""
+"""`utio-jax demo`: a real model reads and writes under every policy; a table, two pictures."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from utio_jax.cli.options import check_out, progress_bar, read_documents
+import numpy as np
+
+from utio_jax.cli.options import (
+    Files,
+    Rare,
+    check_out,
+    progress_bar,
+    read_documents,
+)
+from utio_jax.core.files import save_json
+from utio_jax.policies.store import DEFAULT_BUDGET
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_WIDTH = 512
+_DRAWN_LINES = 40
+_PROMPTS = 12  # Rows of a long prompt and what follows it.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Reads the standard library's test documents under every policy, and continues passages.
+    """Reads unseen text at several budgets, continues passages, and says what that is worth.
 
     Attributes:
+      files: text files; by default the test split of this Python's standard library.
       model: a model folder with a calibration, or the shipped model's name.
-      text: text files; by default the test split of this Python's standard library.
       batches: batches of 16 x 512 tokens for quality; the first is also timed.
       rounds: timed turns of each program.
-      seed: which windows of the text are read.
-      out: folder for the pictures.
+      out: folder for the pictures and the record.
     """
 
+    EXAMPLES: ClassVar = ("demo", "demo FILES --model DIR", "demo --rounds 5 --out out/mine")
+
+    files: Files = ()
     model: str = "shared-16"
-    text: tuple[Path, ...] = ()
-    batches: int = 3
+    batches: Rare[int] = 3
     rounds: int = 3
-    seed: int = 0
     out: Path = Path("out/demo")
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        from utio_jax.cli.demonstration import run_demo
+        from rich.console import Console
+
         from utio_jax.models import load
 
         started = time.perf_counter()
         check_out(self.out)
         model = load(self.model)
-        documents, described = read_documents(model, self.text, None, "test")
-        found = run_demo(
-            model,
-            documents,
-            batches=self.batches,
-            rounds=self.rounds,
-            seed=self.seed,
-            out=self.out,
-            bar=progress_bar,
-        )
+        documents, described = read_documents(model, self.files, None, "test")
+        console = Console(stderr=True, width=118, highlight=False)
+        found, budget = self._read(model, documents)
+        console.print(reading_table(found["rows"], default=budget))
+        found["generation"] = self._written(model, documents, budget)
+        found["prompt"] = self._prompt(model, documents)
+        found["pictures"] = self._draw(model, found.pop("ledgers"), budget)
+        found["verdict"] = conclude(found, budget=budget)
+        for line in (*sentences(found), f"Verdict: {found['verdict']}"):
+            console.print(line)
+        record = self.out / "demo.json"
         total = round(time.perf_counter() - started, 1)
-        return {"command": "demo", "seconds_total": total, "text": described, **found}
+        found = {"command": "demo", "seconds_total": total, "text": described, **found}
+        save_json(record, found)
+        console.print(f"Pictures: {', '.join(found['pictures'])}. Record: {record}.")
+        console.print('Next: utio-jax generate "def f(x):" --budget 0.75 | serve | try | make llm')
+        return found
+
+    def _read(self, model: Any, documents: Sequence[np.ndarray]) -> tuple[dict[str, Any], float]:
+        """Returns rows of reading at all budgets, and the budget that is spoken of."""
+        from utio_jax.bench.scoring import count_steps, cut_batches, measure_policies
+        from utio_jax.bench.subjects import Method, controls_of
+        from utio_jax.calibration.goals import Budgets
+        from utio_jax.evaluation.controls import plain_hull
+        from utio_jax.evaluation.ledger import uniform_hull
+
+        config, calibration = model.decoder.config, model.calibration
+        width = min(_WIDTH, config.context_length)
+        read = cut_batches(documents, batches=self.batches, seed=0, width=width)
+        known = calibration.entries["learned"]
+        budgets = [budget for budget in Budgets().budgets if budget in known] or sorted(known)
+        methods = controls_of(model.decoder) + [
+            Method(
+                label=f"{name}@{budget:g}",
+                policy=calibration.policy(name, budget, exits=config.exits),
+                budget=budget,
+            )
+            for name in ("random", "utio_surrogate", "learned")
+            # Chance is a control: two of its points are enough to see what it is worth.
+            for budget in (budgets if name != "random" else budgets[-3:-1] or budgets)
+            if name == "random" or budget in calibration.entries[name]
+        ]
+        tokens = sum(batch.token_ids.size for batch in read)
+        kind = "of your text" if self.files else "of unseen Python"
+        steps = count_steps(methods, read, rounds=self.rounds)
+        with progress_bar(steps, f"Reading {tokens:,} tokens {kind}") as step:
+            measured = measure_policies(
+                model.decoder, model.params, read, methods, rounds=self.rounds, progress=step
+            )
+        ledgers = [each.ledger for each in measured.values()]
+        hull, plain = uniform_hull(ledgers), plain_hull(model)
+        rows = [
+            row.to_dict()
+            | {
+                "hull_nll_increase_pct": None if row.flops_ratio is None else hull(row.flops_ratio),
+                "plain_hull_nll_increase_pct": plain(row.flops_ratio),
+            }
+            for row in ledgers
+        ]
+        default = min(budgets, key=lambda budget: abs(budget - DEFAULT_BUDGET))
+        return {"rows": rows, "ledgers": ledgers}, default
+
+    def _written(
+        self, model: Any, documents: Sequence[np.ndarray], budget: float
+    ) -> list[dict[str, Any]]:
+        """Returns rows of plain, drafted and adaptive decoding, one text and eight at a time."""
+        from utio_jax.bench.decoding import write_middles
+        from utio_jax.decoding.adaptive import Adaptive
+        from utio_jax.decoding.base import Plain
+        from utio_jax.decoding.lossless import lossless_for
+
+        decoder, rounds = model.decoder, min(self.rounds, 3)
+        modes: dict[str, Any] = {"plain": Plain()}
+        if decoder.config.exits[:-1]:
+            modes["lossless"] = lossless_for(decoder, "exit")
+        # The control of every draft at an exit: what the text itself suggests, at no layers' cost.
+        modes["ngram"] = lossless_for(decoder, "ngram")
+        modes["adaptive"] = Adaptive(policy=model.calibration.policy("learned", budget))
+        with progress_bar(2 * (len(modes) + 1) * (rounds + 1), "Writing") as step:
+            found = write_middles(
+                decoder, model.params, documents, modes, rounds=rounds, progress=step
+            )
+        rows = [
+            {"mode": name, "batch": size, **each.to_dict()}
+            for size, measured in found.items()
+            for name, each in measured.items()
+        ]
+        return [row | {"budget": budget} if row["mode"] == "adaptive" else row for row in rows]
+
+    def _prompt(self, model: Any, documents: Sequence[np.ndarray]) -> dict[str, Any] | None:
+        """Returns what a long, mostly shallow prompt comes to; None where the model knows none."""
+        from utio_jax.bench.prompts import shallow_prompts
+        from utio_jax.prompts.evaluate import PromptSizes
+
+        width = min(_WIDTH, model.decoder.config.context_length)
+        sizes = PromptSizes(
+            prompt_tokens=width * 7 // 8, continuation=width // 8, rows=_PROMPTS, batch=_PROMPTS
+        )
+        try:
+            return shallow_prompts(
+                model.decoder,
+                model.params,
+                documents,
+                sizes=sizes,
+                choices=model.prompt_choices,
+                rounds=3 * self.rounds,
+            )
+        except ValueError:
+            return None
+
+    def _draw(self, model: Any, ledgers: Sequence[Any], budget: float) -> list[str]:
+        """Draws loss over work, and a text by depth; returns the files."""
+        from utio_jax.bench.plots import plot_pareto
+        from utio_jax.evaluation.ledger import uniform_hull
+
+        pareto, depths = self.out / "pareto.png", self.out / "depths.png"
+        layers = model.decoder.config.num_layers
+        title = f"{ledgers[0].tokens or 0:,} tokens, {layers} layers"
+        plot_pareto(ledgers, pareto, title=title, hull=uniform_hull(ledgers))
+        # A function that Python programmers have read, of the test split, unless there is a file.
+        text = Path(self.files[0] if self.files else functools.__file__).read_text()
+        draw_depths(model, text[max(0, text.find("def lru_cache")) :], budget, depths)
+        return [str(pareto), str(depths)]
+
+
+def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Table:
+    """Returns a terminal table of full depth and the learned policy's budgets, the largest first.
+
+    Args:
+      rows: as the demonstration's JSON has them.
+      default: the budget to point at.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    names = ("", "work", "time", "loss", "against truncation", "against a shallower model", "")
+    for name in names:
+        table.add_column(name, justify="right" if name in ("work", "time", "loss") else "left")
+    table.add_row("full depth", "1.00", "1.00x", "0")
+    shown = [row for row in rows if row["policy"] == "learned"]
+    for row in sorted(shown, key=lambda row: -row["budget"]):
+        table.add_row(
+            f"budget {row['budget']:g}",
+            f"{row['flops_ratio']:.2f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['nll_increase_pct']:+.2f} %",
+            _against(row, "hull_nll_increase_pct"),
+            _against(row, "plain_hull_nll_increase_pct"),
+            "<- default" if row["budget"] == default else "",
+        )
+    return table
+
+
+def _margin(row: dict[str, Any], control: str) -> float | None:
+    """Returns how much more loss a control has at the same work, in %."""
+    return None if row[control] is None else row[control] - row["nll_increase_pct"]
+
+
+def _against(row: dict[str, Any], control: str) -> str:
+    margin = _margin(row, control)
+    if margin is None:
+        return "not known"
+    return f"{'better' if margin > 0 else 'worse'} by {abs(margin):.2f} %"
+
+
+def sentences(found: dict[str, Any]) -> list[str]:
+    """Returns what writing and a long prompt came to, a line each."""
+    lines = []
+    for size in dict.fromkeys(row["batch"] for row in found["generation"]):
+        modes = {row["mode"]: row for row in found["generation"] if row["batch"] == size}
+        drafts = [row for name, row in modes.items() if name in ("lossless", "ngram")]
+        lossless = max(row["speedup"] for row in drafts)
+        lines.append(
+            f"Writing {size} text{'s' * (size > 1)}: lossless {lossless:.2f}x, the same tokens; "
+            f"adaptive {modes['adaptive']['speedup']:.2f}x, "
+            f"{modes['adaptive']['agreement']:.0%} the same."
+        )
+    prompt = found["prompt"]
+    if prompt is not None:
+        lines.append(
+            f"A prompt of {prompt['prompt_tokens']} tokens, most {prompt['stop']} layers deep: "
+            f"first token {prompt['speedup']:.2f}x as soon, loss behind it "
+            f"{prompt['nll_increase_pct']:+.2f} %."
+        )
+    return lines
+
+
+def conclude(found: dict[str, Any], *, budget: float) -> str:
+    """Returns what to do with the model, in plain sentences.
+
+    Args:
+      found: rows of reading, of writing ("generation") and of a prompt.
+      budget: of the learned policy that is spoken of.
+    """
+    read = next(
+        row for row in found["rows"] if row["policy"] == "learned" and row["budget"] == budget
+    )
+    cut, shallower = (
+        _margin(read, control)
+        for control in ("hull_nll_increase_pct", "plain_hull_nll_increase_pct")
+    )
+    said = []
+    if shallower is not None and shallower < 0:
+        said.append(
+            f"for one fixed budget train a shallower model ({-shallower:.1f} % less loss at this "
+            "work)"
+        )
+    if cut is not None:
+        said.append(
+            "for many budgets from one set of weights, a depth per token is "
+            + (f"{cut:.2f} % better than truncating" if cut > 0 else "no better than truncating")
+        )
+    drafts = [row for row in found["generation"] if row["batch"] == 1 and row["mode"] != "adaptive"]
+    fastest = max(drafts, key=lambda row: row["speedup"])
+    if fastest["speedup"] > 1.05:
+        said.append("for one text at a time --mode lossless costs nothing")
+    prompt = found["prompt"]
+    if prompt is not None and prompt["speedup"] > 1.05:
+        ask = "as they are" if prompt["exact"] else "with --prompt-budget"
+        said.append(f"long prompts pay {ask}")
+    said = said or ["run this model in full"]
+    return f"{said[0][0].upper()}{'; '.join(said)[1:]}."
+
+
+def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
+    """Draws the first lines of a text, each word on the colour of its deepest token.
+
+    At the budget, or at the nearest one where three depths or more occur.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from utio_jax.bench.plots import plot_depths
+    from utio_jax.staircase.score import score
+
+    text = "\n".join(text.split("\n")[:_DRAWN_LINES])
+    encoded = model.tokenizer.encode(text, add_special_tokens=False)
+    config, known = model.decoder.config, model.calibration.entries["learned"]
+    opening = [] if config.bos_id is None else [config.bos_id]
+    count = min(len(encoded.ids), config.context_length - len(opening))
+    ids = jnp.asarray([[*opening, *encoded.ids[:count]]], jnp.int32)
+    run = jax.jit(score, static_argnums=0)
+
+    def depths_at(budget: float) -> np.ndarray:
+        policy = model.calibration.policy("learned", budget, exits=config.exits)
+        found = run(model.decoder, model.params, ids, jnp.asarray([ids.shape[1]]), policy)
+        # What a token took to predict the next one; the token that was read is coloured.
+        return np.asarray(found.depths)[0, len(opening) :]
+
+    nearest = sorted(known, key=lambda each: abs(each - budget))
+    tried = ((each, depths_at(each)) for each in nearest)
+    several = ((each, depths) for each, depths in tried if len(set(depths.tolist())) > 2)
+    shown, depths = next(several, (budget, depths_at(budget)))
+    starts = np.asarray([start for start, _ in encoded.offsets[:count]])
+    read = text[: encoded.offsets[count - 1][1]]
+    words = [match.span() for match in re.finditer(r"\w+|[^\w\s]+", read)]
+    # The tokens of a word's first and last character.
+    own = [np.searchsorted(starts, (a, b - 1), side="right") - 1 for a, b in words]
+    plot_depths(
+        read,
+        words,
+        [int(depths[first : last + 1].max()) for first, last in own],
+        file,
+        levels=config.exits,
+        title=(
+            f"Layers behind each word at a budget of {shown:g} (mean of its tokens "
+            f"{depths.mean():.1f} of {config.num_layers})"
+        ),
+    )

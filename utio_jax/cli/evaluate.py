@@ -6,15 +6,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from utio_jax.cli.options import calibration_of, is_first, progress_bar, read_documents
-from utio_jax.cli.scoring import Scoring
-
-if TYPE_CHECKING:
-    from utio_jax.evaluation.ledger import Ledger
+from utio_jax.cli.options import Rare, calibration_of, is_first, progress_bar, read_documents
+from utio_jax.cli.score import Scoring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +21,6 @@ class Evaluate(Scoring):
     and losses are those of the tokens behind it.
 
     Attributes:
-      text: text files.
       prompt_tokens: of each row of --token-ids. For the interval each row counts as a document:
         give one row of each, or it comes out too narrow.
       prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
@@ -36,60 +31,43 @@ class Evaluate(Scoring):
         default.
     """
 
-    text: tuple[Path, ...] = ()
-    prompt_tokens: int | None = None
-    prompt_stop: int | None = None
-    prompt_deep: float = 0.15
-    prompt_by: str = "sinks_recent"
-    prompt_maps: Path | None = None
+    EXAMPLES: ClassVar = (
+        "evaluate FILES --model DIR",
+        "evaluate FILES --budget 0.75",
+        "evaluate FILES --policy uniform --depth 8",
+    )
+
+    prompt_tokens: Rare[int | None] = None
+    prompt_stop: Rare[int | None] = None
+    prompt_deep: Rare[float] = 0.15
+    prompt_by: Rare[str] = "sinks_recent"
+    prompt_maps: Rare[Path | None] = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         if self.prompt_tokens is not None:
             return self._run_prompts(self.prompt_tokens)
-        given = {
-            "--prompt-stop": self.prompt_stop,
-            "--prompt-maps": self.prompt_maps,
-        }
+        given = {"--prompt-stop": self.prompt_stop, "--prompt-maps": self.prompt_maps}
         alone = [name for name, value in given.items() if value is not None]
         if alone:
             raise ValueError(
                 f"Wanted --prompt-tokens with {', '.join(alone)}: how many tokens of each row are "
                 "the prompt? For example: --prompt-tokens 448."
             )
-        found, read = self.score(self.text)
-        return self._summary(
-            read.row,
-            nll=-math.fsum(float(each.log_likelihood.sum()) for each in found.documents),
-            predicted=sum(each.log_likelihood.size for each in found.documents),
-            documents=len(found.documents),
-            num_bytes=read.bytes,
-            fallbacks=found.fallbacks,
-        )
-
-    def _summary(
-        self,
-        row: Ledger,
-        *,
-        nll: float,
-        predicted: int,
-        documents: int,
-        num_bytes: int,
-        fallbacks: Mapping[str, int],
-    ) -> dict[str, Any]:
-        """Prints loss and perplexity; returns the command's JSON."""
-        loss = nll / predicted
-        bits = nll / math.log(2) / num_bytes if num_bytes else None
-        perplexity = round(math.exp(loss), 4) if loss < 700 else None  # Else beyond a float.
-        full = row.nll_full or 0.0
-        perplexity_full = round(math.exp(full), 4) if full < 700 else None
+        found, read = self.score()
+        row = read.row
+        nll = -math.fsum(float(each.log_likelihood.sum()) for each in found.documents)
+        predicted = sum(each.log_likelihood.size for each in found.documents)
+        loss, full = nll / predicted, row.nll_full or 0.0
+        bits = round(nll / math.log(2) / read.bytes, 5) if read.bytes else None
+        perplexity, perplexity_full = _perplexity(loss), _perplexity(full)
         if is_first():
             print(
-                f"{loss:.4f} nats per token over {predicted:,} tokens of {documents} "
+                f"{loss:.4f} nats per token over {predicted:,} tokens of {len(found.documents)} "
                 f"documents, perplexity {perplexity}",
                 file=sys.stderr,
             )
-            if self.policy != "full":
+            if self.policy_name != "full":
                 print(
                     f"at full depth {full:.4f}, perplexity {perplexity_full}: "
                     f"{row.nll_increase_pct:+.2f} % loss at {row.flops_ratio:.3f} of the FLOPs, "
@@ -101,10 +79,10 @@ class Evaluate(Scoring):
             "loss": round(loss, 6),
             "perplexity": perplexity,
             "perplexity_full": perplexity_full,
-            "bits_per_byte": None if bits is None else round(bits, 5),
-            "documents": documents,
+            "bits_per_byte": bits,
+            "documents": len(found.documents),
             **row.to_dict(),
-            "fallbacks": dict(fallbacks),
+            "fallbacks": dict(found.fallbacks),
         }
 
     def _run_prompts(self, prompt_tokens: int) -> dict[str, Any]:
@@ -117,12 +95,12 @@ class Evaluate(Scoring):
             prompt_rows,
         )
 
-        if self.mesh() is not None or self.policy != "full":
+        if self.mesh() is not None or self.policy_name != "full":
             raise ValueError(
                 "Wanted --prompt-tokens on one device and without --policy: what follows the "
                 "prompt runs in full. Leave these out."
             )
-        if self.text or self.token_ids is None:
+        if self.files or self.token_ids is None:
             raise ValueError(
                 "Wanted --token-ids FILE with --prompt-tokens: a JSON list of rows, each a list of "
                 "ids, whose first tokens are the prompt."
@@ -180,3 +158,8 @@ class Evaluate(Scoring):
         if self.prompt_maps is not None:
             model = model.with_kv_maps(self.prompt_maps)
         return model, choice, gate
+
+
+def _perplexity(loss: float) -> float | None:
+    """Returns it; None where it is beyond a float."""
+    return round(math.exp(loss), 4) if loss < 700 else None

@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from utio_jax.cli.options import OfModel, check_out, read_documents
+from utio_jax.cli.options import Files, OfModel, Rare, check_out, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Finetune(OfModel):
     """Teaches the exits of a stock model to predict; transformers can load what is written.
 
     Attributes:
-      text: text files.
+      files: text files.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       out: folder for checkpoints, log, and the finished model in `out/model`.
       steps: optimizer steps.
@@ -31,34 +31,35 @@ class Finetune(OfModel):
         so that prompts cost these layers alone and the cache has no others. It learns from the
         model as it was, which takes long; written in this package's own layout.
       seed: of everything random.
-      dtype: of the written weights: float32, bfloat16 or float16.
       resume: continue from the latest checkpoint.
     """
 
-    text: tuple[Path, ...] = ()
-    token_ids: Path | None = None
+    EXAMPLES: ClassVar = (
+        "finetune FILES --model DIR --exits 8 16 24 32",
+        "finetune FILES --model DIR --exits 8 16 24 32 --late",
+        "finetune FILES --model DIR --exits 8 16 24 32 --resume",
+    )
+
+    files: Files = ()
+    token_ids: Rare[Path | None] = None
+    exits: tuple[int, ...] = ()
     out: Path = Path("out/finetune")
     steps: int = 500
-    tokens_per_step: int = 4096
+    tokens_per_step: Rare[int] = 4096
     context: int = 512
-    rate: float | None = None
+    rate: Rare[float | None] = None
     late: bool = False
-    exit_weight: float | None = None
-    shared_kv: int | None = None
-    seed: int = 0
-    dtype: str = "float32"
+    exit_weight: Rare[float | None] = None
+    shared_kv: Rare[int | None] = None
+    seed: Rare[int] = 0
     resume: bool = False
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.models.training.finetune import FinetuneConfig, finetune
 
-        if self.token_ids is None and not self.text:
-            raise ValueError("Wanted --text FILES or --token-ids FILE, one of the two.")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(
-                f"Wanted --dtype float32, bfloat16 or float16. Got --dtype {self.dtype}."
-            )
+        if self.token_ids is None and not self.files:
+            raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
         config = FinetuneConfig(
             steps=self.steps,
             tokens_per_step=self.tokens_per_step,
@@ -74,10 +75,8 @@ class Finetune(OfModel):
         drop = self.lens == "auto" and not self.late
         plain = dataclasses.replace(self, lens="none") if drop else self
         model = plain.load()
-        documents, _ = read_documents(model, self.text, self.token_ids, None)
-        found = finetune(
-            model, documents, config, out=self.out, resume=self.resume, dtype=self.dtype
-        )
+        documents, _ = read_documents(model, self.files, self.token_ids, None)
+        found = finetune(model, documents, config, out=self.out, resume=self.resume)
         for depth, *losses in zip(
             found["exits"], found["loss_before"], found["loss_after"], strict=True
         ):

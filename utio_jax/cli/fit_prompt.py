@@ -7,10 +7,13 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from utio_jax.cli.options import OfModel, progress_lines, read_documents
+from utio_jax.cli.options import Files, OfModel, Rare, progress_lines, read_documents
 from utio_jax.staircase.reference import FrozenKV
+
+_BATCH = 8  # Rows per pass.
+_FIT_TOKENS = 20_000  # That the closed form is fitted to, at most.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,18 +26,15 @@ class FitPrompt(OfModel):
     is.
 
     Attributes:
-      text: text files; without any, the calibrate split of the standard library.
+      files: text files; without any, the calibrate split of the standard library.
       token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       fit_text: more text files, for maps alone: nothing is chosen or reported on them.
-      stop: depths at which prompt tokens may stop.
+      stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.
       deep: shares of a prompt's tokens that go deep, to choose from.
       by: what may choose them: sinks_recent, heat, gate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
-      prompt_tokens: of the rows that ways of reading are chosen and reported on.
-      continuation: tokens that follow, whose loss counts.
-      rows: of each of these two parts of the text, at most.
-      fit_tokens: of text that the closed form is fitted to, at most.
-      batch: rows per pass.
+      prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
+        follow, whose loss counts.
       seed: of the parts.
       train: train the maps after the closed form; the run's state is kept beside --out.
       train_steps: steps of it, at most.
@@ -44,23 +44,25 @@ class FitPrompt(OfModel):
         folder.
     """
 
-    text: tuple[Path, ...] = ()
-    token_ids: Path | None = None
-    fit_text: tuple[Path, ...] = ()
+    EXAMPLES: ClassVar = (
+        "fit-prompt FILES --model DIR",
+        "fit-prompt FILES --model DIR --stop 15 20 --max-nll-increase-pct 0.5",
+        "fit-prompt FILES --model DIR --stop 20 --train",
+    )
+
+    files: Files = ()
+    token_ids: Rare[Path | None] = None
+    fit_text: Rare[tuple[Path, ...]] = ()
     stop: tuple[int, ...] = ()
     deep: tuple[float, ...] = (0.15,)
-    by: tuple[str, ...] = ("sinks_recent", "heat")
+    by: Rare[tuple[str, ...]] = ("sinks_recent", "heat")
     max_nll_increase_pct: float = 1.0
     prompt_tokens: int = 448
-    continuation: int = 64
-    rows: int = 24
-    fit_tokens: int = 20_000
-    batch: int = 8
-    seed: int = 0
+    seed: Rare[int] = 0
     train: bool = False
-    train_steps: int = 1000
-    train_minutes: float = 50.0
-    resume: bool = False
+    train_steps: Rare[int] = 1000
+    train_minutes: Rare[float] = 50.0
+    resume: Rare[bool] = False
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
@@ -75,25 +77,21 @@ class FitPrompt(OfModel):
         say = progress_lines(started)
         model = self.load()
         config = model.decoder.config
-        if not self.stop:
-            half, more = config.num_layers // 2, 2 * config.num_layers // 3
-            raise ValueError(
-                "Wanted depths at which prompt tokens may stop. For example, at half and two "
-                f"thirds of the layers: --stop {half} {more}."
-            )
+        stops = self.stop or (config.num_layers // 2, 2 * config.num_layers // 3)
         if self.resume and not self.train:
             raise ValueError(
                 "Wanted --train with --resume: what is resumed is the training of maps."
             )
-        width = self.prompt_tokens + self.continuation
+        continuation = max(1, self.prompt_tokens // 7)
+        width = self.prompt_tokens + continuation
         if width > config.context_length:
             raise ValueError(
-                f"Wanted --prompt-tokens and --continuation within the model's context of "
-                f"{config.context_length}. Got {self.prompt_tokens} and {self.continuation}."
+                f"Wanted --prompt-tokens and a seventh as many behind them within the model's "
+                f"context of {config.context_length}. Got {self.prompt_tokens}."
             )
         candidates = [
             PromptChoice(stop=stop, deep=share, by=by, kv=kv)
-            for stop in sorted(set(self.stop))
+            for stop in sorted(set(stops))
             for share in self.deep
             for by in self.by
             for kv in self._shown(model, stop)
@@ -101,16 +99,14 @@ class FitPrompt(OfModel):
         gate = model.calibration.signals.get("learned") if "gate" in self.by else None
         for each in candidates:
             each.policy(model.decoder, gate=gate)
-        documents, described = read_documents(model, self.text, self.token_ids, "calibrate")
+        documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         text = split_text(documents, seed=self.seed)
         fit, described_more = [*text.fit], None
         if self.fit_text:
             others, described_more = read_documents(model, self.fit_text, None, None)
             fit += others
-        read = fit_rows(
-            fit, width=width, tokens=self.fit_tokens, batch=self.batch, decoder=model.decoder
-        )
-        maps = fit_kv_maps(model.decoder, model.params, read, stops=self.stop, progress=say)
+        read = fit_rows(fit, width=width, tokens=_FIT_TOKENS, batch=_BATCH, decoder=model.decoder)
+        maps = fit_kv_maps(model.decoder, model.params, read, stops=stops, progress=say)
         out = kv_maps_file(self.out if self.out is not None else model.folder)
         trained = None
         if self.train:
@@ -123,10 +119,7 @@ class FitPrompt(OfModel):
             candidates,
             limit=self.max_nll_increase_pct,
             sizes=PromptSizes(
-                prompt_tokens=self.prompt_tokens,
-                continuation=self.continuation,
-                rows=self.rows,
-                batch=self.batch,
+                prompt_tokens=self.prompt_tokens, continuation=continuation, batch=_BATCH
             ),
             gate=gate,
             progress=say,

@@ -7,13 +7,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tyro
 
-from utio_jax.cli.modes import OfDecoding
-from utio_jax.cli.options import progress_bar, read_token_ids
-from utio_jax.cli.thinking import OfThinking
+from utio_jax.cli.options import OfDecoding, OfThinking, Rare, progress_bar, read_token_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,11 +28,17 @@ class Generate(OfDecoding, OfThinking):
         times nothing.
     """
 
+    EXAMPLES: ClassVar = (
+        'generate "def __repr__(self):\\n    return" --budget 0.75',
+        'generate "PROMPT" --model DIR --mode lossless',
+        'generate "What is a prime?" --chat --model NAME.gguf',
+    )
+
     prompts: tyro.conf.Positional[tuple[str, ...]] = ()
-    token_ids: Path | None = None
+    token_ids: Rare[Path | None] = None
     chat: bool = False
     max_new_tokens: int = 128
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    stop: Rare[tyro.conf.UseAppendAction[tuple[str, ...]]] = ()
     rounds: int = 1
 
     def run(self) -> dict[str, Any]:
@@ -44,12 +48,9 @@ class Generate(OfDecoding, OfThinking):
 
         self._check()
         model, sampling = self.load(), self.sampling()
-        mode, prefill, budget = self.decoding_mode(model)
+        mode, prefill, budget = self.checked_mode(model)
         prompts, eos_ids, tokenizer = self._encoded(model)
         thinking = self.thinking(tokenizer)
-        mode.check(model.decoder)
-        if prefill is not None:
-            prefill.check(model.decoder, kv=mode.prompt_kv)
         plain = Plain()
         # Plain decoding behind a prompt that was read otherwise is not the baseline.
         label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
@@ -74,7 +75,7 @@ class Generate(OfDecoding, OfThinking):
         generated = decode(mode)
         found = read_text(tokenizer, prompts, generated, stop_strings=self.stop)
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
-        _show(shown, found, model.decoder.config.num_layers)
+        _show(shown, found, model.decoder.config.num_layers, between="\n" if self.chat else "")
         measured = self._measured(model, modes, prompts, generated, decode, sampling, budget)
         record = measured.to_dict()
         if label != "plain" and record.get("speedup") is not None:
@@ -92,7 +93,7 @@ class Generate(OfDecoding, OfThinking):
             "throttled": [layers.tolist() for layers in generated.throttled],
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
-            "thought": [dataclasses.asdict(told) for told in generated.thought],
+            "thought": [dataclasses.asdict(each) for each in generated.thought],
             **record,
         }
 
@@ -232,7 +233,7 @@ def _tokenizer_of(model: Any) -> Any:
         return _Numbers()
 
 
-def _show(prompts: Sequence[str], found: Any, num_layers: int) -> None:
+def _show(prompts: Sequence[str], found: Any, num_layers: int, *, between: str) -> None:
     """Prints prompts and texts, coloured where they go to a terminal."""
     from rich.console import Console
     from rich.text import Text
@@ -245,5 +246,5 @@ def _show(prompts: Sequence[str], found: Any, num_layers: int) -> None:
     rows = zip(prompts, found.pieces, found.generated.decided, strict=True)
     for prompt, pieces, depths in rows:
         new = depth_text(pieces, depths.tolist(), levels=levels)
-        console.print(Text.assemble((prompt, "dim"), new), soft_wrap=True)
+        console.print(Text.assemble((prompt + between, "dim"), new), soft_wrap=True)
     console.print(depth_legend(levels))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`utio-jax launch`: several processes of one command on this machine, as a cluster would start.
 
-    utio-jax launch --processes 2 evaluate --text FILES --policy learned
+    utio-jax launch --processes 2 evaluate FILES --policy learned
 
 Slurm, Kubernetes and TPU pods have launchers of their own, and then this one is not needed. It does
 what a laptop needs: start, name who fails, end the rest.
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import tyro
 
@@ -31,12 +31,14 @@ class Launch:
 
     Process 0 has stdout to itself. When one of them fails, it is named and the others are ended.
     SIGTERM goes to all of them; a second signal ends them now.
-    For example: utio-jax launch --processes 2 evaluate --text FILES --policy learned
+    For example: utio-jax launch --processes 2 evaluate FILES --policy learned
 
     Attributes:
       processes: how many.
       command: evaluate, calibrate, compare, score or serve, with its options; it comes last.
     """
+
+    EXAMPLES: ClassVar = ("launch --processes 2 evaluate FILES --policy learned",)
 
     processes: int
     command: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -47,7 +49,7 @@ class Launch:
             raise ValueError(
                 "Wanted at least 1 process, and a command to run in each. Got --processes "
                 f"{self.processes} and {' '.join(self.command) or 'no command'}. For example: "
-                "utio-jax launch --processes 2 evaluate --text FILES."
+                "utio-jax launch --processes 2 evaluate FILES."
             )
         return launch(self.processes, self.command)
 

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import difflib
+import inspect
 import json
 import os
+import re
 import sys
-from typing import Any
+from dataclasses import MISSING
+from typing import Annotated, Any, get_type_hints
 
 from utio_jax.core.extras import install_line, missing_library
 from utio_jax.core.files import versions
@@ -22,6 +27,7 @@ from utio_jax.cli.bench import Bench
 from utio_jax.cli.calibrate import Calibrate
 from utio_jax.cli.chat import Chat
 from utio_jax.cli.compare import Compare
+from utio_jax.cli.compile_cache import keep_programs
 from utio_jax.cli.demo import Demo
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.finetune import Finetune
@@ -33,32 +39,29 @@ from utio_jax.cli.report import Report
 from utio_jax.cli.score import Score
 from utio_jax.cli.serve import Serve
 from utio_jax.cli.train import Train
+from utio_jax.cli.trial import Try
 
-COMMANDS = {
-    "demo": Demo,
-    "generate": Generate,
-    "chat": Chat,
-    "serve": Serve,
-    "score": Score,
-    "evaluate": Evaluate,
-    "calibrate": Calibrate,
-    "compare": Compare,
-    "bench": Bench,
-    "report": Report,
-    "train": Train,
-    "finetune": Finetune,
-    "fit-prompt": FitPrompt,
-    "launch": Launch,
+GROUPS: dict[str, dict[str, Any]] = {
+    "Use a model": {"demo": Demo, "chat": Chat, "generate": Generate, "serve": Serve},
+    "Make it adaptive": {
+        "calibrate": Calibrate,
+        "compare": Compare,
+        "fit-prompt": FitPrompt,
+        "finetune": Finetune,
+    },
+    "Read text": {"score": Score, "evaluate": Evaluate, "try": Try},
+    "Measure and train": {"bench": Bench, "report": Report, "train": Train, "launch": Launch},
 }
+
+COMMANDS: dict[str, Any] = {name: of for group in GROUPS.values() for name, of in group.items()}
 """What each name runs; the fields are its options."""
 
-_ABOUT = """Adaptive depth for transformers: tokens that are easy stop early.
+_SYNONYMS = {"--enable-utio": ("--mode", "adaptive")}
 
-utio-jax COMMAND --help shows a command's options, utio-jax --version the versions. What was found
-goes to stdout as one line of JSON, last, where that is no terminal, or with --json."""
+_STYLE = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
 
-# What a shell reports of a program that Ctrl-C ended, or that wrote to a pipe nobody reads.
-_INTERRUPTED, _NOBODY_READS = 130, 141
+# What a shell reports of a program that Ctrl-C ended, or that wrote to a closed pipe.
+_INTERRUPTED, _CLOSED_PIPE = 130, 141
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,16 +70,18 @@ def main(arguments: list[str] | None = None) -> int:
     It is 0, 2 for input that cannot be used, 1 where the machine refuses (a full disk), and what
     shells use for Ctrl-C and for an output that is no longer read.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments is None:  # As a program, not from another one or a test.
+        arguments = sys.argv[1:]
+        keep_programs()
     distributed = "--distributed" in arguments
     try:
         try:
             return _run(arguments)
         finally:
-            sys.stdout.flush()  # Here, where what is wrong with it can still be told.
+            sys.stdout.flush()  # Here, where what is wrong with it can still be said.
     except BrokenPipeError:
         _forget_stdout()
-        return _ended(_NOBODY_READS, distributed)
+        return _ended(_CLOSED_PIPE, distributed)
     except KeyboardInterrupt:
         print("\nutio-jax: interrupted", file=sys.stderr)
         return _ended(_INTERRUPTED, distributed)
@@ -115,12 +120,16 @@ def _run(arguments: list[str]) -> int:
         others = ", ".join(f"{name} {of}" for name, of in found.items() if name != "utio-jax")
         print(f"utio-jax {found.get('utio-jax', 'from a checkout')} ({others})")
         return 0
+    if not arguments or arguments[0] in ("-h", "--help", "--help-all"):
+        print(overview())
+        return 0
     as_json = "--json" in arguments or not sys.stdout.isatty()
-    arguments = [argument for argument in arguments if argument != "--json"]
-    command: Any = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS, prog="utio-jax", description=_ABOUT, args=_marked(arguments)
-    )
-    result = command.run()
+    name, *rest = [each for each in arguments if each != "--json"]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise ValueError(f"Wanted a command of {', '.join(COMMANDS)}. Got {name!r}.{meant}")
+    result = parsed(name, rest).run()
     if isinstance(result, int):
         return result
     if is_first() and as_json:
@@ -128,12 +137,81 @@ def _run(arguments: list[str]) -> int:
     return 0
 
 
-def _marked(arguments: list[str]) -> list[str]:
-    """Returns arguments in which `launch`'s own end where those of its command begin."""
-    if arguments[:1] != ["launch"] or "--" in arguments:
-        return arguments
-    begins = [index for index, each in enumerate(arguments) if index and each in COMMANDS]
-    return [*arguments[: begins[0]], "--", *arguments[begins[0] :]] if begins else arguments
+def overview() -> str:
+    """Returns all commands by what they are for."""
+    lines = [
+        "usage: utio-jax COMMAND [OPTIONS]",
+        "",
+        "Adaptive depth for transformers: tokens that are easy stop early.",
+    ]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<11}{(of.__doc__ or '').splitlines()[0]}" for name, of in group.items()]
+    lines += [
+        "",
+        "utio-jax COMMAND --help shows its options, --help-all the rare ones, too; utio-jax",
+        "--version the versions. What was found goes to stdout as one line of JSON, last, where",
+        "that is no terminal, or with --json.",
+    ]
+    return "\n".join(lines)
+
+
+def parsed(name: str, arguments: list[str]) -> Any:
+    """Returns a command with its options, as they were typed behind its name."""
+    command, begins = COMMANDS[name], len(arguments)
+    if name == "launch":  # What comes behind the command that it runs, is that command's.
+        begins = next((at for at, each in enumerate(arguments) if each in COMMANDS), begins)
+    own, others = arguments[:begins], arguments[begins:]
+    # The seed project's flag, whose name is still in use.
+    own = [word for each in own for word in _SYNONYMS.get(each, (each,))]
+    every = "--help-all" in own
+    about = None
+    if every or "--help" in own or "-h" in own:
+        command, about = shown(command, every=every), _about(command, every=every)
+        own, others = ["--help"], []
+    if others and "--" not in own:
+        own = [*own, "--"]
+    prog = f"utio-jax {name}"
+    return tyro.cli(command, prog=prog, description=about, args=[*own, *others], config=_STYLE)
+
+
+def shown(command: Any, *, every: bool) -> Any:
+    """Returns a command as its help shows it: without rare options, unless every one is wanted."""
+    hints, fields = get_type_hints(command, include_extras=True), []
+    for field in dataclasses.fields(command):
+        hint, default = hints[field.name], field.default
+        marks = getattr(hint, "__metadata__", ())
+        hint_of = "" if default in (None, (), False, MISSING) else None
+        name = field.name.upper() if tyro.conf.Positional in marks else _metavar(hint)
+        mark: Any = tyro.conf.arg(metavar=name, help_behavior_hint=hint_of)
+        if "rare" in marks and not every:
+            mark = tyro.conf.Suppress
+        fields.append((field.name, Annotated[hint, mark], dataclasses.field(default=default)))
+    name = command.__name__
+    return dataclasses.make_dataclass(name, fields, bases=(command,), frozen=True, kw_only=True)
+
+
+def _about(command: Any, *, every: bool) -> str:
+    """Returns what stands on top of a command's help: examples, and what it does."""
+    said = inspect.cleandoc(command.__doc__).partition("\nAttributes:")[0].strip()
+    examples = "\n".join(f"  utio-jax {each}" for each in command.EXAMPLES)
+    hidden = any(
+        "rare" in getattr(each, "__metadata__", ())
+        for each in get_type_hints(command, include_extras=True).values()
+    )
+    more = "\n\n--help-all shows the rare options, too." if hidden and not every else ""
+    return f"{examples}\n\n{said}{more}"
+
+
+def _metavar(hint: Any) -> str | None:
+    """Returns what stands for a value; None: what tyro makes of it."""
+    text = str(hint)
+    if "Literal" in text:
+        (choices,) = re.findall(r"Literal\[(.*?)\]", text)
+        return "{" + choices.replace("'", "").replace(" ", "") + "}"
+    kinds = {"bool": None, "float": "NUMBER", "int": "N", "Path": "FILE", "str": "NAME"}
+    name = next((kinds[kind] for kind in kinds if kind in text), None)
+    return f"{name} ..." if name and "tuple" in text else name
 
 
 def _ended(status: int, distributed: bool) -> int:
@@ -148,7 +226,7 @@ def _ended(status: int, distributed: bool) -> int:
 
 
 def _forget_stdout() -> None:
-    """Lets the interpreter flush what nobody reads, or no disk takes, into nothing."""
+    """Lets the interpreter flush into nothing what no reader and no disk takes."""
     with contextlib.suppress(OSError, ValueError):  # Not a file, under another program.
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several commands share: texts, policies by name, and a progress bar on stderr."""
+"""What several commands share: models, modes, texts, policies by name, progress on stderr."""
 
 from __future__ import annotations
 
@@ -9,15 +9,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import numpy as np
+import tyro
 
 from utio_jax.core.decoder import name_exits
 from utio_jax.core.files import check_writable, hash_file, load_json
 from utio_jax.core.lens import lens_file
 from utio_jax.policies.base import Policy
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
+from utio_jax.prompts.maps import kv_maps_file
+
+if TYPE_CHECKING:
+    from utio_jax.decoding.thinking import Thinking
+
+T = TypeVar("T")
+
+Rare = Annotated[T, "rare"]
+"""An option that only `--help-all` shows."""
+
+Files = tyro.conf.Positional[tuple[Path, ...]]
+"""Text files, named without an option."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +47,8 @@ class OfModel:
     """
 
     model: str = "shared-16"
-    exits: tuple[int, ...] = ()
-    lens: str = "auto"
+    exits: Rare[tuple[int, ...]] = ()
+    lens: Rare[str] = "auto"
 
     def load(self) -> Any:
         """Returns the `utio_jax.models.Model`. Raises ValueError where it cannot be used."""
@@ -62,10 +75,10 @@ class OfProcesses:
       process_id: of this one, from 0.
     """
 
-    distributed: bool = False
-    coordinator: str | None = None
-    num_processes: int | None = None
-    process_id: int | None = None
+    distributed: Rare[bool] = False
+    coordinator: Rare[str | None] = None
+    num_processes: Rare[int | None] = None
+    process_id: Rare[int | None] = None
 
     def join(self) -> None:
         """Joins the other processes by `jax.distributed`, and returns once all have come.
@@ -109,7 +122,7 @@ class OfDevices(OfProcesses):
       data_parallel: split the rows of each pass over all devices of this machine.
     """
 
-    data_parallel: bool = False
+    data_parallel: Rare[bool] = False
 
     def mesh(self) -> Any:
         """Joins the other processes; returns the `jax.sharding.Mesh` of all devices, or None.
@@ -153,7 +166,7 @@ class OfWindows(OfModel, OfDevices):
       context: tokens of the windows that documents are cut into; at most the model's own.
     """
 
-    context: int = 2048
+    context: Rare[int] = 2048
 
     def load(self) -> Any:
         """Returns it, with that context. Raises ValueError where it cannot be used."""
@@ -161,6 +174,220 @@ class OfWindows(OfModel, OfDevices):
         if self.context < 2:
             raise ValueError(f"Wanted a --context of at least 2 tokens. Got {self.context}.")
         return model.with_context(self.context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfMode(OfModel):
+    """Which model decodes, in which mode.
+
+    Attributes:
+      mode: plain, the model as it is; lossless, its own tokens, drafted and checked; adaptive, a
+        depth per token. By default adaptive with --budget, else plain.
+      budget: FLOPs of --mode adaptive over full depth's. By default 0.75, or the only one fitted.
+      policy: of --mode adaptive: one of the calibration's, uniform or random. By default learned.
+      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
+      drafter: of --mode lossless: exit, or ngram (what followed the last tokens when the text had
+        them before). By default an exit where the model was trained at its exits, else ngram.
+      prompt_budget: FLOPs of reading a prompt, over reading it in full: most of its tokens stop
+        early.
+      prompt_maps: a file that `utio-jax fit-prompt` wrote: what a stock model needs for
+        --prompt-budget.
+    """
+
+    mode: Literal["plain", "lossless", "adaptive"] | None = None
+    budget: float | None = None
+    policy: Rare[str | None] = None
+    calibration: Rare[Path | None] = None
+    drafter: Rare[str | None] = None
+    prompt_budget: float | None = None
+    prompt_maps: Rare[Path | None] = None
+
+    def load(self) -> Any:
+        """Returns the `utio_jax.models.Model`, with KV maps where they are named.
+
+        Raises:
+          ValueError: it cannot be used.
+        """
+        model = super().load()
+        if self.prompt_maps is None:
+            return model
+        repeat_reading(self.prompt_maps)
+        return model.with_kv_maps(self.prompt_maps)
+
+    @property
+    def policy_name(self) -> str:
+        """The policy that was asked for, or is taken by default."""
+        return "learned" if self.policy is None else self.policy
+
+    def named_mode(self) -> str:
+        """Returns the mode that was asked for; a budget alone means adaptive.
+
+        Raises:
+          ValueError: an option that only another mode has a use for.
+        """
+        mode = self.mode or ("plain" if self.budget is None else "adaptive")
+        owners = {
+            "adaptive": ("policy", "budget", "depth", "kv", "calibration"),
+            "lossless": ("drafter",),
+        }
+        for owner, names in owners.items():
+            given = [name for name in names if getattr(self, name, None) is not None]
+            if owner == "adaptive" and self.prompt_budget is not None:
+                given = [name for name in given if name != "calibration"]
+            if given and mode != owner:
+                options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+                raise ValueError(
+                    f"Wanted --mode {owner} with {options}. Got --mode {mode}. Change the mode, or "
+                    f"leave out {options}."
+                )
+        return mode
+
+    def prefill(self, model: Any) -> Any:
+        """Returns how prompts are read; None: as the model reads them by itself."""
+        from utio_jax.models.verbs import read_prompts_within
+
+        if self.prompt_budget is None:
+            return None
+        return read_prompts_within(
+            model, self.prompt_budget, lambda: calibration_of(model, self.calibration)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfDecoding(OfMode):
+    """Which model decodes, in which mode, and how tokens are drawn.
+
+    Attributes:
+      depth: layers, of --policy uniform.
+      kv: what later tokens see of a shallow one: propagate, drop, or mapped with --prompt-maps.
+        By default propagate.
+      temperature: 0 takes the most probable token, always; above it tokens are drawn.
+      top_p: draws among the most probable tokens that reach this probability together.
+      seed: of the draws.
+    """
+
+    depth: Rare[int | None] = None
+    kv: Rare[str | None] = None
+    temperature: float = 0.0
+    top_p: float | None = None
+    seed: int = 0
+
+    def decoding_mode(self, model: Any) -> tuple[Any, Any, float | None]:
+        """Returns the mode, how prompts are read, and the budget of the policy if it has one."""
+        from utio_jax.decoding.adaptive import Adaptive
+        from utio_jax.decoding.base import Plain
+        from utio_jax.decoding.lossless import lossless_for
+        from utio_jax.staircase.reference import check_kv
+
+        name, prefill = self.named_mode(), self.prefill(model)
+        if name == "plain":
+            return Plain(), prefill, None
+        if name == "lossless":
+            drafter: Any = self.drafter
+            return lossless_for(model.decoder, drafter), prefill, None
+        kv: Any = "propagate" if self.kv is None else self.kv
+        check_kv(kv, ("propagate", "drop", "mapped"))
+        policy, budget, _ = policy_named(
+            model,
+            self.policy_name,
+            budget=self.budget,
+            depth=self.depth,
+            calibration=self.calibration,
+        )
+        repeat_verdict(model, self.policy_name, self.calibration)
+        return Adaptive(policy=policy, kv=kv), prefill, budget
+
+    def checked_mode(self, model: Any) -> tuple[Any, Any, float | None]:
+        """Returns the same, once it is known that the model can decode so."""
+        mode, prefill, budget = self.decoding_mode(model)
+        mode.check(model.decoder)
+        if prefill is not None:
+            prefill.check(model.decoder, kv=mode.prompt_kv)
+        return mode, prefill, budget
+
+    def sampling(self) -> Any:
+        """Returns how tokens are chosen. Raises ValueError for --top-p where none is drawn."""
+        from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
+
+        if self.temperature == 0:
+            if self.top_p is not None:
+                raise ValueError(
+                    "Wanted --temperature above 0 with --top-p: nothing is drawn at 0. "
+                    f"Got --top-p {self.top_p:g}. For example: --temperature 1."
+                )
+            return Greedy()
+        methods = [Temperature(self.temperature)]
+        return methods[0] if self.top_p is None else Chain((*methods, TopP(self.top_p)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfThinking:
+    """How long a model thinks before its answer.
+
+    Attributes:
+      think_end: what the model writes where its thinking ends, as `</think>`, and what is forced
+        where it has to end. Without it nothing is known of thinking.
+      think_start: behind which it thinks, as `<think>`. By default from the first new token on.
+      max_thinking_tokens: thought tokens before the end is forced.
+      sure_below: thinking ends, too, where the entropy over its last tokens is at most this, in
+        nats, see `utio_jax.contrib.stopping.fit_stop`.
+      think_cue: asked is behind tokens that end with this text alone, as a line's end. May be given
+        several times; by default behind every token.
+    """
+
+    think_end: Rare[str | None] = None
+    think_start: Rare[str | None] = None
+    max_thinking_tokens: Rare[int | None] = None
+    sure_below: Rare[float | None] = None
+    think_cue: Rare[tyro.conf.UseAppendAction[tuple[str, ...]]] = ()
+
+    def thinking(self, tokenizer: Any) -> Thinking | None:
+        """Returns the rule that was asked for; None: none was.
+
+        Raises:
+          ValueError: an option without --think-end, or see `Thinking` and `Confidence`.
+        """
+        from utio_jax.decoding.thinking import Confidence, Thinking
+
+        if self.think_end is None:
+            for field in dataclasses.fields(OfThinking):
+                if getattr(self, field.name) != field.default:
+                    raise ValueError(
+                        f"Wanted --think-end TEXT with --{field.name.replace('_', '-')}: what ends "
+                        "thinking, and is forced where it has to end. Got none."
+                    )
+            return None
+
+        def ids(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+
+        sure = None
+        if self.sure_below is not None:
+            cues = cue_ids(tokenizer, self.think_cue) if self.think_cue else ()
+            sure = Confidence(threshold=self.sure_below, cue_ids=cues)
+        return Thinking(
+            end_ids=ids(self.think_end),
+            start_ids=() if self.think_start is None else ids(self.think_start),
+            max_tokens=self.max_thinking_tokens,
+            confidence=sure,
+        )
+
+
+def cue_ids(tokenizer: Any, cues: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the tokens whose text ends with one of the cues; of too many the lowest ids.
+
+    Low ids are the frequent ones in vocabularies of merged pairs.
+
+    Raises:
+      ValueError: none does.
+    """
+    from utio_jax.decoding.thinking import MOST_CUES
+
+    texts = ((token, tokenizer.decode([token])) for token in range(tokenizer.get_vocab_size()))
+    found = [token for token, text in texts if text.endswith(cues)]
+    if not found:
+        raise ValueError(f"Wanted --think-cue texts that a token ends with. Got {[*cues]}.")
+    return tuple(found[:MOST_CUES])
 
 
 def read_documents(
@@ -179,7 +406,7 @@ def read_documents(
 
     if token_ids is not None:
         if files:
-            raise ValueError("Wanted --text FILES or --token-ids FILE, one of the two.")
+            raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
         documents = read_token_ids(token_ids)
         return documents, {"documents": len(documents), "sha256": hash_file(token_ids)}
     texts = read_files(files) if files else standard_library(split)
@@ -239,7 +466,7 @@ def _same_without_lens(model: Any, file: Path) -> str:
         for lens in sorted({lens_file(file.parent), lens_file(model.folder)}):
             if lens.is_file() and model.with_lens(lens).sha256 == owner:
                 return f" It was fitted through a lens: add --lens {lens}."
-    except (KeyError, TypeError, ValueError):  # It is told what is wrong with the file itself.
+    except (KeyError, TypeError, ValueError):  # Its own error says more.
         pass
     return ""
 
@@ -303,7 +530,7 @@ def policy_named(
     Args:
       model: a `utio_jax.models.Model`.
       name: full, uniform, random, or one of the model's calibration.
-      budget: for fitted policies; None means 0.6, or the only one that there is.
+      budget: for fitted policies; None means 0.75, or the only one that there is.
       depth: for uniform.
       calibration: a calibration file instead of the model's own.
 
@@ -330,6 +557,21 @@ def repeat_verdict(model: Any, name: str, calibration: Path | None) -> None:
         advice = advise(model.decoder, model.params, info, lens=model.lens is not None)
         if advice is not None:
             print(f"utio-jax: {advice}", file=sys.stderr)
+
+
+def repeat_reading(file: Path) -> None:
+    """Says again on stderr where KV maps were found not to pay when they were fitted."""
+    stored = load_json(kv_maps_file(file), "KV maps")
+    tested = stored.get("test") if isinstance(stored, dict) else None
+    if not tested or not is_first():
+        return
+    lost, limit = tested[0]["nll_increase_pct"], stored.get("max_nll_increase_pct", 1.0)
+    if stored.get("chosen") is None or lost > limit:
+        print(
+            f"utio-jax: these maps did not pay when they were fitted: {lost:+.2f} % loss behind "
+            f"prompts, beyond the limit of +{limit:g} %. Read prompts in full, or fit others.",
+            file=sys.stderr,
+        )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tyro
 
@@ -21,6 +21,12 @@ class Report:
       file: of results.
       out: folder for report.html.
     """
+
+    EXAMPLES: ClassVar = (
+        "report out/bench/results.json",
+        "report other/results.json",
+        "report out/bench/results.json --out out/page",
+    )
 
     file: tyro.conf.Positional[Path]
     out: Path = Path("out/report")

@@ -9,14 +9,21 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from utio_jax.cli.options import OfModel, OfProcesses, calibration_of, is_first, repeat_verdict
-from utio_jax.cli.thinking import OfThinking
+from utio_jax.cli.options import (
+    OfMode,
+    OfProcesses,
+    OfThinking,
+    Rare,
+    calibration_of,
+    is_first,
+    repeat_verdict,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(OfModel, OfProcesses, OfThinking):
+class Serve(OfMode, OfProcesses, OfThinking):
     """Serves a model over HTTP as OpenAI's API: completions, chat, streams.
 
     Logs are lines of JSON on stderr. It ends by SIGTERM or Ctrl-C, once open requests are answered;
@@ -25,19 +32,10 @@ class Serve(OfModel, OfProcesses, OfThinking):
     With --distributed, in several processes with the same options, the model is split over the
     devices of all of them. Process 0 listens; if one is lost, all end.
 
-    With --think-end, requests may say how long they think; budgets here are of those that do not.
+    A request may bring a budget that the policy was calibrated for, and with --think-end how long
+    it thinks; otherwise these options count.
 
     Attributes:
-      mode: plain, the model as it is; adaptive, a depth per token; lossless, the plain model's
-        tokens, drafted. By default adaptive with --budget, else plain.
-      policy: of --mode adaptive: one of the calibration's.
-      budget: of requests that name none: FLOPs over full depth. Requests may choose any budget that
-        the policy was calibrated for.
-      calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
-      drafter: of --mode lossless: exit or ngram. By default an exit where the model was trained at
-        its exits, else ngram.
-      prompt_budget: FLOPs of reading a prompt, over reading it in full.
-      prompt_maps: a file that `utio-jax fit-prompt` wrote, for a stock model's --prompt-budget.
       name: what requests call the model; by default the name of its folder or file.
       host: where to listen. Another address than this machine's own wants --api-key-file.
       port: 0 takes a free one, which is logged.
@@ -51,30 +49,27 @@ class Serve(OfModel, OfProcesses, OfThinking):
       request_seconds: that a request may take.
     """
 
-    mode: str | None = None
-    policy: str | None = None
-    budget: float | None = None
-    calibration: Path | None = None
-    drafter: str | None = None
-    prompt_budget: float | None = None
-    prompt_maps: Path | None = None
-    name: str | None = None
+    EXAMPLES: ClassVar = (
+        "serve --port 8000",
+        "serve --model DIR --budget 0.75",
+        "serve --model DIR --host 0.0.0.0 --api-key-file key.txt",
+    )
+
+    name: Rare[str | None] = None
     host: str = "127.0.0.1"
     port: int = 8000
     api_key_file: Path | None = None
-    insecure: bool = False
+    insecure: Rare[bool] = False
     slots: int = 8
     capacity: int | None = None
-    queue: int = 256
-    queue_tokens: int = 65536
-    drain_seconds: float = 30.0
-    request_seconds: float = 300.0
+    queue: Rare[int] = 256
+    queue_tokens: Rare[int] = 65536
+    drain_seconds: Rare[float] = 30.0
+    request_seconds: Rare[float] = 300.0
 
     def load(self) -> Any:
-        """Returns the `utio_jax.models.Model`, with KV maps where they are named."""
+        """Returns the `utio_jax.models.Model`, on the devices of all processes."""
         model = super().load()
-        if self.prompt_maps is not None:
-            model = model.with_kv_maps(self.prompt_maps)
         if self.distributed:
             from utio_jax.engine.leader import everywhere
 
@@ -135,17 +130,11 @@ class Serve(OfModel, OfProcesses, OfThinking):
 
     def served(self) -> Any:
         """Returns the `utio_jax.serving.ServedModel` that was asked for."""
-        from utio_jax.models.verbs import read_prompts_within
         from utio_jax.serving import ServedModel
 
-        self._check_options()
+        named = self.named_mode()  # Before the model is loaded.
         model = self.load()
-        prefill = None
-        if self.prompt_budget is not None:
-            prefill = read_prompts_within(
-                model, self.prompt_budget, lambda: calibration_of(model, self.calibration)
-            )
-        mode, routing = self._mode(model)
+        prefill, (mode, routing) = self.prefill(model), self._mode(model, named)
         return ServedModel(
             name=self.name or Path(self.model).stem,
             text=model,
@@ -158,41 +147,18 @@ class Serve(OfModel, OfProcesses, OfThinking):
             **routing,
         )
 
-    @property
-    def named_mode(self) -> str:
-        """The mode that was asked for, or is taken by default."""
-        return self.mode or ("plain" if self.budget is None else "adaptive")
-
-    def _check_options(self) -> None:
-        owners = {
-            "adaptive": ("policy", "budget", "calibration"),
-            "lossless": ("drafter",),
-        }
-        mode = self.named_mode
-        if mode not in ("plain", *owners):
-            raise ValueError(f"Wanted --mode plain, adaptive or lossless. Got --mode {mode}.")
-        for owner, names in owners.items():
-            given = [name for name in names if getattr(self, name) is not None]
-            if owner == "adaptive" and self.prompt_budget is not None:
-                given = [name for name in given if name != "calibration"]
-            if given and mode != owner:
-                raise ValueError(
-                    f"Wanted --mode {owner} with --{given[0].replace('_', '-')}. Got --mode "
-                    f"{mode}. Change the mode, or leave it out."
-                )
-
-    def _mode(self, model: Any) -> tuple[Any, dict[str, Any]]:
+    def _mode(self, model: Any, named: str) -> tuple[Any, dict[str, Any]]:
         """Returns the mode, and what a `ServedModel` says of its policy."""
         from utio_jax.decoding.adaptive import Adaptive
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.lossless import lossless_for
 
-        if self.named_mode == "plain":
+        if named == "plain":
             return Plain(), {}
-        if self.named_mode == "lossless":
+        if named == "lossless":
             drafter: Any = self.drafter
             return lossless_for(model.decoder, drafter), {}
-        calibration, name = calibration_of(model, self.calibration), self.policy or "learned"
+        calibration, name = calibration_of(model, self.calibration), self.policy_name
         budget = calibration.budget_of(name, self.budget)
         repeat_verdict(model, name, self.calibration)
         budgets: dict[float, Any] = {

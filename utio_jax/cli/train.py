@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from utio_jax.cli.calibrate import Calibrate
-from utio_jax.cli.options import check_out
+from utio_jax.cli.options import Rare, check_out
 from utio_jax.policies.store import calibration_file
 
 
@@ -34,13 +34,19 @@ class Train:
         "stacked-16", whose exit 8 has 1.
     """
 
+    EXAMPLES: ClassVar = (
+        "train",
+        "train --preset plain-12 --out out/plain",
+        "train --preset late-16 --trunk out/plain --out out/late",
+    )
+
     out: Path = Path("out/train")
     resume: bool = False
     steps: int = 2200
     preset: str = "shared-16"
-    seed: int = 0
+    seed: Rare[int] = 0
     trunk: Path | None = None
-    exit_weight: float | None = None
+    exit_weight: Rare[float | None] = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""

@@ -21,6 +21,7 @@ from typing import Any, Protocol, Unpack, runtime_checkable
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.html import depth_html
 from utio_jax.decoding.generate import Generated, GenerateOptions, check_options, generate, stream
 from utio_jax.decoding.loop import Prompts
 
@@ -79,6 +80,18 @@ class GeneratedText:
     texts: tuple[str, ...]
     pieces: tuple[tuple[str, ...], ...]
     generated: Generated
+
+    @property
+    def text(self) -> str:
+        """The new text of the only prompt. Raises ValueError where there were several."""
+        if len(self.texts) != 1:
+            raise ValueError(f"Wanted the text of one prompt. Got {len(self.texts)}: see texts.")
+        return self.texts[0]
+
+    def _repr_html_(self) -> str:
+        rows = zip(self.pieces, self.generated.decided, strict=True)
+        layers = self.generated.num_layers
+        return "".join(depth_html(p, d.tolist(), num_layers=layers) for p, d in rows)
 
     def summary(self) -> str:
         """Returns the texts, and below each how deep its tokens ran and what that took."""

@@ -134,7 +134,7 @@ class HullBootstrap:
         if documents < FEWEST:
             raise ValueError(
                 f"Wanted at least {FEWEST} documents, over which intervals are taken. "
-                f"Got {documents}. Add files with --text."
+                f"Got {documents}. Add files."
             )
         self._weights = drawn_again(documents, draws=draws, seed=seed)
         self._uniform = tuple(uniform)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from utio_jax.core.html import table_html
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ledger:
@@ -77,6 +79,21 @@ class Ledger:
     device: str | None = None
     dtype: str | None = None
     versions: dict[str, str] | None = None
+
+    def figures(self) -> dict[str, str]:
+        """Returns what was measured of cost, time and quality, as text, by what it is called."""
+        shown = {
+            "policy": (self.policy, ""),
+            "budget": (self.budget, "g"),
+            "work": (self.flops_ratio, ".2f"),
+            "time": (self.speedup, ".2f"),
+            "loss %": (self.nll_increase_pct, "+.2f"),
+            "same tokens": (self.agreement, ".1%"),
+        }
+        return {name: format(of, form) for name, (of, form) in shown.items() if of is not None}
+
+    def _repr_html_(self) -> str:
+        return table_html([*self.figures()], [[*self.figures().values()]])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the record as JSON-ready values, floats rounded to six significant digits."""

@@ -26,6 +26,7 @@ import jinja2.visitor
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from utio_jax.core.html import depth_html
 from utio_jax.decoding.generate import Generated, check_options, stream
 from utio_jax.decoding.text import TextReader, generate_until, read_text
 from utio_jax.models.huggingface import read_json
@@ -67,6 +68,10 @@ class Reply:
     text: str
     pieces: tuple[str, ...]
     generated: Generated
+
+    def _repr_html_(self) -> str:
+        depths = self.generated.decided[0].tolist()
+        return depth_html(self.pieces, depths, num_layers=self.generated.num_layers)
 
     @property
     def message(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.calibration.advice import advise
+from utio_jax.calibration.advice import advise, conclude, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import ComparisonRow, compare
 from utio_jax.calibration.gates import gate_windows
@@ -24,6 +24,7 @@ from utio_jax.calibration.risk import split_documents
 from utio_jax.core.decoder import some_exits
 from utio_jax.core.documents import Batch, calibration_batches, sample_batches
 from utio_jax.core.files import check_writable
+from utio_jax.core.html import table_html
 from utio_jax.core.lens import Lensed, Wrapped
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
@@ -80,11 +81,30 @@ class Calibrated:
                     for depth, share in zip(entry.depths, entry.fractions, strict=True)
                 )
                 lines.append(f"{name} at {budget:g} of the FLOPs: {shares}")
-        lines.append(self.verdict or "Adaptive depth may pay here: compare it on unseen text.")
+        lines.append(self.verdict or may_pay(self.calibration.info))
         return "\n".join(lines)
 
     def _exits(self) -> list[tuple[str, float]]:
         return sorted(self.exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
+
+
+class Compared(list[ComparisonRow]):
+    """What `Model.compare` found: a row per policy and control, and what they say."""
+
+    @property
+    def verdict(self) -> str:
+        """Whether some policy is better than truncating the model, in a sentence."""
+        return conclude(self)
+
+    def _repr_html_(self) -> str:
+        names = ("policy", "budget", "work", "loss %", "same tokens", "below truncation %")
+        rows = [{**row.ledger.figures(), "policy": row.name} for row in self]
+        for shown, row in zip(rows, self, strict=True):
+            if row.hull_margin_pct is not None:
+                low, margin, high = row.hull_margin_pct
+                shown[names[-1]] = f"{margin:+.2f} [{low:+.2f}, {high:+.2f}]"
+        table = table_html(names, [[row.get(name) for name in names] for row in rows])
+        return f"{table}<p>{self.verdict}</p>"
 
 
 class Verbs:
@@ -134,8 +154,8 @@ class Verbs:
 
         Args:
           name: full, uniform, random, or one of the calibration's.
-          budget: target FLOPs over full depth's, of a calibrated one; None means 0.6, or the only
-            one that there is.
+          budget: target FLOPs over full depth's, of a calibrated one; None means 0.75, or the
+            only one that there is.
           depth: of `"uniform"`, in layers.
 
         Raises:
@@ -226,7 +246,7 @@ class Verbs:
         self: Any,
         texts: Sequence[str],
         *,
-        policy: str | Policy = "full",
+        policy: str | Policy | None = None,
         budget: float | None = None,
         **options: Any,
     ) -> TextScore:
@@ -234,17 +254,18 @@ class Verbs:
 
         Args:
           texts: a list; one of fewer than two tokens predicts nothing.
-          policy: that decides depths, or its name, see `policy`.
+          policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
+            budget, else `"full"`.
           budget: of a calibrated one.
           **options: further ones of `utio_jax.score_documents`.
         """
-        return self._score(self.encode(listed(texts)), policy, budget, options)
+        return self._score(self.encode(listed(texts)), _named(policy, budget), budget, options)
 
     def evaluate(
         self: Any,
         files: Sequence[Source],
         *,
-        policy: str | Policy = "full",
+        policy: str | Policy | None = None,
         budget: float | None = None,
         **options: Any,
     ) -> Ledger:
@@ -252,10 +273,12 @@ class Verbs:
 
         Args:
           files: paths, or token ids.
-          policy: that decides depths, or its name, see `policy`.
+          policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
+            budget, else `"full"`.
           budget: of a calibrated one.
           **options: further ones of `utio_jax.score_documents`.
         """
+        policy = _named(policy, budget)
         found = self._score(self.documents(files), policy, budget, options)
         name = policy if isinstance(policy, str) else policy.name
         return found.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
@@ -355,16 +378,16 @@ class Verbs:
         self: Any,
         files: Sequence[Source],
         *,
-        budgets: Sequence[float] | None = None,
+        budget: float | Sequence[float] | None = None,
         batches: int | None = 6,
         seed: int = 0,
         progress: Callable[[str], None] | None = None,
-    ) -> list[ComparisonRow]:
+    ) -> Compared:
         """Returns how every calibrated policy does on unseen text, beside truncation and chance.
 
         Args:
           files: paths, or token ids, none of which was calibrated on.
-          budgets: which of the calibration's; None: all.
+          budget: one of the calibration's or several; None: all.
           batches: of 16 windows, drawn over all documents; None takes the whole text.
           seed: of the windows and of the intervals.
           progress: called with what happens next.
@@ -378,15 +401,17 @@ class Verbs:
             vocab_size=config.vocab_size,
             seed=seed,
         )
-        return compare(
-            self.decoder,
-            self.params,
-            drawn,
-            document_of_window,
-            self.calibration,
-            budgets=budgets,
-            seed=seed,
-            progress=progress,
+        return Compared(
+            compare(
+                self.decoder,
+                self.params,
+                drawn,
+                document_of_window,
+                self.calibration,
+                budgets=None if budget is None else _several(budget),
+                seed=seed,
+                progress=progress,
+            )
         )
 
     def documents(self: Any, sources: Sequence[Source]) -> list[np.ndarray]:
@@ -478,6 +503,13 @@ def named_mode(mode: str | Mode | None, budget: float | None) -> str | Mode:
     if mode is not None:
         return mode
     return "plain" if budget is None else "adaptive"
+
+
+def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
+    """Returns the policy of a reading: a budget without one means the learned, neither none."""
+    if policy is not None:
+        return policy
+    return "full" if budget is None else "learned"
 
 
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:

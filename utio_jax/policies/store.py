@@ -20,6 +20,9 @@ from utio_jax.policies import learned, signals, wrappers
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, random_depths
 
+DEFAULT_BUDGET = 0.75
+"""FLOPs over full depth's where several budgets were fitted and none is named."""
+
 _TYPES: dict[str, Any] = {
     name: found
     for module in (signals, learned, wrappers)
@@ -99,15 +102,15 @@ class Calibration:
         return fitted[budget]
 
     def budget_of(self, name: str, budget: float | None = None) -> float:
-        """Returns a budget that a policy was fitted for: the asked one, the only one, or 0.6.
+        """Returns a budget that a policy was fitted for: the asked one, the only one, or 0.75.
 
         Raises:
           ValueError: the name or the budget is not in this calibration, or there are several
-            budgets, none of them 0.6, and none is asked for.
+            budgets, none of them 0.75, and none is asked for.
         """
         fitted = self.entries.get("learned" if name == "random" else name, {})
         if budget is None:
-            budget = next(iter(fitted)) if len(fitted) == 1 else 0.6
+            budget = next(iter(fitted)) if len(fitted) == 1 else DEFAULT_BUDGET
         self.entry(name, budget)
         return budget
 

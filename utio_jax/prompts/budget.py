@@ -82,7 +82,7 @@ def prompt_choice(
         raise ValueError(
             "Wanted a model that was trained to stop early, or ways of reading prompts that were "
             "measured, for a prompt budget. Got neither. Fit KV maps: utio-jax fit-prompt --model "
-            "M --text FILES; then --prompt-maps FILE, or model.with_kv_maps(FILE)."
+            "M FILES; then --prompt-maps FILE, or model.with_kv_maps(FILE)."
         )
     fitting = [each for each in known if (each.flops_ratio or 1.0) <= budget]
     if not fitting:

@@ -27,7 +27,7 @@ from utio_jax.policies.depth import Thresholded, uniform
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.capacity import choose_executor
 from utio_jax.staircase.exit_head import Readout
-from utio_jax.staircase.loop import staircase
+from utio_jax.staircase.loop import check_policy, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV, dense_states, positions_of
 from utio_jax.staircase.sparse import SparseAttention
@@ -106,6 +106,7 @@ def score(  # noqa: PLR0913 (options, each named)
         return over_rows(mesh, on_device, params, rows, policy, attention).tree
     if attention is not None and executor == "auto":
         executor = MicroBatches()
+    check_policy(policy, decoder, kv=kv)
     executor = choose_executor(executor, policy, token_ids.shape[1])
     labels, predicted = labels_of(token_ids, lengths)
     result = staircase(

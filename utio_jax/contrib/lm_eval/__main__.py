@@ -35,7 +35,7 @@ class LmEval(OfWindows):
       include_path: a folder with YAML files whose tasks can be named.
       mode: full, adaptive or lossless; the last runs log-likelihoods at full depth.
       policy: of adaptive: uniform, random, or one that the calibration holds. By default learned.
-      budget: target flops_ratio of a fitted policy. By default 0.6, or the only one.
+      budget: target flops_ratio of a fitted policy. By default 0.75, or the only one.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
       kv: what others see of a token beyond its depth, in adaptive: propagate or drop. By default

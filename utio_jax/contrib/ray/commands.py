@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import tyro
 
-from utio_jax.cli.modes import OfDecoding
 from utio_jax.cli.options import (
+    OfDecoding,
     OfModel,
     check_out,
     check_policy_options,
@@ -121,7 +121,7 @@ class Score(OfCorpus):
     Attributes:
       context: tokens of the windows that documents are cut into; at most the model's own.
       policy: full, uniform, random, or one that the calibration holds.
-      budget: target flops_ratio, for the fitted policies. By default 0.6, or the only one.
+      budget: target flops_ratio, for the fitted policies. By default 0.75, or the only one.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       depth: layers, for uniform.
       batch: rows per pass, at most.

@@ -68,6 +68,6 @@ def standard_library(split: Split, *, root: str | Path | None = None) -> tuple[D
     if not documents:
         raise ValueError(
             f"Wanted Python source of the {split} split below {folder}. Found none. "
-            "Name a folder that holds a standard library, or your own text files with --text."
+            "Name a folder that holds a standard library, or text files of your own."
         )
     return tuple(documents)

@@ -1,74 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models to measure by name: the shipped one, a folder, or a known shape with random weights."""
+"""Models of known shapes with random weights, for speed alone: as many layers as fit."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from utio_jax.bench.subjects import Subject
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from utio_jax.models.transformer import Transformer
 
 # Of free memory, for parameters and the largest cache; the rest is the programs'.
 _MEMORY_SHARE = 0.6
-
-
-def subject_named(name: str, *, dtype: str, cache_tokens: int = 0) -> Subject:
-    """Returns a model with its text and calibration, or a shape with random weights.
-
-    Args:
-      name: "shipped", a name of `utio_jax.models.presets.SHAPES`, or a folder.
-      dtype: of the parameters.
-      cache_tokens: tokens of all rows of the largest cache.
-
-    Raises:
-      ValueError: there is no such model, or not even two layers fit.
-    """
-    import jax.numpy as jnp
-
-    from utio_jax.bench.subjects import Subject
-    from utio_jax.models import SHIPPED, load
-    from utio_jax.models.presets import SHAPES
-    from utio_jax.models.training.corpus import standard_library
-
-    if name in SHAPES:
-        return _shape(name, dtype, cache_tokens=cache_tokens)
-    model = load(SHIPPED if name == "shipped" else name, dtype=jnp.dtype(dtype))
-    documents, notes = None, []
-    try:
-        documents = model.encode([document.text for document in standard_library("test")])
-    except ValueError as error:
-        notes.append(f"random ids: {error}")
-    try:
-        calibration = model.calibration
-    except ValueError:
-        calibration = None
-        notes.append("no calibration")
-    return Subject(
-        name="shipped" if name == "shipped" else model.folder.name,
-        decoder=model.decoder,
-        params=model.params,
-        documents=documents,
-        calibration=calibration,
-        note="; ".join(notes),
-    )
-
-
-def _shape(name: str, dtype: str, *, cache_tokens: int) -> Subject:
-    from utio_jax.bench.subjects import Subject
-    from utio_jax.models import Transformer
-    from utio_jax.models.presets import SHAPES, with_layers
-
-    config = SHAPES[name]
-    fitting = fit_layers(config, dtype=dtype, memory=free_memory(), cache_tokens=cache_tokens)
-    decoder = Transformer(with_layers(config, fitting))
-    return Subject(
-        name=name,
-        decoder=decoder,
-        params=random_params(decoder, dtype=dtype),
-        note=f"random weights, {fitting} of {config.num_layers} layers: speed only",
-    )
 
 
 def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
@@ -83,11 +29,6 @@ def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> 
     Raises:
       ValueError: not even two do, the least that can be split.
     """
-    import jax
-    import numpy as np
-
-    from utio_jax.models import Transformer
-
     size = np.dtype(dtype).itemsize if dtype != "bfloat16" else 2
     one = dataclasses.replace(config, num_layers=1, exits=(1,))
     shapes = jax.eval_shape(Transformer(one).init, jax.random.key(0))
@@ -107,8 +48,6 @@ def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> 
 
 def free_memory() -> float:
     """Returns the first device's free bytes: its own, or on a CPU the host's."""
-    import jax
-
     known = jax.local_devices()[0].memory_stats()
     if known and "bytes_limit" in known:
         return float(known["bytes_limit"] - known.get("bytes_in_use", 0))
@@ -120,8 +59,6 @@ def random_params(decoder: Any, *, dtype: str) -> Any:
 
     Its own `init` would make all of them in float32 first, and output projections of zero.
     """
-    import jax
-    import jax.numpy as jnp
 
     def make(path: Any, leaf: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")

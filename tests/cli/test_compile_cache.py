@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs are kept for the next start: by this machine's kind, and never where it is unwanted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from utio_jax.cli import compile_cache
+from utio_jax.cli.compile_cache import VARIABLE, keep_programs, machine
+from utio_jax.cli.main import main
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What JAX is set to; a home of its own, and none of the variables that tests have."""
+    set_to: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", set_to.__setitem__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
+    return set_to
+
+
+def test_programs_are_kept_in_the_users_cache_folder(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = keep_programs()
+    assert folder == tmp_path / "utio-jax" / "programs" / machine()
+    assert folder is not None
+    assert folder.is_dir()
+    assert settings["jax_compilation_cache_dir"] == str(folder)
+    assert settings["jax_persistent_cache_min_compile_time_secs"] < 1
+    assert settings["jax_compilation_cache_max_size"] > 0
+
+
+@pytest.mark.parametrize(("name", "value"), [(VARIABLE, "off"), ("JAX_COMPILATION_CACHE_DIR", "x")])
+def test_the_users_own_choice_stays(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert keep_programs() is None
+    assert not settings
+
+
+def test_a_home_that_cannot_be_written_is_no_error(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert keep_programs() is None
+    assert not settings
+
+
+def test_another_kind_of_processor_has_another_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu, read = Path("/proc/cpuinfo"), Path.read_text
+
+    def of(flags: str) -> str:
+        said = f"processor\t: 0\nflags\t\t: {flags}\n"
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                Path, "read_text", lambda file, **of: said if file == cpu else read(file, **of)
+            )
+            return machine()
+
+    assert f"jaxlib-{version('jaxlib')}-" in machine()
+    assert of("sse avx2") == of("avx2 sse") != of("sse avx2 avx512f")
+
+
+def test_only_a_program_keeps_what_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[None] = []
+    monkeypatch.setattr("utio_jax.cli.main.keep_programs", lambda: kept.append(None))
+    assert main(["--version"]) == 0
+    assert not kept, "called from another program, as by a test"
+    monkeypatch.setattr("sys.argv", ["utio-jax", "--version"])
+    assert main() == 0
+    assert len(kept) == 1
+
+
+@pytest.mark.check
+def test_the_second_start_compiles_less(tmp_path: Path) -> None:
+    code = (
+        f"from {compile_cache.__name__} import keep_programs\n"
+        "import jax, jax.numpy as jnp\n"
+        "keep_programs(), (hits := [])\n"
+        "jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))\n"
+        "jax.jit(lambda x: jnp.linalg.svd(jnp.sin(x) @ x)[1])(jnp.ones((64, 64)))\n"
+        "print(hits.count('/jax/compilation_cache/cache_hits'))"
+    )
+    env = {"PATH": "", "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    env |= {"PYTHONPATH": str(Path(compile_cache.__file__).parents[2])}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    found = [
+        subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+        for _ in range(2)
+    ]
+    assert [each.returncode for each in found] == [0, 0], found[1].stderr
+    assert int(found[0].stdout) == 0 < int(found[1].stdout)
+    assert not found[1].stderr

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the demonstration says of its figures: a table of budgets, and what to do."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from utio_jax.cli.demo import conclude, reading_table, sentences
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "policy": policy,
+        "budget": budget,
+        "flops_ratio": work,
+        "speedup": times,
+        "nll_increase_pct": loss,
+        "hull_nll_increase_pct": hull,
+        "plain_hull_nll_increase_pct": plain,
+    }
+    for policy, budget, work, times, loss, hull, plain in (
+        ("full", None, 1.0, 1.0, 0.0, 0.0, None),
+        ("random", 0.6, 0.6, 1.5, 9.0, 1.4, None),
+        ("learned", 0.6, 0.6, 1.61, 1.1, 1.39, -1.5),
+        ("learned", 0.9, 0.88, 1.06, -0.01, -0.2, None),
+    )
+]
+WRITTEN: list[dict[str, Any]] = [
+    {"mode": mode, "batch": batch, "speedup": times, "agreement": same}
+    for mode, batch, times, same in (
+        ("plain", 1, 1.0, 1.0),
+        ("lossless", 1, 1.44, 1.0),
+        ("ngram", 1, 1.2, 1.0),
+        ("adaptive", 1, 2.5, 0.98),
+        ("plain", 8, 1.0, 1.0),
+        ("lossless", 8, 1.07, 1.0),
+        ("ngram", 8, 0.9, 1.0),
+        ("adaptive", 8, 1.6, 0.97),
+    )
+]
+PROMPT = {
+    "prompt_tokens": 448,
+    "stop": 8,
+    "speedup": 1.73,
+    "nll_increase_pct": 0.0,
+    "exact": True,
+}
+FOUND = {"rows": ROWS, "generation": WRITTEN, "prompt": PROMPT}
+
+
+def test_budgets_stand_beside_truncation_and_a_shallower_model() -> None:
+    shown = io.StringIO()
+    Console(file=shown, width=118).print(reading_table(ROWS, default=0.6))
+    lines = [" ".join(line.split()) for line in shown.getvalue().splitlines()]
+    assert lines == [
+        "work time loss against truncation against a shallower model",
+        "full depth 1.00 1.00x 0",
+        "budget 0.9 0.88 1.06x -0.01 % worse by 0.19 % not known",
+        "budget 0.6 0.60 1.61x +1.10 % better by 0.29 % worse by 2.60 % <- default",
+    ]
+
+
+def test_writing_and_prompts_are_a_line_each() -> None:
+    assert sentences(FOUND) == [
+        "Writing 1 text: lossless 1.44x, the same tokens; adaptive 2.50x, 98% the same.",
+        "Writing 8 texts: lossless 1.07x, the same tokens; adaptive 1.60x, 97% the same.",
+        "A prompt of 448 tokens, most 8 layers deep: first token 1.73x as soon, loss behind it "
+        "+0.00 %.",
+    ]
+    assert len(sentences({**FOUND, "prompt": None})) == 2
+
+
+def test_the_verdict_says_what_to_do() -> None:
+    assert conclude(FOUND, budget=0.6) == (
+        "For one fixed budget train a shallower model (2.6 % less loss at this work); for many "
+        "budgets from one set of weights, a depth per token is 0.29 % better than truncating; for "
+        "one text at a time --mode lossless costs nothing; long prompts pay as they are."
+    )
+    slow = [{**row, "speedup": 0.9} for row in WRITTEN]
+    said = conclude({**FOUND, "generation": slow, "prompt": None}, budget=0.9)
+    assert said == (
+        "For many budgets from one set of weights, a depth per token is no better than truncating."
+    )

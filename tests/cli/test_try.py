@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax try`: one table of what was tried, and one sentence that follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.folders import save_small_model
+from helpers.texts import SOURCES, source
+
+from utio_jax.cli.main import main
+from utio_jax.cli.trial import Tried, recommend
+from utio_jax.models import load
+from utio_jax.policies.signals import Position
+from utio_jax.policies.store import Calibration, Thresholds
+
+FULL = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
+DRAFTS = Tried(what="writing: drafts", how="--drafts", times=1.5, loss_pct=0.0, same=1.0)
+
+
+def test_the_fastest_of_what_pays_is_recommended_for_each_purpose() -> None:
+    rows = [
+        FULL,
+        DRAFTS,
+        Tried(what="writing: learned", how="--budget", times=2.0, loss_pct=1.5, same=0.97),
+        Tried(what="reading: all to layer 8", how="--depth 8", times=1.9, loss_pct=0.8, same=0.9),
+        Tried(what="reading: learned", how="--budget", times=1.6, loss_pct=0.2, same=0.9),
+        Tried(what="prompts: no shallow way is known", how="fit one"),
+    ]
+    assert recommend(rows, "mine") == (
+        "What pays for mine on this text: writing: --drafts (1.50 times as fast, no loss); "
+        "reading: --depth 8 (1.90 times as fast, +0.80 % loss)."
+    )
+    assert [row.pays for row in rows] == [False, True, False, True, True, False]
+
+
+def test_what_is_not_faster_or_loses_much_is_left_out() -> None:
+    slow = Tried(what="writing: drafts", how="--drafts", times=0.9, loss_pct=0.0)
+    costly = Tried(what="reading: all to layer 2", how="--depth 2", times=3.0, loss_pct=40.0)
+    assert recommend([FULL, slow, costly], "mine").startswith("Nothing pays for mine on this text")
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    captured = capsys.readouterr()
+    found = json.loads(captured.out.splitlines()[-1])
+    assert found["verdict"] in captured.err
+    return found
+
+
+@pytest.mark.check
+def test_a_model_with_exits_and_one_without_are_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_small_model(folder)
+    texts = [str(source(name)) for name in SOURCES]
+    entry = Thresholds(depths=(1, 4), thresholds=(-5.0,), fractions=(0.2, 0.8))
+    Calibration(
+        entries={"learned": {0.8: entry}},
+        signals={"learned": Position()},
+        info={"model_sha256": load(folder).sha256, "goals": {}},
+    ).save(folder)
+    before = sorted(path.name for path in folder.iterdir())
+    assert main(["try", *texts, "--model", str(folder)]) == 0
+    rows = {row["what"]: row for row in last_line(capsys)["rows"]}
+    assert [*rows] == [
+        "in full",
+        "writing: drafter ngram",
+        "writing: drafter exit",
+        "writing: budget 0.8",
+        "reading: all to layer 1",
+        "reading: all to layer 2",
+        "reading: position@0.8",
+        "prompts: 56 tokens, most to layer 1",
+    ]
+    for what, row in rows.items():
+        assert row["times"] > 0
+        if "drafter" in what:
+            assert (row["loss_pct"], row["same"] > 0.99) == (0.0, True), (
+                "the same tokens, up to ties"
+            )
+    assert rows["writing: budget 0.8"]["loss_pct"] == rows["reading: position@0.8"]["loss_pct"]
+    assert sorted(path.name for path in folder.iterdir()) == before, "nothing is written"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"exits": [4]}))
+    (folder / "policies.json").unlink()
+    assert main(["try", *texts, "--model", str(folder)]) == 0
+    rows = {row["what"]: row for row in last_line(capsys)["rows"]}
+    assert [*rows] == [
+        "in full",
+        "writing: drafter ngram",
+        "reading: the model names no exits",
+        "prompts: no shallow way is known",
+    ]

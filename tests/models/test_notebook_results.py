@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What notebooks show of what the verbs return; the text of one prompt by its name."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+
+from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.decoding.text import GeneratedText
+from utio_jax.evaluation.ledger import Ledger
+from utio_jax.models.chat import Reply
+from utio_jax.models.verbs import Compared
+
+
+def generated(rows: int) -> Any:
+    return types.SimpleNamespace(decided=[np.asarray([8, 16])] * rows, num_layers=16)
+
+
+def test_new_text_is_shown_by_depth() -> None:
+    one = GeneratedText(texts=("a<b",), pieces=(("a<", "b"),), generated=generated(1))
+    assert one.text == "a<b"
+    assert 'title="8 layers">a&lt;</span>' in one._repr_html_()
+    assert 'title="16 layers">b</span>' in one._repr_html_()
+    two = GeneratedText(texts=("ab", "ab"), pieces=(("a", "b"),) * 2, generated=generated(2))
+    assert two._repr_html_().count("<pre") == 2
+    with pytest.raises(ValueError, match="Wanted the text of one prompt. Got 2: see texts"):
+        _ = two.text
+    reply: Any = types.SimpleNamespace(pieces=("a", "b"), generated=generated(1))
+    assert 'title="8 layers">a</span>' in Reply._repr_html_(reply)
+
+
+def test_figures_are_a_table_of_what_was_measured() -> None:
+    ledger = Ledger(policy="learned", budget=0.6, flops_ratio=0.597, nll_increase_pct=1.1)
+    assert ledger.figures() == {
+        "policy": "learned",
+        "budget": "0.6",
+        "work": "0.60",
+        "loss %": "+1.10",
+    }
+    assert "<th>loss %</th>" in ledger._repr_html_()
+    assert "<td>+1.10</td>" in ledger._repr_html_()
+    rows = Compared(
+        [
+            ComparisonRow(ledger=Ledger(policy="full", flops_ratio=1.0)),
+            ComparisonRow(ledger=ledger, hull_margin_pct=(0.1, 0.2, 0.3)),
+        ]
+    )
+    shown = rows._repr_html_()
+    assert shown.count("<tr>") == 3
+    assert "<td>+0.20 [+0.10, +0.30]</td>" in shown
+    assert rows.verdict in shown
+    assert "1 of 1 policies are better than truncating" in rows.verdict

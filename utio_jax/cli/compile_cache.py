@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs in the user's cache folder: the second start of a command compiles little."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+VARIABLE = "UTIO_JAX_COMPILE_CACHE"
+"""`off` in this environment variable compiles everything anew."""
+
+_MOST_BYTES = 2**30
+# Small programs are many, and reading one back takes a few milliseconds.
+_LEAST_SECONDS = 0.1
+
+
+def keep_programs() -> Path | None:
+    """Makes JAX keep what it compiles, from now on; returns where, or None where it does not.
+
+    JAX' own variable `JAX_COMPILATION_CACHE_DIR` goes before this. Programs for CPUs hold
+    instructions that another machine may not have, so each kind of processor and each jaxlib has a
+    folder of its own, as where a home is shared by several machines.
+    """
+    if os.environ.get(VARIABLE) == "off" or "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return None
+    import jax
+
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "utio-jax" / "programs" / machine()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # A home that cannot be written is no reason to stop.
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", _MOST_BYTES)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
+    return folder
+
+
+def machine() -> str:
+    """Returns what compiled programs belong to: jaxlib's version, and the processor's features."""
+    features = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        features = next(line for line in lines if line.startswith(("flags", "Features")))
+    named = " ".join(sorted(features.partition(":")[2].split() or [features]))
+    return f"jaxlib-{version('jaxlib')}-{hashlib.sha256(named.encode()).hexdigest()[:12]}"

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`utio-jax try`: what of this library pays for a model and a text, in minutes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from utio_jax.cli.options import Files, OfModel, progress_bar, read_documents, repeat_verdict
+from utio_jax.policies.store import DEFAULT_BUDGET
+
+# Small enough that a model of 135M parameters takes minutes on two cores, and 3 GB at most.
+_ROWS, _WIDTH, _BATCHES = 4, 256, 2
+_LONG = 512
+_MOST_EXITS = 3
+
+_WORTH_PCT = 1.0  # Of loss, for what saves time.
+_FASTER = 1.05  # Below, it might be noise.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One way of running a model, next to running it in full.
+
+    Attributes:
+      what: runs: reading, writing or a prompt, and how.
+      how: it is asked for, or why it was not tried.
+      times: as fast; None where it was not tried.
+      loss_pct: increase of the loss.
+      same: share of tokens that are full depth's.
+    """
+
+    what: str
+    how: str = ""
+    times: float | None = None
+    loss_pct: float | None = None
+    same: float | None = None
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is faster, at a loss that most uses bear."""
+        return (self.times or 0.0) >= _FASTER and (self.loss_pct or 0.0) <= _WORTH_PCT
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns a line of the table."""
+        times = "" if self.times is None else f"{self.times:.2f}x"
+        loss = "" if self.loss_pct is None else f"{self.loss_pct:+.2f} %"
+        return self.what, times, loss, "" if self.same is None else f"{self.same:.0%}", self.how
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Try(OfModel):
+    """Tries what this library has on a few thousand tokens, and says what pays for the model.
+
+    Drafts copied from the text, exits and policies where the model has them, and prompts of which
+    most tokens stop early: time, loss and share of equal tokens of each. Nothing is written.
+
+    Attributes:
+      files: text files like what the model will read; by default the test split of this Python's
+        standard library.
+    """
+
+    EXAMPLES: ClassVar = ("try", "try FILES --model DIR", "try FILES --model NAME.gguf")
+
+    files: Files = ()
+
+    def run(self) -> dict[str, Any]:
+        """Runs the command and returns its JSON."""
+        from rich.console import Console
+        from rich.table import Table
+
+        started = time.perf_counter()
+        model = self.load()
+        documents, described = read_documents(model, self.files, None, "test")
+        policies = _fitted(model)
+        read = _read(model, documents, policies)
+        full = Tried(what="in full", times=1.0, loss_pct=0.0, same=1.0)
+        written = _written(model, documents, policies, read)
+        rows = [full, *written, *read, *_prompts(model, documents)]
+        title = f"{model.folder.name}, {described['documents']} documents"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in ("", "time", "loss", "same tokens", "how"):
+            table.add_column(name, justify="left" if name in ("", "how") else "right")
+        for row in rows:
+            table.add_row(*row.cells(), style="bold green" if row.pays else None)
+        Console(stderr=True, width=118).print(table)
+        verdict = recommend(rows, self.model)
+        print(verdict, file=sys.stderr)
+        return {
+            "command": "try",
+            "seconds_total": round(time.perf_counter() - started, 1),
+            "text": described,
+            "rows": [dataclasses.asdict(row) | {"pays": row.pays} for row in rows],
+            "verdict": verdict,
+        }
+
+
+def recommend(rows: Sequence[Tried], model: str) -> str:
+    """Returns what to do with a model, in a sentence: the fastest of what pays for each purpose."""
+    said = []
+    for kind in ("writing", "reading", "prompts"):
+        found = [row for row in rows if row.pays and row.what.startswith(kind)]
+        if found:
+            best = max(found, key=lambda row: row.times or 0.0)
+            loss = f"{best.loss_pct:+.2f} % loss" if best.loss_pct else "no loss"
+            said.append(f"{kind}: {best.how} ({best.times:.2f} times as fast, {loss})")
+    if not said:
+        return f"Nothing pays for {model} on this text: run it in full, as it is."
+    return f"What pays for {model} on this text: {'; '.join(said)}."
+
+
+def _fitted(model: Any) -> dict[float, Any]:
+    """Returns the learned policy at the budget next to the default, by that; or nothing."""
+    try:
+        known = model.calibration.entries["learned"]
+    except (KeyError, ValueError):
+        return {}
+    repeat_verdict(model, "learned", None)
+    budget = min(known, key=lambda each: abs(each - DEFAULT_BUDGET))
+    return {budget: model.calibration.policy("learned", budget)}
+
+
+def _read(model: Any, documents: Any, policies: dict[float, Any]) -> list[Tried]:
+    """Returns what reading comes to that stops at exits, or where a policy says."""
+    from utio_jax.bench.scoring import count_steps, cut_batches, measure_policies
+    from utio_jax.bench.subjects import Method, controls_of
+
+    full, *exits = controls_of(model.decoder)
+    if not exits:
+        remedy = "utio-jax calibrate fits a lens, in minutes to hours"
+        return [Tried(what="reading: the model names no exits", how=remedy)]
+    tried = [*exits[:: -(-len(exits) // _MOST_EXITS)]]
+    tried += [
+        Method(label=f"{policy.name}@{budget:g}", policy=policy, budget=budget)
+        for budget, policy in policies.items()
+    ]
+    methods = [full, *tried]
+    width = min(_WIDTH, model.decoder.config.context_length)
+    batches = cut_batches(documents, batches=_BATCHES, seed=0, rows=_ROWS, width=width)
+    with progress_bar(count_steps(methods, batches, rounds=1), "reading") as step:
+        found = measure_policies(
+            model.decoder, model.params, batches, methods, rounds=1, progress=step
+        )
+    return [
+        Tried(
+            what=f"reading: {method.label.replace('uniform:', 'all to layer ')}",
+            how=f"--budget {method.budget:g}"
+            if method.budget
+            else f"--policy uniform --depth {method.label.rpartition(':')[2]}",
+            times=row.speedup,
+            loss_pct=row.nll_increase_pct,
+            same=row.agreement,
+        )
+        for method, row in ((each, found[each.label].ledger) for each in tried)
+    ]
+
+
+def _written(
+    model: Any, documents: Any, policies: dict[float, Any], read: Sequence[Tried]
+) -> list[Tried]:
+    """Returns what new tokens come to: drafted by n-grams and exits, and by a policy."""
+    from utio_jax.bench.decoding import write_middles
+    from utio_jax.decoding.adaptive import Adaptive
+    from utio_jax.decoding.base import Plain
+    from utio_jax.decoding.lossless import lossless_for
+
+    decoder = model.decoder
+    drafters: Any = ("ngram", "exit") if decoder.config.exits[:-1] else ("ngram",)
+    modes: dict[str, Any] = {
+        f"--mode lossless --drafter {each}": lossless_for(decoder, each) for each in drafters
+    }
+    modes |= {f"--budget {each:g}": Adaptive(policy=policy) for each, policy in policies.items()}
+    modes["plain"] = Plain()
+    with progress_bar((len(modes) + 1) * 2, "writing") as step:
+        found = write_middles(
+            decoder, model.params, documents, modes, sizes=(1,), rounds=1, progress=step
+        )[1]
+    del found["plain"]
+    lost = {row.how: row.loss_pct for row in read}  # Drafts are checked, and lose nothing.
+    return [
+        Tried(
+            what=f"writing: {how.rpartition('--')[2]}",
+            how=how,
+            times=each.ledger.speedup,
+            loss_pct=lost.get(how, 0.0),
+            same=each.ledger.agreement,
+        )
+        for how, each in found.items()
+    ]
+
+
+def _prompts(model: Any, documents: Any) -> list[Tried]:
+    """Returns what a long prompt comes to of which most tokens stop early."""
+    from utio_jax.bench.prompts import shallow_prompts
+    from utio_jax.prompts.evaluate import PromptSizes
+
+    width = min(_LONG, model.decoder.config.context_length, max(map(len, documents)))
+    sizes = PromptSizes(
+        prompt_tokens=width * 7 // 8, continuation=width // 8, rows=_ROWS, batch=_ROWS
+    )
+    try:
+        found = shallow_prompts(
+            model.decoder,
+            model.params,
+            documents,
+            sizes=sizes,
+            choices=model.prompt_choices,
+            rounds=1,
+        )
+    except ValueError:
+        return [Tried(what="prompts: no shallow way is known", how="utio-jax fit-prompt finds one")]
+    return [
+        Tried(
+            what=f"prompts: {found['prompt_tokens']} tokens, most to layer {found['stop']}",
+            how="by themselves" if found["exact"] else "--prompt-budget 0.5",
+            times=found["speedup"],
+            loss_pct=found["nll_increase_pct"],
+            same=1.0 if found["exact"] else None,
+        )
+    ]
