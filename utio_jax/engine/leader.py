@@ -316,7 +316,8 @@ def encode(value: Any) -> Any:
     if (kind := type(value).__name__) in _KINDS:
         fields = {each.name for each in dataclasses.fields(value)}
         if isinstance(value, Request):  # Others change while it runs, and begin as they are there.
-            fields -= {*_HOST, "slot", "admitted", "ending", "done", "_reports", "_texts", "_times"}
+            fields -= {*_HOST, "slot", "admitted", "ending", "done"}
+            fields = {name for name in fields if not name.startswith("_")}
         return {"kind": kind, **{name: encode(getattr(value, name)) for name in sorted(fields)}}
     if isinstance(value, list | tuple):
         return [*map(encode, value)]
@@ -339,7 +340,9 @@ def decode(value: Any) -> Any:
 
 
 def _check_same(channel: Channel, served: Served, mode: Mode, identity: str) -> None:
-    sizes = dataclasses.replace(served, decoder=None, params=None, prefill=None)
+    apart = ("decoder", "params", "prefill")
+    names = [each.name for each in dataclasses.fields(served) if each.name not in apart]
+    sizes = [(name, getattr(served, name)) for name in names]
     about = repr((type(served.decoder).__name__, served.decoder.config, sizes, identity))
     shapes = repr([(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(served.params)])
     check_same((about, shapes, mode, served.prefill), what="model and options", by=channel.exchange)
