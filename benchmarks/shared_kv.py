@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax import Prefill, Temperature, generate
+from utio_jax import Adaptive, Prefill, Temperature, generate
 from utio_jax.bench.timing import time_programs
-from utio_jax.decoding import prefill as reading
 from utio_jax.models.checkpoint import load
 from utio_jax.models.training.corpus import standard_library
+from utio_jax.staircase.score import full_depth
 
 
 def stretches(model: Any, count: int, low: int, high: int) -> list[np.ndarray]:
@@ -66,14 +66,8 @@ def first_tokens(model: Any, batch: int, rounds: int) -> dict[str, float]:
     prompts = [each[:448] for each in stretches(model, batch, 448, 500)]
     run = partial(generate, model.decoder, model.params, prompts, max_new_tokens=1, eos_ids=())
 
-    def dense() -> Any:
-        kept = reading.exact_prefill
-        reading.exact_prefill = lambda _: None  # The dense program is what is left at batch 1.
-        try:
-            return run(prefill=None)
-        finally:
-            reading.exact_prefill = kept
-
+    # Under "drop" a token is seen as deep as it ran, so no prompt stops early.
+    dense = partial(run, mode=Adaptive(policy=full_depth(model.decoder), kv="drop"))
     programs = {"exact": run, "staircase": partial(run, prefill=Prefill()), "dense": dense}
     times = time_programs(programs, rounds=rounds)
     return {name: round(times[name].median / times["exact"].median, 3) for name in programs}

@@ -181,3 +181,27 @@ def test_what_cannot_be_used_is_named(
     ):
         assert main(arguments) == 2, arguments
         assert message in capsys.readouterr().err
+
+
+def test_prompts_of_shared_keys_run_all_layers_where_asked(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They stop where all keys and values are made; the tokens are the same."""
+    decoder = load(folder).decoder
+    assert isinstance(decoder, Transformer)
+    source = ((0,), (1,), (0,), (0,))
+    shared = Transformer(dataclasses.replace(decoder.config, kv_source=source))
+    save(tmp_path, shared, live_params(shared), like=folder)
+    asked = ["generate", " ".join(WORDS.split() * 3), "--model", str(tmp_path)]
+    asked += ["--max-new-tokens", "4"]
+    assert main(asked) == 0
+    exact = last_line(capsys)
+    assert main([*asked, "--prompt", "full"]) == 0
+    full = last_line(capsys)
+    assert exact["texts"] == full["texts"]
+    assert exact["prompt"]["exact"]
+    assert exact["prompt"]["cache_ratio"] == 0.5
+    assert exact["prompt"]["flops_ratio"] < 0.7
+    assert full["prompt"]["flops_ratio"] == 1.0
+    assert main([*asked, "--prompt", "full", "--prompt-budget", "0.8"]) == 2
+    assert "Leave out one of them" in capsys.readouterr().err

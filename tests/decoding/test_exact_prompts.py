@@ -96,6 +96,7 @@ def test_exits_behind_a_lens_change_nothing(model: Model) -> None:
 def test_a_budget_of_prompts_is_kept_exactly(model: Model) -> None:
     found = prompt_prefill(model.decoder, model.params, 0.8)
     assert found is not None
+    assert found.policy is not None
     assert found.exact(model.decoder)
     assert found.policy.depths == (model.decoder.config.kv_complete, 4)
     with pytest.raises(ValueError, match="Wanted a prompt budget of at least 0"):

@@ -625,6 +625,7 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
         mine = jax.nn.log_softmax(decoder.unembed(params, last))
         return float((jnp.exp(wanted) * (wanted - mine)).sum(-1).mean())
 
+    assert isinstance(model.decoder, Transformer)
     begun = shared_above(model.decoder, model.params, 2)
     assert begun[0] == tuned.decoder
     assert apart(tuned.decoder, tuned.params) < 0.6 * apart(*begun)

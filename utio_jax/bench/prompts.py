@@ -12,11 +12,13 @@ import numpy as np
 
 from utio_jax.bench.timing import time_programs
 from utio_jax.core.decoder import Decoder, Params
+from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill, exact_prefill
 from utio_jax.prompts.budget import prompt_choice
 from utio_jax.prompts.evaluate import PromptSizes, continuations, cut_rows, prompt_cost
 from utio_jax.staircase.prompts import PromptChoice
+from utio_jax.staircase.score import full_depth
 
 
 def shallow_prompts(
@@ -58,8 +60,10 @@ def shallow_prompts(
     first = partial(generate, decoder, params, prompts, max_new_tokens=1, eos_ids=())
     ways = {"staircase": Prefill(), "shallow": shallow}
     programs = {name: partial(first, prefill=how) for name, how in ways.items()}
-    if exact is None:  # Else the program that is taken by itself is the exact one.
-        programs["dense"] = first
+    programs["dense"] = first
+    if exact is not None:  # Taken by itself, but for K/V that show a token as deep as it ran.
+        programs["shallow"] = first
+        programs["dense"] = partial(first, mode=Adaptive(policy=full_depth(decoder), kv="drop"))
     times = time_programs(programs, rounds=rounds)
     full = min({*programs} - {"shallow"}, key=lambda name: times[name].median)
     cost = prompt_cost(decoder, params, shallow, prompts, programs["shallow"]())

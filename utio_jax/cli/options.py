@@ -188,6 +188,8 @@ class OfMode(OfModel):
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
       drafter: of --mode lossless: exit, or ngram (what followed the last tokens when the text had
         them before). By default an exit where the model was trained at its exits, else ngram.
+      prompt: full: every token of a prompt runs all layers. By default those that need not do not,
+        where that is exact.
       prompt_budget: FLOPs of reading a prompt, over reading it in full: most of its tokens stop
         early.
       prompt_maps: a file that `utio-jax fit-prompt` wrote: what a stock model needs for
@@ -199,6 +201,7 @@ class OfMode(OfModel):
     policy: Rare[str | None] = None
     calibration: Rare[Path | None] = None
     drafter: Rare[str | None] = None
+    prompt: Rare[Literal["full"] | None] = None
     prompt_budget: float | None = None
     prompt_maps: Rare[Path | None] = None
 
@@ -244,10 +247,16 @@ class OfMode(OfModel):
 
     def prefill(self, model: Any) -> Any:
         """Returns how prompts are read; None: as the model reads them by itself."""
+        from utio_jax.decoding.prefill import Prefill
         from utio_jax.models.verbs import read_prompts_within
 
         if self.prompt_budget is None:
-            return None
+            return None if self.prompt is None else Prefill()
+        if self.prompt is not None:
+            raise ValueError(
+                "Wanted one way of reading prompts. Got --prompt full and --prompt-budget. Leave "
+                "out one of them."
+            )
         return read_prompts_within(
             model, self.prompt_budget, lambda: calibration_of(model, self.calibration)
         )
