@@ -344,8 +344,9 @@ def test_faults_are_named(bare: Model, lens: Lens, text: list[Batch]) -> None:
     with pytest.raises(ValueError, match="Got one of width 4"):
         lensed(bare.decoder, bare.params, narrow)
     decoder, params = lensed(bare.decoder, bare.params, lens)
-    with pytest.raises(ValueError, match="fitted for"):
-        apply_exit_lens(decoder, params, jnp.zeros((2, bare.decoder.config.embed_dim)), 3)
+    x = jnp.ones((2, bare.decoder.config.embed_dim))
+    np.testing.assert_array_equal(apply_exit_lens(decoder, params, x, 3), x, "no exit: as it is")
+    assert not np.array_equal(apply_exit_lens(decoder, params, x, 2), x)
     stock = type(bare.decoder)(dataclasses.replace(bare.decoder.config, exits=(4,)))
     with pytest.raises(ValueError, match="exit before its last layer"):
         fit_lens(stock, bare.params, text)

@@ -96,7 +96,9 @@ def test_what_is_not_source_is_left_out(tmp_path):
 
 
 def test_a_folder_without_source_and_an_unknown_split_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"Python source of the test split below .*--text"):
+    with pytest.raises(
+        ValueError, match=r"Python source of the test split below .*files of your own"
+    ):
         standard_library("test", root=tmp_path)
     with pytest.raises(ValueError, match=r"Python source of the test split below .*nowhere"):
         standard_library("test", root=tmp_path / "nowhere")
