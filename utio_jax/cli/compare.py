@@ -83,6 +83,7 @@ class Compare(OfWindows):
             vocab_size=config.vocab_size,
             seed=self.seed,
         )
+        plain = plain_hull(model)  # Before the work: a file that is not this model's is refused.
         rows = compare(
             model.decoder,
             model.params,
@@ -98,7 +99,6 @@ class Compare(OfWindows):
         tokens = rows[0].ledger.tokens or 0
         title = f"{tokens:,} tokens of {len(set(document_of_window))} documents"
         pictures = [self.out / "pareto.png", self.out / "margins.png"]
-        plain = plain_hull(model)
         verdict = conclude(rows)
         if is_first():
             Console(stderr=True, width=118).print(comparison_table(rows, title=title))
