@@ -30,7 +30,7 @@ from utio_jax.attention.cache import key_widths
 from utio_jax.core.platform import compiling_for
 from utio_jax.core.rows import _spec, row_axes
 from utio_jax.decoding.admission import empty_state
-from utio_jax.decoding.base import Mode
+from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import Greedy
@@ -85,6 +85,28 @@ def shapes(tree: Any, sharding: Sharding | None) -> Any:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
     )
+
+
+def _setting(decoder: Any, params: Any, mode: Any, sampling: Any, stops: Any) -> Setting:
+    return Setting(decoder=decoder, params=params, mode=mode, sampling=sampling, stops=stops)
+
+
+def _begin(decoder: Any, params: Any, rules: Any, *arrays: Any, **options: Any) -> Any:
+    """Reads prompts; `rules` are mode, sampling and stops."""
+    return begin.__wrapped__(_setting(decoder, params, *rules), *arrays, **options)
+
+
+def _advance(
+    decoder: Any, params: Any, rules: Any, state: Any, until: Any, *, widths: Any, mesh: Any = None
+) -> Any:
+    setting = _setting(decoder, params, *rules)
+    return advance.__wrapped__(setting, state, until, widths=widths, mesh=mesh)
+
+
+def _block(
+    decoder: Any, params: Any, rules: Any, shares: Any, state: Any, steps: Any, **sizes: Any
+) -> Any:
+    return run_block.__wrapped__(_setting(decoder, params, *rules), shares, state, steps, **sizes)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -175,13 +197,13 @@ class Programs:
         config = self.decoder.config
         stops = check_stops(config.eos_ids, (), rows=rows, vocab_size=config.vocab_size)
         stops = shapes(jax.tree.map(jnp.asarray, stops), self.sharding)
-        make = functools.partial(begin.__wrapped__, self.decoder, slots=slots, mesh=mesh)
+        make = functools.partial(_begin, self.decoder, slots=slots, mesh=mesh)
         a = jax.ShapeDtypeStruct
         arrays = [a(shape, jnp.int32) for shape in ((rows, 64), (rows,), (rows,))]
         arrays.append(a((rows,), jnp.uint32))
         bare = shapes((self.params, mode, stops), None) if mesh is None else None
         params, mode, made = bare or (self.params, mode, stops)
-        return jax.eval_shape(make, params, mode, Greedy(), made, *arrays), stops
+        return jax.eval_shape(make, params, (mode, Greedy(), made), *arrays), stops
 
     def prefill(self, rows: int, width: int, prefill: Prefill | None = None) -> Any:
         """Lowers the reading of prompts, by the dense program unless said otherwise."""
@@ -193,22 +215,18 @@ class Programs:
         per_row = self.array(rows), self.array(rows), self.array(rows, dtype=jnp.uint32)
         arrays = self.array(rows, width), *per_row
         options = {"slots": width + 64, "prefill": prefill}
-        return self.lower(
-            begin.__wrapped__, Plain(), Greedy(), stops, *arrays, static=("slots",), **options
-        )
+        rules = Plain(), Greedy(), stops
+        return self.lower(_begin, rules, *arrays, static=("slots",), **options)
 
     def decode(self, mode: Mode, rows: int, slots: int = 512) -> Any:
         """Lowers the loop over new tokens."""
         state, stops = self._state(mode, rows, slots)
         state = shapes(state, self.sharding)
         return self.lower(
-            advance.__wrapped__,
-            mode,
-            Greedy(),
-            stops,
+            _advance,
+            (mode, Greedy(), stops),
             state,
             self.array(),
-            None,
             static=("widths",),
             donate="state",
             widths=(slots,),
@@ -219,16 +237,19 @@ class Programs:
         boundaries = len(self.decoder.config.exits) - 1
         own = np.zeros(boundaries, np.float32) if mode.depth_policy is not None else None
         rules = jax.tree.map(jnp.asarray, rules_of((), rows=rows, own=own))
-        make = functools.partial(empty_state.__wrapped__, self.decoder, batch=rows, slots=slots)
-        bare = shapes((self.params, mode), None)
-        state = jax.eval_shape(make, *bare, rules.sampling, rules.stops)
+
+        def make(params: Any, mode: Any, rules: Any) -> Any:
+            setting = _setting(self.decoder, params, mode, rules.sampling, rules.stops)
+            return empty_state.__wrapped__(setting, batch=rows, slots=slots)
+
+        state = jax.eval_shape(make, *shapes((self.params, mode), None), rules)
+        rules = shapes(rules, self.sharding)
         return self.lower(
-            run_block.__wrapped__,
-            mode,
-            shapes(rules, self.sharding),
+            _block,
+            (mode, rules.sampling, rules.stops),
+            rules.thresholds,
             shapes(state, self.sharding),
             self.array(),
-            None,
             static=("widths", "room"),
             donate="state",
             widths=key_widths(slots, key_step=128),
@@ -274,13 +295,10 @@ class MeshPrograms(Programs):
             for leaf, axis in zip(leaves, row_axes(state), strict=True)
         ]
         return self.lower(
-            advance.__wrapped__,
-            mode,
-            Greedy(),
-            stops,
+            _advance,
+            (mode, Greedy(), stops),
             jax.tree.unflatten(treedef, leaves),
             self.array(),
-            None,
             static=("widths", "mesh"),
             donate="state",
             widths=(slots,),

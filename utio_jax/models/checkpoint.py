@@ -448,7 +448,8 @@ def save(
                 found = [file for pattern in _CARRIED for file in sorted(Path(like).glob(pattern))]
                 copied = {file.relative_to(like).as_posix(): file for file in found}
         # No stock config has a word for keys and values that a converted model's layers share.
-        if is_huggingface(theirs) and not decoder.config.kv_source:
+        converted = isinstance(decoder, Transformer) and decoder.config.kv_source
+        if is_huggingface(theirs) and not converted:
             metadata = {"format": "pt"}
             tensors, config = huggingface.stored_form(decoder, params, config=theirs, dtype=dtype)
     if tensors is None:

@@ -158,4 +158,4 @@ def test_a_port_that_is_taken_is_told(
     assert main([*words, "--port", "70000"]) == 2
     assert "a port up to 65535, or 0 for a free one. Got port=70000" in capsys.readouterr().err
     assert main([*words, "--host", "192.0.2.1", "--port", "0"]) == 2  # Nobody's: RFC 5737.
-    assert "Name an address of this machine" in capsys.readouterr().err
+    assert "an address of this machine" in capsys.readouterr().err
