@@ -152,7 +152,10 @@ def exchange(data: bytes) -> list[bytes]:
     def gather(part: bytes, size: int) -> np.ndarray:
         padded = np.zeros(size, np.uint8)
         padded[: len(part)] = np.frombuffer(part, np.uint8)
-        return np.asarray(process_allgather(padded)).reshape(-1, size)
+        try:
+            return np.asarray(process_allgather(padded)).reshape(-1, size)
+        except ValueError as error:  # As dispatch says it where a peer is gone already.
+            raise jax.errors.JaxRuntimeError(str(error)) from error
 
     framed = len(data).to_bytes(8, "little") + data
     with lost_processes():
