@@ -452,46 +452,30 @@ def _same_without_lens(model: Any, file: Path) -> str:
     return ""
 
 
-def check_policy_options(
-    name: str,
-    *,
-    budget: float | None = None,
-    depth: int | None = None,
-    calibration: Path | None = None,
-    **others: Any,
-) -> None:
+def check_policy_options(name: str, **given: Any) -> None:
     """Checks that a policy has a use for the options that were given with it.
 
     Args:
       name: full, uniform, random, or one of a calibration.
-      budget: for fitted policies.
-      depth: for uniform, which needs one.
-      calibration: for fitted policies.
-      **others: options that mean nothing at full depth, by name; None where they were not given.
+      **given: budget and calibration, which are of fitted policies; depth, of uniform, which needs
+        it; others mean nothing at full depth. None where they were not given.
 
     Raises:
       ValueError: names each option that would have been ignored.
     """
-    fitted = {"--budget": budget, "--calibration": calibration}
-    routed = {f"--{each.replace('_', '-')}": value for each, value in others.items()}
-    useless = {"full": {**fitted, "--depth": depth, **routed}, "uniform": fitted}
-    given = [
-        option
-        for option, value in useless.get(name, {"--depth": depth}).items()
-        if value is not None
-    ]
-    if given:
-        wanted = (
-            "--policy uniform"
-            if given == ["--depth"]
-            else "a fitted policy, such as --policy learned,"
-        )
+    fitted = ("budget", "calibration")
+    useless = {"full": (*fitted, *given), "uniform": fitted}.get(name, ("depth",))
+    left_over = [each for each in dict.fromkeys(useless) if given.get(each) is not None]
+    if left_over:
+        options = [f"--{each.replace('_', '-')}" for each in left_over]
+        learned = "a fitted policy, such as --policy learned,"
+        wanted = "--policy uniform" if options == ["--depth"] else learned
         raise ValueError(
-            f"Wanted {wanted} with {', '.join(given)}. Got --policy {name}, which has no use for "
-            f"{'it' if len(given) == 1 else 'them'}. Name the policy, or leave out "
-            f"{' and '.join(given)}."
+            f"Wanted {wanted} with {', '.join(options)}. Got --policy {name}, which has no use for "
+            f"{'it' if len(options) == 1 else 'them'}. Name the policy, or leave out "
+            f"{' and '.join(options)}."
         )
-    if name == "uniform" and depth is None:
+    if name == "uniform" and given.get("depth") is None:
         raise ValueError(
             "Wanted --depth with --policy uniform: the layers that every token runs. Got none. "
             "For example: --depth 8; --policy full runs all of them."

@@ -190,7 +190,8 @@ class Application:
             return
         if plan is None:
             return
-        ratio = plan.seconds["plain"] / plan.seconds["together"]
+        adaptive = min(each for way, each in plan.seconds.items() if way != "plain")
+        ratio = plan.seconds["plain"] / adaptive
         self.reader.in_full = plan.choice == "plain"
         rest = "in full" if self.reader.in_full else f"at {self.model.budget:g}"
         self.planned = (
