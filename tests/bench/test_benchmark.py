@@ -21,7 +21,7 @@ from utio_jax.bench.parts import lossless_group, score_group
 from utio_jax.bench.results import Recorder, read_results
 from utio_jax.bench.rows import Group, Row, timed
 from utio_jax.bench.subjects import Subject, label_of, methods_of, shares_for
-from utio_jax.bench.suite import SUITES, groups_of, run_groups
+from utio_jax.bench.suite import SUITES, conclude, groups_of, run_groups
 from utio_jax.bench.suite import tiny as tiny_suite
 from utio_jax.bench.timing import Spread, Timing
 from utio_jax.cli.bench import subject_named
@@ -219,6 +219,21 @@ def test_what_cannot_run_says_why_and_the_rest_goes_on(tmp_path: Path) -> None:
     # Out of time: nothing is recorded, so that --resume measures it.
     assert not run([group("c", calls)], recorder, minutes=1e-9)
     assert [*recorder.rows] == ["a", "b"]
+
+
+def test_the_verdict_names_no_way_whose_loss_is_not_known() -> None:
+    def row(method: str, speedup: float, lost: float | None, part: str = "decode") -> Any:
+        quality = None if lost is None else {"nll_increase_pct": lost}
+        fixed = {"fallbacks": 0, "speed_only": False, "baseline": "plain", "key": method}
+        spread = {"median": speedup}
+        return fixed | {"method": method, "part": part, "quality": quality, "speedup": spread}
+
+    plain, unknown, slow = row("plain", 1.0, 0.0), row("gate", 1.5, None), row("other", 0.9, 0.1)
+    assert conclude({"rows": [plain, slow]}).startswith("Nothing that was measured here is faster")
+    said = conclude({"rows": [plain, slow, unknown, row("dear", 1.7, 3.0)]})
+    assert "1 ways at a loss that was not measured" in said
+    drafts = row("drafts", 1.2, None, part="lossless")
+    assert "drafts, 1.20 times as fast" in conclude({"rows": [plain, unknown, drafts]})
 
 
 def test_the_environment_says_on_what_it_ran() -> None:

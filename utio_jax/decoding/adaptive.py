@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, ClassVar
 
 import jax
@@ -93,6 +94,12 @@ class Adaptive(Mode):
         if self.throttle is not None:
             gates += self.throttle.flops(self.policy, decoder, params)
         return gates
+
+    def packs(self, decoder: Decoder) -> bool:
+        if self.pack is None:
+            depths = itertools.pairwise(self.policy.depths)
+            return self.throttle is None and not all(decoder.config.kv_made(*d) for d in depths)
+        return bool(self.pack)
 
     def check(self, decoder: Decoder) -> None:
         frozen_kv(self.kv, decoder)

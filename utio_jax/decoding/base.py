@@ -88,6 +88,10 @@ class Mode:
         """Returns the FLOPs of a row's decisions in one round, heads apart."""
         return 0.0
 
+    def packs(self, decoder: Decoder) -> bool:
+        """Returns whether rows of a batch may run different layers in one round."""
+        return False
+
     def check(self, decoder: Decoder) -> None:
         """Raises ValueError where the mode and the model do not fit."""
 

@@ -173,6 +173,12 @@ def _spent_on_group(
             generated.attended,
         )
     )
+    if mode.packs(decoder):  # Each row ran its own layers; one that ended, as before it did.
+        longer = np.max(generated.steps) / np.maximum(generated.steps, 1)
+        token_layers, attended = (
+            float(np.sum(longer * amounts))
+            for amounts in (generated.token_layers, generated.attended)
+        )
     plain_steps, plain_attended, plain_read = _plain_steps(prompts, generated)
     plain_steps, plain_attended = rows * plain_steps, rows * layers * plain_attended
     extra = cost.head * (heads - plain_steps) + cost.exit_map * exit_maps
