@@ -44,7 +44,7 @@ class Generate(OfDecoding, OfThinking):
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
         from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.text import generate_until, read_text
+        from utio_jax.decoding.text import generate_until
 
         self._check()
         model, sampling = self.load(), self.sampling()
@@ -72,8 +72,8 @@ class Generate(OfDecoding, OfThinking):
                 thinking=thinking,
             )
 
-        generated = decode(mode)
-        found = read_text(tokenizer, prompts, generated, stop_strings=self.stop)
+        found = decode(mode)
+        generated = found.generated
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
         _show(shown, found, model.decoder.config.num_layers, between="\n" if self.chat else "")
         measured = self._measured(model, modes, prompts, generated, decode, sampling, budget)
@@ -154,7 +154,7 @@ class Generate(OfDecoding, OfThinking):
         warm = [generated]  # It has been decoded once, and need not be for a warm-up.
 
         def run(_: Any, chosen: Any) -> Any:
-            return warm.pop() if chosen is modes[label] and warm else decode(chosen)
+            return warm.pop() if chosen is modes[label] and warm else decode(chosen).generated
 
         with progress_bar((len(modes) + 1) * (self.rounds + 1), "timing") as step:
             return measure_modes(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -263,61 +263,6 @@ class PromptPass:
 
 
 @pytree
-class Followed:
-    """What a hook makes of some new tokens.
-
-    Attributes:
-      hook: behind them.
-      kept: which of them come out.
-      limits: lengths at which rows end.
-      last: whether a row has reached its limit with each.
-    """
-
-    hook: Any
-    kept: Bool[Array, "batch new"]
-    limits: Int[Array, " batch"]
-    last: Bool[Array, "batch new"]
-
-
-@runtime_checkable
-class RowHook(Protocol):
-    """What may put other tokens into rows than were drawn, and end them: a pytree of rows.
-
-    Each row has rules of its own, and how far it has come with them, as arrays; one that has none
-    is left alone. `utio_jax.decoding.thinking.ThinkingRows` is one.
-    """
-
-    @property
-    def progress(self) -> Int[Array, "batch number"]:
-        """How far rows have come, as numbers that the host reads."""
-        ...
-
-    def force(self, lengths: Any, token_ids: Any, counts: Any) -> tuple[Any, Any]:
-        """Returns new tokens behind `lengths`, and how many are real: what is forced instead."""
-        ...
-
-    def measure(self, logits: Any, total: Any) -> Float[Array, "batch new"]:
-        """Returns the uncertainty of distributions; `total`: their `logsumexp`."""
-        ...
-
-    def follow(
-        self, token_ids: Any, positions: Any, fresh: Any, limits: Any, *, uncertainty: Any,
-        ends_with: Callable[[Any], Bool[Array, "batch new"]],
-    ) -> Followed:  # fmt: skip
-        """Returns what comes of new tokens, forced ones included.
-
-        Args:
-          token_ids: `[batch, new]`.
-          positions: theirs.
-          fresh: which are real.
-          limits: lengths at which rows end, `[batch]`.
-          uncertainty: of all tokens so far, these included, by position: `[batch, slot]`.
-          ends_with: maps sequences of each row to whether one ends at each new token.
-        """
-        ...
-
-
-@pytree
 class DecodeState:
     """Everything that a token loop carries. Donated: the caller keeps only what comes back.
 
@@ -337,7 +282,8 @@ class DecodeState:
       memory: what the mode remembers, any pytree; its fields say where rows lie.
       prompt: how prompts were read, where not by the dense program, and where all rows were read
         together.
-      hook: a `RowHook`; None where no row has one.
+      hook: what may put other tokens into rows than were drawn, and end them, see
+        `utio_jax.decoding.thinking.ThinkingRows`; None where no row has one.
     """
 
     lengths: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 
-from utio_jax.decoding.sampling import Greedy, Method, PerRowSampling
+from utio_jax.core.pytrees import pytree
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import Columns, StopRules, stop_rules
 from utio_jax.decoding.text import StreamedRow
-from utio_jax.decoding.thinking import Thinking, Thought, opening, thought_of
+from utio_jax.decoding.thinking import Thinking, ThinkingRows, Thought, opening, thought_of
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
 
 MOST_EOS, MOST_SEQUENCES, LONGEST_SEQUENCE = 8, 4, 16
@@ -103,7 +104,7 @@ class Request:
     number: int
     prompt: Int[np.ndarray, " token"]
     max_new_tokens: int
-    sampling: Method
+    sampling: SamplingParams
     seed: int
     eos_ids: Int[np.ndarray, " eos"]
     sequences: Int[np.ndarray, "sequence longest"]
@@ -202,31 +203,71 @@ def stop_arrays(
     return rules.eos_ids[0], rules.sequences[0]
 
 
-def rules_of(
+@pytree
+class Fresh:
+    """Prompts on their way into rows, as arrays on the host: what devices know of requests.
+
+    Attributes:
+      token_ids: padded on the right.
+      lengths: tokens of each.
+      limits: lengths at which rows end.
+      seeds: of the draws.
+      hook: of thinking; None in an engine without.
+      rules: what each request brings of its own.
+    """
+
+    token_ids: Int[np.ndarray, "row token"]
+    lengths: Int[np.ndarray, " row"]
+    limits: Int[np.ndarray, " row"]
+    seeds: UInt32[np.ndarray, " row"]
+    hook: ThinkingRows | None
+    rules: Rules
+
+    @property
+    def prompts(self) -> tuple[Any, ...]:
+        """The rows as `utio_jax.decoding.loop.begin` takes them."""
+        return self.token_ids, self.lengths, self.limits, self.seeds, self.hook
+
+
+def fresh_of(
     requests: Sequence[Request],
     *,
     rows: int,
+    width: int,
     own: Float[np.ndarray, " boundary"] | None,
-) -> Rules:
-    """Returns the rules of some requests as arrays of `rows` rows; further rows end at once.
+    thinking: bool,
+) -> Fresh:
+    """Returns requests as arrays; rows behind the last request end at once.
 
     Args:
       requests: at most `rows`.
       rows: of the arrays.
+      width: that prompts are padded to.
       own: thresholds of the mode; None where it has none, whatever requests were made with.
+      thinking: whether rows may have a `Thinking`.
     """
+    token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+    limits, seeds = np.ones(rows, np.int32), np.zeros(rows, np.uint32)
+    for row, request in enumerate(requests):
+        size = lengths[row] = request.prompt.size
+        token_ids[row, :size], limits[row] = request.prompt, size + request.max_new_tokens
+        seeds[row] = request.seed
     missing = rows - len(requests)
-    nothing = stop_arrays((), (), vocab_size=1)
-    stops = [(each.eos_ids, each.sequences) for each in requests] + [nothing] * missing
-    thresholds = None
+    stops = [(each.eos_ids, each.sequences) for each in requests]
+    stops += [stop_arrays((), (), vocab_size=1)] * missing
+    ends, sequences = (np.stack(each) for each in zip(*stops, strict=True))
+    thresholds = hook = None
     if own is not None:
         asked = [own if each.thresholds is None else each.thresholds for each in requests]
         thresholds = np.stack([*asked, *[own] * missing])
-    return Rules(
+    if thinking:
+        prompts = [each.prompt for each in requests] + [np.zeros(0, np.int32)] * missing
+        hook = ThinkingRows.of([each.thinking for each in requests] + [None] * missing, prompts)
+    rules = Rules(
+        sampling=rows_of([each.sampling for each in requests] + [SamplingParams()] * missing),
+        stops=StopRules(eos_ids=ends, sequences=sequences),
         thresholds=thresholds,
-        sampling=PerRowSampling.of([each.sampling for each in requests] + [Greedy()] * missing),
-        stops=StopRules(
-            eos_ids=np.stack([ends for ends, _ in stops]),
-            sequences=np.stack([padded for _, padded in stops]),
-        ),
+    )
+    return Fresh(
+        token_ids=token_ids, lengths=lengths, limits=limits, seeds=seeds, hook=hook, rules=rules
     )
