@@ -56,13 +56,20 @@ def stop_rules(
         and room for four end tokens, or eight ...: another number compiles no other program.
 
     Raises:
-      ValueError: a sequence is empty, or holds something else than ids of the vocabulary, as -1,
-        which stands for any token.
+      ValueError: more than there is room for, or a sequence is empty, or holds something else than
+        ids of the vocabulary, as -1, which stands for any token.
     """
+    sizes = [len(sequence) for _, sequences in rows for sequence in sequences]
+    most, count = (max(map(len, each)) for each in zip(*rows, strict=True))
+    found = max(1, most), count, max(sizes, default=0)
     if room is None:
-        most = max(1, *(len(ends) for ends, _ in rows))
-        sizes = [len(sequence) for _, sequences in rows for sequence in sequences]
-        room = -(-most // 4) * 4, max(len(stops) for _, stops in rows), max(sizes, default=0)
+        room = -(-found[0] // 4) * 4, *found[1:]
+    elif any(one > most for one, most in zip(found, room, strict=True)):
+        raise ValueError(
+            f"Wanted at most {room[0]} eos_ids and {room[1]} stop_sequences of at most {room[2]} "
+            f"tokens, which every slot has room for. Got {found[0]} eos_ids and {found[1]} "
+            f"sequences of up to {found[2]} tokens. Name the rest as stop_strings."
+        )
     most, count, longest = room
     eos_ids = np.full((len(rows), most), -1, np.int32)
     padded = np.full((len(rows), count, longest), -2, np.int32)

@@ -28,11 +28,12 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling
+from utio_jax.decoding.state import Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
-from utio_jax.engine.requests import Event, Finished, Request, stop_arrays
+from utio_jax.engine.requests import STOPS_ROOM, Event, Finished, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
 from utio_jax.engine.statistics import EngineStats, Recorder
 
@@ -171,11 +172,8 @@ class Engine:
                 f"{needed}. Cut one of them, or make an engine of a larger capacity."
             )
         check_sampling([sampling], rows=1)
-        ends, sequences = stop_arrays(
-            config.eos_ids if eos_ids is None else eos_ids,
-            stop_sequences,
-            vocab_size=config.vocab_size,
-        )
+        stops: Stops = ([*(config.eos_ids if eos_ids is None else eos_ids)], stop_sequences)
+        stop_rules([stops], vocab_size=config.vocab_size, room=STOPS_ROOM)
         if stop_strings and self._tokenizer is None:
             raise ValueError(
                 f"Wanted an engine with a tokenizer for stop_strings={[*stop_strings]}. Got one "
@@ -183,7 +181,7 @@ class Engine:
             )
         if deadline is not None and not deadline > 0:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
-        stops, now = checked_stops(stop_strings), self._clock()
+        strings, now = checked_stops(stop_strings), self._clock()
         reader = None if self._tokenizer is None else TextReader(self._tokenizer, prompt)
         if thinking is not None:
             if not self._served.thinking:
@@ -198,10 +196,9 @@ class Engine:
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             seed=seed % 2**32,
-            eos_ids=ends,
-            sequences=sequences,
+            stops=stops,
             thresholds=thresholds_of(policy, self.mode, self._served.decoder),
-            text=None if reader is None else StreamedRow(reader, stops),
+            text=None if reader is None else StreamedRow(reader, strings),
             whole_prompt=whole_prompt,
             alternatives=self._served.alternatives,
             thinking=thinking,

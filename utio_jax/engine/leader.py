@@ -283,15 +283,16 @@ def everywhere(tree: Any, params: Params) -> Any:
 def encode(tree: Any) -> list[Any]:
     """Returns the arrays of a pytree as JSON has them, bit by bit."""
     return [
-        [leaf.dtype.str, leaf.shape, base64.b64encode(leaf.tobytes()).decode()]
+        [leaf.dtype.str, leaf.shape, base64.b64encode(zlib.compress(leaf.tobytes())).decode()]
         for leaf in map(np.asarray, jax.tree.leaves(tree))
     ]
 
 
-def decode(leaves: list[Any], like: Any) -> Any:
+def decode(leaves: Sequence[Any], like: Any) -> Any:
     """Returns the pytree that `encode` was given, of the structure of another one."""
     arrays = [
-        np.frombuffer(base64.b64decode(data), dtype).reshape(shape) for dtype, shape, data in leaves
+        np.ndarray(shape, dtype, zlib.decompress(base64.b64decode(data)))
+        for dtype, shape, data in leaves
     ]
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 

@@ -12,13 +12,14 @@ from jaxtyping import Float, Int, UInt32
 
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.sampling import SamplingParams, rows_of
-from utio_jax.decoding.state import Columns, StopRules, stop_rules
+from utio_jax.decoding.state import Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow
 from utio_jax.decoding.thinking import Thinking, ThinkingRows, Thought, opening, thought_of
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
 
-MOST_EOS, MOST_SEQUENCES, LONGEST_SEQUENCE = 8, 4, 16
-"""What a request may bring of its own to end it: static shapes, so that none compiles anything."""
+STOPS_ROOM = (8, 4, 16)
+"""End tokens, stop sequences and tokens of one that a request may bring of its own: static shapes,
+so that none compiles anything."""
 
 END_REASONS = ("eos", "stop", "length", "cancelled", "deadline")
 """Why requests end."""
@@ -86,8 +87,7 @@ class Request:
       max_new_tokens: at most.
       sampling: how tokens are drawn.
       seed: of the draws.
-      eos_ids: tokens that end it.
-      sequences: token sequences that end it.
+      stops: tokens, and token sequences, that end it.
       thresholds: of its depth policy, at the mode's boundaries; None where the mode has none.
       text: reads its tokens; None without a tokenizer.
       whole_prompt: whether its prompt is read in full, whatever the engine's `prefill`.
@@ -106,8 +106,7 @@ class Request:
     max_new_tokens: int
     sampling: SamplingParams
     seed: int
-    eos_ids: Int[np.ndarray, " eos"]
-    sequences: Int[np.ndarray, "sequence longest"]
+    stops: Stops
     thresholds: Float[np.ndarray, " boundary"] | None
     text: StreamedRow | None
     whole_prompt: bool
@@ -182,27 +181,6 @@ class Request:
         return Columns.empty(0, alternatives=self.alternatives)
 
 
-def stop_arrays(
-    eos_ids: Sequence[int], sequences: Sequence[Sequence[int]], *, vocab_size: int
-) -> tuple[Int[np.ndarray, " eos"], Int[np.ndarray, "sequence longest"]]:
-    """Returns what ends a request as rows of `StopRules`, of the sizes that all have.
-
-    Raises:
-      ValueError: more than there is room for, an empty sequence, or ids that are none.
-    """
-    longest = max(map(len, sequences), default=0)
-    found = len(eos_ids), len(sequences), longest
-    room = MOST_EOS, MOST_SEQUENCES, LONGEST_SEQUENCE
-    if any(one > most for one, most in zip(found, room, strict=True)):
-        raise ValueError(
-            f"Wanted at most {MOST_EOS} eos_ids and {MOST_SEQUENCES} stop_sequences of at most "
-            f"{LONGEST_SEQUENCE} tokens, which every slot has room for. Got {found[0]} eos_ids and "
-            f"{found[1]} sequences of up to {longest} tokens. Name the rest as stop_strings."
-        )
-    rules = stop_rules([(eos_ids, sequences)], vocab_size=vocab_size, room=room)
-    return rules.eos_ids[0], rules.sequences[0]
-
-
 @pytree
 class Fresh:
     """Prompts on their way into rows, as arrays on the host: what devices know of requests.
@@ -253,9 +231,7 @@ def fresh_of(
         token_ids[row, :size], limits[row] = request.prompt, size + request.max_new_tokens
         seeds[row] = request.seed
     missing = rows - len(requests)
-    stops = [(each.eos_ids, each.sequences) for each in requests]
-    stops += [stop_arrays((), (), vocab_size=1)] * missing
-    ends, sequences = (np.stack(each) for each in zip(*stops, strict=True))
+    stops = [each.stops for each in requests] + [((), ())] * missing
     thresholds = hook = None
     if own is not None:
         asked = [own if each.thresholds is None else each.thresholds for each in requests]
@@ -265,7 +241,7 @@ def fresh_of(
         hook = ThinkingRows.of([each.thinking for each in requests] + [None] * missing, prompts)
     rules = Rules(
         sampling=rows_of([each.sampling for each in requests] + [SamplingParams()] * missing),
-        stops=StopRules(eos_ids=ends, sequences=sequences),
+        stops=stop_rules(stops, room=STOPS_ROOM),
         thresholds=thresholds,
     )
     return Fresh(
