@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from utio_jax.decoding.segments import (
     Block,
     Layers,
     Sources,
+    Span,
     depth_of_kv,
     run_layers,
     run_segment,
@@ -96,15 +97,6 @@ class RowCache:
         """Returns the cache after a segment, and what that took."""
         grown = {name: getattr(self, name) + amount for name, amount in spent.items()}
         return dataclasses.replace(self, kv=kv, **grown)
-
-
-class Span(TypedDict):
-    """The layers of a segment, as `utio_jax.core.layer.over_layers` takes them."""
-
-    start: int | jax.Array
-    stop: int | jax.Array
-    layers: Layers
-    bounds: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
