@@ -172,7 +172,8 @@ class Engine:
                 f"{needed}. Cut one of them, or make an engine of a larger capacity."
             )
         check_sampling([sampling], rows=1)
-        stops: Stops = ([*(config.eos_ids if eos_ids is None else eos_ids)], stop_sequences)
+        ends = config.eos_ids if eos_ids is None else eos_ids
+        stops: Stops = ([*ends], [[*each] for each in stop_sequences])
         stop_rules([stops], vocab_size=config.vocab_size, room=STOPS_ROOM)
         if stop_strings and self._tokenizer is None:
             raise ValueError(

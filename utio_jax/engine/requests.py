@@ -120,7 +120,6 @@ class Request:
     done: bool = False
     _parts: list[Columns] = dataclasses.field(default_factory=list)
     _last: RowReport | None = None
-    _texts: list[str] = dataclasses.field(default_factory=list)
     _times: list[float] = dataclasses.field(default_factory=list)
 
     def take(self, report: RowReport, now: float) -> Event:
@@ -132,7 +131,6 @@ class Request:
                 new, reason = new.cut(slice(self.text.used)), "stop"
         self._parts.append(new)
         self._last = report
-        self._texts.append(text)
         if new.token_ids.size:
             self._times.append(now)
         return Event(
@@ -147,7 +145,6 @@ class Request:
         text = ""
         if self.text is not None:
             text = self.text.add(np.zeros(0, np.int32), running=False)
-            self._texts.append(text)
         finished = self.finish(reason, now)
         return Event(**vars(self._nothing), request=self.number, text=text, finished=finished)
 
@@ -166,7 +163,7 @@ class Request:
         return Finished(
             **vars(new),
             reason=reason,
-            text="".join(self._texts),
+            text="" if self.text is None else self.text.text,
             **counts,
             seconds=now - self.submitted,
             seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,
