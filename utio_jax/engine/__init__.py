@@ -4,6 +4,7 @@
 from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine
 from utio_jax.engine.leader import Channel, LeaderEngine, run_worker
+from utio_jax.engine.planning import RebatchingPlan, RowRates, plan_mode, plan_rebatching
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.engine.slots import Shapes
 from utio_jax.engine.statistics import EngineStats, Percentiles
@@ -17,6 +18,10 @@ __all__ = [
     "Finished",
     "LeaderEngine",
     "Percentiles",
+    "RebatchingPlan",
+    "RowRates",
     "Shapes",
+    "plan_mode",
+    "plan_rebatching",
     "run_worker",
 ]

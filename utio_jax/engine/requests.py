@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,15 +105,15 @@ class Request:
     number: int
     prompt: Int[np.ndarray, " token"]
     max_new_tokens: int
-    sampling: SamplingParams
-    seed: int
-    stops: Stops
-    thresholds: Float[np.ndarray, " boundary"] | None
-    text: StreamedRow | None
-    whole_prompt: bool
-    alternatives: int
-    submitted: float
-    expires: float
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    seed: int = 0
+    stops: Stops = ((), ())
+    thresholds: Float[np.ndarray, " boundary"] | None = None
+    text: StreamedRow | None = None
+    whole_prompt: bool = False
+    alternatives: int = 0
+    submitted: float = 0.0
+    expires: float = math.inf
     thinking: Thinking | None = None
     slot: int | None = None
     admitted: float | None = None

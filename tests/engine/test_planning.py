@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing, rows together or plain decoding: what is predicted, of which times."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.engine import CAPACITY, SHAPES, SLOTS, STEPS, modes
+from helpers.generation import lively_model
+
+from utio_jax.decoding.base import Plain
+from utio_jax.engine import planning
+from utio_jax.engine.planning import RowRates, plan_mode, plan_rebatching
+from utio_jax.engine.slots import Served, Slots
+
+RATES = RowRates(
+    seconds=0.5, seconds_per_layer={2: 0.3, 4: 0.5, 6: 0.6, 8: 1.0}, plain_seconds=15.0
+)
+
+
+@pytest.mark.parametrize("widths", [(), (2,), (2, 4, 6)])
+@pytest.mark.parametrize(
+    "histogram", [{16: 1.0}, {6: 0.8, 16: 0.2}, {8: 0.32, 10: 0.36, 12: 0.07, 16: 0.25}]
+)
+def test_predictions_are_the_means_of_drawn_steps(
+    histogram: dict[int, float], widths: tuple[int, ...]
+) -> None:
+    """Eight rows draw their depths; segment by segment, those that go on are counted and paid."""
+    rng, draws = np.random.default_rng(0), 4000
+    drawn = rng.choice([*histogram], size=(draws, 8), p=[*histogram.values()])
+    packed, together = np.full(draws, 0.5), np.full(draws, 0.5)
+    for start, stop in itertools.pairwise((0, *histogram)):
+        for number, needed in enumerate(np.sum(drawn > start, axis=1)):
+            width = next(each for each in (*widths, 8) if each >= needed)
+            packed[number] += (stop - start) * RATES.seconds_per_layer[width] * (needed > 0)
+            together[number] += (stop - start) * RATES.seconds_per_layer[8] * (needed > 0)
+    plan = plan_rebatching(RATES, histogram, rows=8, widths=widths)
+    assert plan.seconds["together"] == pytest.approx(together.mean(), rel=0.01)
+    if widths:
+        assert plan.seconds["pack"] == pytest.approx(packed.mean(), rel=0.01)
+    assert ("pack" in plan.seconds) == bool(widths)
+    assert plan.seconds["plain"] == 15.0
+    assert plan.seconds[plan.choice] == min(plan.seconds.values())
+    assert plan.speed_up == 15.0 / min(plan.seconds.values())
+
+
+def served(name: str, **changes: Any) -> Served:
+    model, sizes = lively_model(), {"slots": SLOTS, "capacity": CAPACITY, "steps": STEPS}
+    options: dict[str, Any] = {"mode": modes()[name][0], "shapes": SHAPES, **sizes, **changes}
+    return Served(decoder=model.decoder, params=model.params, **options)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    for histogram in ({6: 0.7, 16: 0.2}, {6: -0.1, 16: 1.1}, {}):
+        with pytest.raises(ValueError, match="shares sum to 1"):
+            plan_rebatching(RATES, histogram, rows=8, widths=(2,))
+    with pytest.raises(ValueError, match=r"all widths \(3, 8\). Got those of .*Measure \[3\], too"):
+        plan_rebatching(RATES, {16: 1.0}, rows=8, widths=(3, 9))
+    for name, message in (
+        ("lossless", "Got Lossless"),
+        ("propagate", r"Got depths=\(1, 2, 4\) and a histogram of \[3, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            plan_mode(served(name), {3: 0.5, 4: 0.5})
+    with pytest.raises(ValueError, match="7 blocks of 60 steps, which are timed"):
+        plan_mode(served("propagate", steps=60), {1: 0.5, 4: 0.5})
+
+
+def step_seconds(packed: float, together: float, plain: float) -> Any:
+    """Returns what takes the place of a clock: a layer's seconds, whatever runs."""
+
+    def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
+        if isinstance(mode, Plain):
+            return plain
+        deep = bool(np.all(np.asarray(mode.policy.thresholds) == -np.inf))
+        assert deep or np.all(np.asarray(mode.policy.thresholds) == np.inf)
+        return 0.1 + (4 if deep else 1) * (together if rows == 3 else packed)
+
+    return seconds
+
+
+@pytest.mark.parametrize(
+    ("seconds", "choice"),
+    [
+        ((1.0, 2.0, 9.0), "pack"),
+        ((2.1, 2.0, 9.0), "together"),
+        ((1.0, 2.0, 3.0), "plain"),
+    ],
+)
+def test_a_plan_is_made_of_timed_blocks(
+    seconds: tuple[float, float, float], choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "_seconds", step_seconds(*seconds))
+    plan = plan_mode(served("packed"), {1: 0.5, 2: 0.2, 4: 0.3})
+    assert plan.choice == choice
+    assert plan.rates.seconds == pytest.approx(0.1)
+    wanted = {1: seconds[0], 2: seconds[0], 3: seconds[1]}
+    assert dict(plan.rates.seconds_per_layer) == pytest.approx(wanted)
+    assert plan.rates.plain_seconds == seconds[2]
+    assert plan_mode(served("propagate"), {1: 0.5, 4: 0.5}).choice != "pack"  # Of no widths.
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"seconds": -4.0}, "a step without its layers takes -4e+03 ms"),
+        ({"plain_seconds": -1e-3}, "a plain step takes -1 ms"),
+        ({"seconds_per_layer": {2: -2e-3, 8: 1.0}}, "a layer on 2 rows takes -2 ms"),
+        ({"seconds_per_layer": {2: 1.0, 4: float("nan")}}, "a layer on 4 rows takes nan ms"),
+        ({"seconds_per_layer": {8: 0.5, 2: 1.0}}, "a layer on 2 rows takes longer than on 8"),
+    ],
+)
+def test_times_that_cannot_be_are_seen(changed: dict[str, Any], reason: str) -> None:
+    assert RATES.nonsense is None
+    assert dataclasses.replace(RATES, seconds=-0.5).nonsense is None, "a line through noisy times"
+    assert dataclasses.replace(RATES, **changed).nonsense == reason
+
+
+def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loaded machine may say that deep steps take less than shallow ones: twice, and a third."""
+    tries = []
+
+    def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
+        tries.append(rows)
+        return 1.0 / len(tries)
+
+    monkeypatch.setattr(planning, "_seconds", seconds)
+    with pytest.raises(ValueError, match="in 3 tries.*1 rows takes -.* worth nothing"):
+        plan_mode(served("packed"), {1: 0.5, 4: 0.5})
+    assert len(tries) == 3 * (2 * 3 + 1)
+
+
+@pytest.mark.check
+def test_blocks_are_timed_as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    depths, run = [], Slots.run
+
+    def noted(slots: Slots) -> Any:
+        report = run(slots)
+        depths.append(int(np.max(slots.state.tally.token_layers / slots.state.tally.steps)))
+        return report
+
+    monkeypatch.setattr(Slots, "run", noted)
+    # Here other programs may run: whatever was measured counts.
+    monkeypatch.setattr(planning, "_sane", lambda measured: measured())
+    rates = plan_mode(served("propagate", steps=2), {1: 0.5, 4: 0.5}).rates
+    assert rates.plain_seconds > 0
+    assert depths == [1] * 7 + [4] * 7 + [4] * 7
