@@ -124,7 +124,6 @@ def check_sampling(
     Raises:
       ValueError: those of more or fewer rows, or something else.
     """
-    of_rows = isinstance(sampling, SamplingParams) and np.ndim(sampling.temperature) > 0
     given = [*sampling] if isinstance(sampling, Sequence) else [sampling] * rows
     for each in given:
         if not isinstance(each, SamplingParams):
@@ -132,13 +131,14 @@ def check_sampling(
                 f"Wanted SamplingParams. Got {each!r}. For example: "
                 "SamplingParams(temperature=0.7, top_p=0.95)."
             )
-    count = np.size(sampling.temperature) if of_rows else len(given)
+    of_rows = isinstance(sampling, SamplingParams) and np.ndim(sampling.temperature) > 0
+    count = np.size(given[0].temperature) if of_rows else len(given)
     if count != rows:
         raise ValueError(
             f"Wanted one SamplingParams, or one per prompt ({rows}). Got {count} of them."
         )
     if of_rows:
-        return sampling
+        return given[0]
     found = rows_of(given)
     return found if np.any(found.temperature != 0) else None
 
