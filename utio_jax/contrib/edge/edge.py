@@ -35,7 +35,7 @@ from utio_jax.contrib.edge.wire import (
 )
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.loop import canonical, check_prompts, round_up
-from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.decoding.sampling import SamplingParams, check_sampling, rows_of
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.loop import check_policy
 
@@ -205,7 +205,7 @@ class Edge:
                 "more slots."
             )
         ends = config.eos_ids if eos_ids is None else tuple(eos_ids)
-        method = rows_of([sampling])
+        method = check_sampling(sampling, rows=1) or rows_of([sampling])
         self._texts += 1
         row = _Row(self, ids.tolist(), method, int(np.int64(seed).astype(np.uint32)), total)
         found, reason = list[tuple[int, int, float]](), ""
