@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders: `config.json`, safetensors, `tokenizer.json`, perhaps a calibration.
 
-Of this package's own layout, or Hugging Face's (`utio_jax.models.huggingface`); the config tells.
+Of this package's own layout, or Hugging Face's (`utio_jax.models.huggingface`), as the config says.
 Or a GGUF file, which is all of that at once (`utio_jax.models.gguf`).
 """
 
@@ -49,8 +49,7 @@ from utio_jax.core.lens import (
 from utio_jax.decoding.base import Mode
 from utio_jax.evaluation.controls import PlainControls, load_controls
 from utio_jax.models import huggingface
-from utio_jax.models.gemma3n import Gemma3n
-from utio_jax.models.gemma4 import Gemma4
+from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
