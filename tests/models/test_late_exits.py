@@ -391,6 +391,8 @@ def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_
         trunk_of(tmp_path / "short", decoder, CONFIG)
     with pytest.raises(ValueError, match="one weight for each exit before the last"):
         late_objective(decoder, LateExits(weights=(0.1,)), begin=0)
+    with pytest.raises(ValueError, match="Wanted a preset of"):
+        run_recipe(tmp_path / "out", preset="huge")
     with pytest.raises(ValueError, match="Wanted a trunk for late exits"):
         run_recipe(tmp_path / "out", preset="late-16")
     with pytest.raises(ValueError, match=r"nothing else. Got preset 'plain-8' and trunk"):

@@ -296,7 +296,7 @@ class Gemma3n(_Gemma):
             "predict": (streams, streams**2),
             "correct": (streams, streams),
         }
-        scales = dict.fromkeys(("laurel_norm", "router_norm", "corrected"), dim)
+        scales: dict[str, int] = dict.fromkeys(("laurel_norm", "router_norm", "corrected"), dim)
         params = self._fresh(key, dtype, kernels, scales)
         for index, name in enumerate(("stream_in", "stream_out")):
             drawn = jax.random.normal(jax.random.fold_in(key, index), (streams - 1, dim, dim))

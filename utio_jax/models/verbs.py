@@ -206,15 +206,9 @@ class Verbs:
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
+        options |= {"max_new_tokens": max_new_tokens, "sampling": sampling}
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
-        return generate_text(
-            self,
-            max_new_tokens=max_new_tokens,
-            stop_strings=stop,
-            sampling=sampling,
-            seeds=seed,
-            **asked,
-        )
+        return generate_text(self, stop_strings=stop, seeds=seed, **asked)
 
     def stream(
         self: Any,
@@ -229,7 +223,7 @@ class Verbs:
     ) -> Iterator[TextChunk]:
         """Yields the text of `generate` piece by piece. Arguments and errors are those of it."""
         asked = _asked(self, prompts, mode, budget, prompt_budget, options)
-        return stream_text(self, stop_strings=stop, seeds=seed, **{"max_new_tokens": 128} | asked)
+        return stream_text(self, stop_strings=stop, seeds=seed, **asked)
 
     def score(
         self: Any,
@@ -492,6 +486,7 @@ def _asked(
         prefill = read_prompts_within(model, prompt_budget, lambda: model.calibration)
         options = {**options, "prefill": prefill}
     return {
+        "max_new_tokens": 128,
         **options,
         "prompts": [prompts] if isinstance(prompts, str) else prompts,
         "mode": model.mode(named_mode(mode, budget), budget=budget),
