@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.memory import peak_of_loading
+from helpers.models import logits_of
 
 from utio_jax.cli.main import main
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.models import Model, Transformer, load, save
+from utio_jax.models import Transformer, load, save
 from utio_jax.models.families import read_config
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.rope import RopeScaling
@@ -40,18 +41,6 @@ pytestmark = pytest.mark.check
 FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
 CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
 SMALL = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)
-
-
-def logits_of(model: Model, token_ids: Any) -> jax.Array:
-    lengths = jnp.full(len(token_ids), token_ids.shape[1])
-    (x,) = dense_states(
-        model.decoder,
-        model.params,
-        jnp.asarray(token_ids),
-        lengths,
-        depths=(model.decoder.config.num_layers,),
-    )
-    return model.decoder.unembed(model.params, x)
 
 
 def test_every_family_has_a_case() -> None:

@@ -45,6 +45,15 @@ CONFIG = TrainConfig(
 _STRIDE = {"train": 40, "calibrate": 4, "test": 8}
 
 
+TOKENS = jax.random.randint(jax.random.key(3), (3, 9), 0, 48)
+
+
+def random_maps(dim: int) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(1))
+    matrix = 0.1 * jax.random.normal(keys[0], (2, dim, dim))
+    return {"matrix": matrix, "bias": 0.1 * jax.random.normal(keys[1], (2, dim))}
+
+
 @pytest.fixture(scope="module")
 def stream() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 48, 4_000).astype(np.uint16)
@@ -109,13 +118,9 @@ def test_the_loss_is_the_last_layers_and_a_share_of_what_exits_miss_of_it(
 ) -> None:
     late = LateExits(weights=(0.0, 0.25), ramp=4)
     model = live_params(decoder)
-    keys = jax.random.split(jax.random.key(1), 3)
     dim = decoder.config.embed_dim
-    maps = {
-        "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
-        "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
-    }
-    tokens = jax.random.randint(keys[2], (3, 9), 0, 48)
+    maps = random_maps(dim)
+    tokens = TOKENS
     params, key = {"model": model, "lens": maps}, jax.random.key(7)
     total, losses = late_objective(decoder, late, begin=CONFIG.branch_step)(
         params, tokens, key, jnp.int32(CONFIG.branch_step + 1)
@@ -178,13 +183,9 @@ def test_a_stock_models_exits_learn_from_the_model_as_it_was(decoder: Transforme
     late = LateExits(weights=(0.5, 0.25), ramp=2)
     was, now = live_params(decoder), live_params(decoder)
     now = {**now, "layers": jax.tree.map(lambda x: 1.05 * x, now["layers"])}
-    keys = jax.random.split(jax.random.key(1), 3)
     dim = decoder.config.embed_dim
-    maps = {
-        "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
-        "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
-    }
-    tokens, key = jax.random.randint(keys[2], (3, 9), 0, 48), jax.random.key(7)
+    maps = random_maps(dim)
+    tokens, key = TOKENS, jax.random.key(7)
     objective = late_objective(decoder, late, begin=5, teacher=was["layers"])
     assert len(jax.tree.leaves(objective)) == len(jax.tree.leaves(was["layers"])), "an argument"
     total, losses = objective({"model": now, "lens": maps}, tokens, key, jnp.int32(5))
@@ -256,16 +257,12 @@ def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
     """Losses and gradients against plain arithmetic; what lies below is a constant."""
     deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
     shallow, below = shallow_of(decoder)
-    late, keys = LateExits(weights=(0.0, 0.5), ramp=2), jax.random.split(jax.random.key(1), 3)
-    dim = decoder.config.embed_dim
+    late, dim = LateExits(weights=(0.0, 0.5), ramp=2), decoder.config.embed_dim
     params = {
         "model": {"layers": jax.tree.map(lambda leaf: leaf[2:], live_params(deep)["layers"])},
-        "lens": {
-            "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
-            "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
-        },
+        "lens": random_maps(dim),
     }
-    tokens, key = jax.random.randint(keys[2], (3, 9), 0, 48), jax.random.key(7)
+    tokens, key = TOKENS, jax.random.key(7)
     objective = late_objective(
         deep, late, begin=0, whole=jax.tree_util.Partial(grown, below), fixed_layers=2
     )

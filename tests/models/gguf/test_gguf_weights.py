@@ -18,25 +18,17 @@ import numpy as np
 import pytest
 from helpers.gguf_files import dequantised, describe_pieces, quantised, write_gguf
 from helpers.memory import peak_of_loading
+from helpers.models import logits_of
 
 from utio_jax.cli.main import main
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lens, save_lens
-from utio_jax.models import Model, Transformer, load, save
+from utio_jax.models import Transformer, load, save
 from utio_jax.models.gguf.architectures import llama3_scaling
 from utio_jax.models.gguf.header import KINDS
 from utio_jax.models.rope import RopeScaling, frequencies
-from utio_jax.staircase.reference import dense_states
 
 FOLDER = Path(__file__).parents[1] / "huggingface"
-
-
-def logits_of(model: Model, token_ids: Any) -> jax.Array:
-    decoder: Any = model.decoder
-    layers, ids = decoder.config.num_layers, jnp.asarray(token_ids)
-    lengths = jnp.full(len(ids), ids.shape[1])
-    (x,) = dense_states(decoder, model.params, ids, lengths, depths=(layers,))
-    return decoder.unembed(model.params, x)
 
 
 def check_same(file: Path, folder: Path) -> None:
