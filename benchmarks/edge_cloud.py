@@ -3,11 +3,11 @@
 
     python benchmarks/edge_cloud.py [--exit 8] [--latency-ms 10] [--mbit 10] --out edge_cloud.json
 
-A model with keys and values of its own in all layers (`utio-jax train --preset stdlib-16 --out
-out/stdlib-16`) on its own splits. *Quality* is teacher-forced on text of the test split, by the two
-parts themselves: thresholds are quantiles of the score on the calibrate split; the control asks
-for as many tokens by chance, whose loss is known exactly, as what a token gets does not depend on
-which others ask. *Speed* is of three processes on this machine: edge, cloud, and between them a
+A model with keys and values of its own in all layers (`models/recipes/train.py --preset stdlib-16
+--out out/stdlib-16`) on its own splits. *Quality* is teacher-forced on text of the test split, by
+the two parts themselves: thresholds are quantiles of the score on the calibrate split; the control
+asks for as many tokens by chance, whose loss is known exactly, as what a token gets does not depend
+on which others ask. *Speed* is of three processes on this machine: edge, cloud, and between them a
 relay that slows the link: what is sent waits until the link is free, takes bytes over bandwidth,
 and arrives a latency later; each direction by itself. Rows take turns, prompt by prompt.
 """

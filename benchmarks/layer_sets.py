@@ -3,12 +3,12 @@
 
     python benchmarks/layer_sets.py [--calibrate 6] [--test 4] [--routers] --out layer_sets.json
 
-On a model with keys and values of its own in all layers (`utio-jax train --preset stdlib-16 --out
-out/stdlib-16`) and its own splits, everything charged: every segment skipped alone, and pairs of
-the last three, SkipDecode's schedule, FiRST's routers (fitted to the calibrate split), random
-sets; next to them depths: one for all, by the position, by the learned gate. Each row says how much
-its loss lies above full depth's and below the hull of exits at its own FLOPs, with an interval of
-95 % over documents.
+On a model with keys and values of its own in all layers (`models/recipes/train.py --preset
+stdlib-16 --out out/stdlib-16`) and its own splits, everything charged: every segment skipped alone,
+and pairs of the last three, SkipDecode's schedule, FiRST's routers (fitted to the calibrate split),
+random sets; next to them depths: one for all, by the position, by the learned gate. Each row says
+how much its loss lies above full depth's and below the hull of exits at its own FLOPs, with an
+interval of 95 % over documents.
 """
 
 from __future__ import annotations

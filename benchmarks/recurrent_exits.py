@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,9 +40,13 @@ from utio_jax.evaluation.intervals import DocumentSums, HullBootstrap
 from utio_jax.models import Transformer, TransformerConfig
 from utio_jax.models.tokenizer import encode_documents
 from utio_jax.models.training.corpus import Split, standard_library
-from utio_jax.models.training.train import TrainConfig, train, training_stream
+from utio_jax.models.training.train import TrainConfig, train
 from utio_jax.policies.depth import given_depths, random_depths
 from utio_jax.policies.store import load_calibration
+
+sys.path.append(str(Path(__file__).parents[1] / "models" / "recipes"))
+from recipe import training_stream
+from trunks import make_optimizer
 
 EXITS, WIDTH, ROWS = (4, 6, 8), 256, 16
 SIZES: dict[str, Any] = {
@@ -80,7 +85,8 @@ def trained(name: str, tokenizer: Any, out: Path, steps: int) -> tuple[Any, Any,
         long_context=WIDTH,
         save_every=max(1, steps // 4),
     )
-    params = train(decoder, stream, config, out=out / name, resume=(out / name).is_dir())
+    optimizer, resume = make_optimizer(config), (out / name).is_dir()
+    params = train(decoder, stream, config, out=out / name, optimizer=optimizer, resume=resume)
     save_tensors(file, {k: np.asarray(v) for k, v in flatten(params).items()})
     return (
         decoder,

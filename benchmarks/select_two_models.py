@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which of 64 lines comes next: a small model before a large one, against one model's own exits.
 
-    utio-jax train --preset plain-8 --out out/plain-8       # and plain-16
+    python models/recipes/train.py --preset plain-8 --out out/plain-8       # and plain-16
     python benchmarks/select_two_models.py out/plain-8/model out/plain-16/model [--turns 40]
 
 The queries, the promise and the splits of `select_one_of_64.py`. The small model scores all

@@ -62,7 +62,6 @@ from utio_jax.policies.signals import (
     UtioSurrogate,
     surrogate_table,
 )
-from utio_jax.policies.wrappers import DepthFloor, KeepFirst, PositionDecay
 from utio_jax.staircase.buckets import (
     BucketPlan,
     Buckets,
@@ -92,11 +91,9 @@ __all__ = [
     "Chance",
     "Decoder",
     "DecoderConfig",
-    "DepthFloor",
     "Entropy",
     "Hazard",
     "History",
-    "KeepFirst",
     "Learned",
     "Ledger",
     "Lossless",
@@ -108,7 +105,6 @@ __all__ = [
     "Plain",
     "Policy",
     "Position",
-    "PositionDecay",
     "Prefill",
     "PromptRouter",
     "SamplingParams",

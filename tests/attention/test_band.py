@@ -13,7 +13,7 @@ import pytest
 from utio_jax import History
 from utio_jax.attention.band import attend_band, slice_width
 from utio_jax.attention.history import visible_history
-from utio_jax.attention.mixing import SoftmaxMixer
+from utio_jax.attention.mixing import Mixer
 from utio_jax.attention.products import NOWHERE, attend
 from utio_jax.core.flops import count_matmul_flops
 
@@ -48,11 +48,9 @@ def draw(case: tuple[Any, ...], seed: int) -> dict[str, jax.Array]:
     }
 
 
-def parts(case: tuple[Any, ...]) -> tuple[History, SoftmaxMixer]:
+def parts(case: tuple[Any, ...]) -> tuple[History, Mixer]:
     _, _, recent, sinks, _, _, softcap, window = case
-    mix = SoftmaxMixer(
-        window=None if window is None else jnp.int32(window), causal=True, softcap=softcap
-    )
+    mix = Mixer(window=None if window is None else jnp.int32(window), causal=True, softcap=softcap)
     return History(recent=recent, sinks=sinks), mix
 
 

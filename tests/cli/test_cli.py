@@ -335,7 +335,6 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
         (["compare", "SOURCE"], "Wanted at least 5 documents"),
         (["compare", "--budget", "0.123"], "some of the budgets [0.8]"),
         (["score", "SOURCE", "--calibration", "nowhere.json"], "There is none"),
-        (["train", "--preset", "huge"], "Wanted a preset of"),
         (["generate"], "Wanted at least one prompt"),
         (["generate", "x = 1\n" * 40], "within the model's context of 64. Got prompt 0 of"),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens of at least 1"),
@@ -371,7 +370,7 @@ def test_input_that_cannot_be_used_is_named(
     Path("FOREIGN").write_text("[[1, 300]]")
     Path("SHORT").write_text("x = 1\n")
     Path("SOURCE").write_text(source("colorsys").read_text())
-    if arguments[0] != "train" and "--model" not in arguments:
+    if "--model" not in arguments:
         arguments = [*arguments, "--model", str(folder)]
     if arguments[0] == "calibrate":
         arguments = [*arguments, "--out", str(tmp_path / "fitted")]

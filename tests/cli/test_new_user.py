@@ -303,7 +303,6 @@ def test_a_lens_is_not_fitted_where_its_calibration_has_no_place(
         ("score X --shards FILE/shards", "--shards"),
         ("demo X --out FILE/demo", "--out"),
         ("finetune X --out FILE/tuned", "--out"),
-        ("train --out FILE/trained", "--out"),
         ("bench --out FILE/bench", "--out"),
         ("report results.json --out FILE", "--out"),
     ],
@@ -320,7 +319,6 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
 
     for place in (
         "models.load",
-        "models.training.recipe.run_recipe",
         "bench.report.write_report",
     ):
         monkeypatch.setattr(f"utio_jax.{place}", worked)
@@ -470,7 +468,6 @@ ELSEWHERE = {
     "architectures.py": {"--merge"},  # llama.cpp's
     "actors.py": {"--head", "--xla"},  # Ray's and XLA's
     # Taken out before a command reads its own.
-    "gemma3n.py": {"--predict--", "--attention"},  # A drawing.
     "main.py": {"--json", "--help-all", "--enable-utio"},
     "options.py": {"--help-all"},
 }

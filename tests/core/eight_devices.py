@@ -21,7 +21,6 @@ from helpers.generation import (
     depth_table,
     lively_model,
     run,
-    setting_of,
     true_logits,
 )
 from helpers.models import Model, gated
@@ -31,14 +30,13 @@ from utio_jax import CapacityPrefix, History, dense_states, given_depths, score,
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.search import ThresholdSearch
-from utio_jax.calibration.studies import collect, exit_statistics, study_exits
+from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import Batch, batches_of
 from utio_jax.core.files import flatten, nest
 from utio_jax.core.rows import Rows, place
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import Generated, stream
-from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
@@ -141,24 +139,6 @@ def test_the_sharded_score_has_no_collectives(tiny: Any, kind: str) -> None:
     assert COLLECTIVE.findall(str(total.lower(rows[0]).compile().as_text()))
 
 
-def test_pmap_of_score_is_the_score_of_one_device(tiny: Any) -> None:
-    ids, lengths, depths = ragged(tiny, 24)
-
-    def on_device(params: Any, ids: Any, lengths: Any, depths: Any) -> Any:
-        policy = given_depths(depths, depths=DEPTHS)
-        found = score(tiny.decoder, params, ids, lengths, policy, executor=EXECUTOR)
-        return found.log_likelihood, found.depths
-
-    split = lambda x: x.reshape(DEVICES, -1, *x.shape[1:])  # noqa: E731
-    found = jax.pmap(on_device, in_axes=(None, 0, 0, 0))(
-        tiny.params, split(ids), split(lengths), split(depths)
-    )
-    policy = given_depths(jnp.asarray(depths), depths=DEPTHS)
-    wanted = run_score(tiny.decoder, tiny.params, ids, lengths, policy=policy, executor=EXECUTOR)
-    np.testing.assert_allclose(found[0].reshape(24, -1), wanted.log_likelihood, atol=1e-4)
-    np.testing.assert_array_equal(found[1].reshape(24, -1), wanted.depths)
-
-
 def batch_of(model: Any, rows: int) -> tuple[Batch, np.ndarray]:
     ids, lengths, depths = ragged(model, rows)
     return Batch(token_ids=ids, lengths=lengths, window=np.arange(rows)), depths
@@ -243,8 +223,7 @@ def assert_tokens(mode: str, tokens: Any, likelihood: Any, decided: Any) -> None
         np.testing.assert_allclose(
             likelihood[row][:same], wanted.log_probabilities[row][:same], atol=1e-4
         )
-        if mode != "controlled":  # There, each device learns by itself where to draft.
-            np.testing.assert_array_equal(decided[row][:same], wanted.decided[row][:same])
+        np.testing.assert_array_equal(decided[row][:same], wanted.decided[row][:same])
     assert ties <= 1
 
 
@@ -262,36 +241,6 @@ def test_sharded_generation_yields_the_tokens_of_one_device(
     with count_compiles() as compiles:
         run(model, others, mode=MODES[mode], mesh=mesh)
     assert compiles.count == 0
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_pmap_of_generation_yields_the_tokens_of_one_device(mode: str) -> None:
-    model, count = lively_model(), len(PROMPTS)
-    ids, lengths = np.zeros((16, 8), np.int32), np.zeros(16, np.int32)
-    for row, prompt in enumerate(PROMPTS):
-        ids[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-    limits = np.where(lengths > 0, lengths + 40, 0).astype(np.int32)
-    tables = np.pad(np.asarray(TABLE.table), ((0, 16 - count), (0, 0)), constant_values=1)
-
-    def on_device(params: Any, table: Any, *rows: Any) -> Any:
-        mode_here = MODES[mode]
-        if isinstance(mode_here, Adaptive):
-            policy = DepthAt(table=table, depths=DEPTHS)
-            mode_here = dataclasses.replace(mode_here, policy=policy)
-        here = dataclasses.replace(model, params=params)
-        setting = setting_of(here, mode_here)
-        state = begin(setting, *rows, slots=64)
-        state = advance(setting, state, jnp.int32(40), widths=(64,))
-        return state.token_ids, state.columns.log_probabilities, state.columns.decided
-
-    split = lambda x: x.reshape(DEVICES, 2, *x.shape[1:])  # noqa: E731
-    rows = map(split, (tables, ids, lengths, limits, np.arange(16, dtype=np.uint32)))
-    found = jax.pmap(on_device, in_axes=(None, 0, 0, 0, 0, 0))(model.params, *rows)
-    cut = [
-        [each[start : start + 40] for each, start in zip(y.reshape(16, -1), lengths, strict=True)]
-        for y in map(np.asarray, found)
-    ]
-    assert_tokens(mode, *cut)
 
 
 def test_throttled_rows_of_a_mesh_are_those_of_one_device() -> None:
@@ -315,14 +264,6 @@ def test_throttled_rows_of_a_mesh_are_those_of_one_device() -> None:
         for each in (one, many)
     ]
     assert cost[0].throttled == cost[1].throttled > 0
-
-
-def test_draws_on_a_mesh_are_those_of_one_device() -> None:
-    options = {"sampling": SamplingParams(temperature=0.9, top_p=0.9), "seeds": 5}
-    one = run(lively_model(), PROMPTS, **options)
-    many = run(lively_model(), PROMPTS, mesh=mesh_of("auto"), **options)
-    for a, b in zip(one.token_ids, many.token_ids, strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way() -> None:
@@ -461,24 +402,6 @@ def test_sharded_exit_studies_are_those_of_one_device(tiny: Any, kind: str) -> N
             rtol=1e-3 if name == "states" else 0,
             atol=2e-3 if name == "states" else 1e-4,
         )
-
-
-def test_pmap_of_what_calibration_reads_is_that_of_one_device(tiny: Any) -> None:
-    ids, lengths, _ = ragged(tiny, 16)
-
-    def on_device(params: Any, ids: Any, lengths: Any) -> Any:
-        seen = exit_statistics(tiny.decoder, params, ids, lengths)
-        exits = tiny.decoder.config.exits
-        scores = collect(tiny.decoder, params, SoftmaxGap(), ids, lengths, seen["states"], exits)
-        return seen["kl"], seen["harm"], scores
-
-    split = lambda x: x.reshape(DEVICES, -1, *x.shape[1:])  # noqa: E731
-    found = jax.pmap(on_device, in_axes=(None, 0, 0))(tiny.params, split(ids), split(lengths))
-    wanted = jax.jit(on_device)(tiny.params, ids, lengths)
-    real = np.arange(16) < lengths[:, None] - 1
-    for a, b in zip(found, wanted, strict=True):
-        joined = np.moveaxis(np.asarray(a), 1, 0).reshape(b.shape)
-        np.testing.assert_allclose(joined[:, real], np.asarray(b)[:, real], atol=1e-3)
 
 
 def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any, monkeypatch: Any) -> None:

@@ -10,11 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax import (
-    Learned,
-    StateGate,
-    Thresholded,
-)
+from utio_jax import Learned, StateGate, Thresholded, dense_states
 from utio_jax.prompts.maps import KVMap, with_kv_maps
 
 
@@ -97,3 +93,11 @@ def with_random_maps(model: Model, stops: tuple[int, ...], *, seed: int = 8) -> 
             bias=0.1 * jax.random.normal(keys[1], shape),
         )
     return Model(*with_kv_maps(model.decoder, model.params, maps))
+
+
+def logits_of(model: Any, token_ids: Any) -> jax.Array:
+    """Returns a plain full-depth pass' logits of rows without padding."""
+    layers, ids = model.decoder.config.num_layers, jnp.asarray(token_ids)
+    lengths = jnp.full(len(ids), ids.shape[1])
+    (x,) = dense_states(model.decoder, model.params, ids, lengths, depths=(layers,))
+    return model.decoder.unembed(model.params, x)

@@ -14,15 +14,12 @@ from helpers import cases
 from helpers.models import gated, random_gates
 from utio_jax import (
     CandidateGates,
-    DepthFloor,
     Entropy,
     Hazard,
-    KeepFirst,
     Learned,
     MaxProbability,
     Patience,
     Position,
-    PositionDecay,
     PromptRouter,
     Signal,
     SoftmaxGap,
@@ -64,11 +61,7 @@ class SurePasses:
 
 
 SHAPE = cases.SHAPES[1]  # 3 x 17 tokens, depths 1, 2, 4.
-
-
 DEPTHS = SHAPE.depths
-
-
 EXITS = DEPTHS[:-1]
 
 
@@ -103,11 +96,6 @@ SIGNALS: dict[str, Callable[[Any], Signal]] = {
     "patience": lambda model: Patience(),
     "hazard": lambda model: Hazard(gates=random_gates(model), exits=EXITS),
     "prompt_router": lambda model: PromptRouter(gates=random_gates(model), exits=EXITS, prompt=3),
-    "floor_hazard": lambda model: DepthFloor(signal=SIGNALS["hazard"](model), depth=2),
-    "keep_first_learned": lambda model: KeepFirst(signal=gated(model).signal, count=3),
-    "decay_softmax_gap": lambda model: PositionDecay(
-        signal=SoftmaxGap(), amplitude=0.02, decay=0.2
-    ),
 }
 
 

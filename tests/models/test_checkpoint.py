@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import runpy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.core.files import flatten, load_tensors, nest, save_tensors
+from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.models import load, save
-from utio_jax.policies.store import load_calibration
 
 
 @pytest.fixture
@@ -44,11 +41,6 @@ def test_bfloat16_files_keep_their_type(tiny: Any, tmp_path: Path) -> None:
         jax.tree.leaves(load(tmp_path).params), jax.tree.leaves(tiny.params), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=2**-8)
-
-
-def test_nested_names_round_trip() -> None:
-    tree = {"a": {"b": 1, "c": {"d": 2}}, "e": 3}
-    assert nest(flatten(tree)) == tree
 
 
 def test_every_wrong_tensor_is_named_at_once(folder: Path) -> None:
@@ -86,23 +78,6 @@ def test_tensors_that_are_no_floats_are_refused(folder: Path, kind: Any) -> None
         load(folder)
     assert "norm.scale (" in str(error.value)
     assert "layers.q_proj.kernel (" in str(error.value)
-
-
-def test_files_of_earlier_versions_are_refused_and_can_be_tied(tmp_path: Path) -> None:
-    shipped = load().folder
-    for name in ("policies.json", "policies.safetensors"):
-        shutil.copyfile(shipped / name, tmp_path / name)
-    new = json.loads((tmp_path / "policies.json").read_text())
-    old = {key: value for key, value in new.items() if key != "weights_sha256"}
-    (tmp_path / "policies.json").write_text(json.dumps(old))
-    owner = new["info"]["model_sha256"]
-    with pytest.raises(ValueError, match="or an earlier version wrote the two"):
-        load_calibration(tmp_path, model_sha256=owner)
-    tie = runpy.run_path(str(Path(__file__).parents[2] / "models" / "tie_weights.py"))["main"]
-    assert tie([str(tmp_path / "policies.json")]) == 0
-    assert json.loads((tmp_path / "policies.json").read_text()) == new
-    found, wanted = (load_calibration(at, model_sha256=owner) for at in (tmp_path, shipped))
-    jax.tree.map(np.testing.assert_array_equal, found.signals, wanted.signals)
 
 
 def test_a_save_that_is_killed_leaves_no_mixture(

@@ -61,13 +61,9 @@ def test_documents_are_sorted_whole_files_with_relative_paths(library):
     (document,) = [d for d in library["train"] if d.path == "json/decoder.py"]
     assert document.text == Path(json.decoder.__file__).read_text(encoding="utf-8")
     assert document.num_bytes == Path(json.decoder.__file__).stat().st_size
-
-
-def test_calibrate_and_test_exist_on_every_python(library):
-    for split in ("calibrate", "test"):
-        for document in library[split]:
-            folders = set(document.path.split("/")[:-1])
-            assert not folders & {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
+    for document in library["calibrate"] + library["test"]:  # They exist on every Python.
+        folders = set(document.path.split("/")[:-1])
+        assert not folders & {"test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
 
 
 def test_a_description_follows_every_byte(tmp_path):
@@ -95,19 +91,16 @@ def test_what_is_not_source_is_left_out(tmp_path):
     assert [d.path for d in standard_library("train", root=tmp_path)] == [train]
 
 
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_a_folder_without_source_and_an_unknown_split_are_named(tmp_path):
+    with pytest.raises(ValueError, match=r'the split "train", "calibrate" or "test"\. Got .valid'):
+        standard_library("valid")  # type: ignore[arg-type]
     with pytest.raises(
         ValueError, match=r"Python source of the test split below .*files of your own"
     ):
         standard_library("test", root=tmp_path)
     with pytest.raises(ValueError, match=r"Python source of the test split below .*nowhere"):
         standard_library("test", root=tmp_path / "nowhere")
-
-
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_an_unknown_split_is_named():
-    with pytest.raises(ValueError, match=r'the split "train", "calibrate" or "test"\. Got .valid'):
-        standard_library("valid")  # type: ignore[arg-type]
 
 
 def test_all_unreadable_files_are_named_at_once(tmp_path):
@@ -122,22 +115,19 @@ def test_all_unreadable_files_are_named_at_once(tmp_path):
     assert "empty.txt: empty" in message
     assert "binary.txt: not UTF-8" in message
     assert "good.txt" not in message
-
-
-def test_no_files_at_all_are_named():
     with pytest.raises(ValueError, match="Got no files"):
         read_files([])
 
 
 TEXTS = ["def add(x, y):\n    return x + y\n" * 20, "for i in range(10):\n\tprint(i)\n" * 20]
-
-
 TOKENIZER = train_tokenizer(TEXTS, vocab_size=280)
 
 
 def test_the_vocabulary_has_the_size_asked_for_and_bos_is_zero():
     assert TOKENIZER.get_vocab_size() == 280
     assert TOKENIZER.token_to_id(BOS) == 0
+    (ids,) = encode_documents(TOKENIZER, ["def add(x, y):\n    return x + y\n"], bos_id=None)
+    assert len(ids) < 20, "pieces are longer than bytes on known text"
 
 
 @given(st.text(min_size=1).filter(lambda text: BOS not in text))
@@ -158,26 +148,16 @@ def test_encoding_opens_with_bos_where_there_is_one():
     np.testing.assert_array_equal(first[1:], bare)
 
 
-def test_pieces_are_longer_than_bytes_on_known_text():
-    (ids,) = encode_documents(TOKENIZER, ["def add(x, y):\n    return x + y\n"], bos_id=None)
-    assert len(ids) < 20
-
-
 def test_an_empty_text_has_no_tokens():
     one, none = encode_documents(TOKENIZER, ["x", ""], bos_id=0)
     assert (one[0], none.shape, none.dtype) == (0, (0,), np.int32)
     assert encode_documents(TOKENIZER, [], bos_id=0) == []
 
 
-def test_a_saved_tokenizer_encodes_alike(tmp_path):
-    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
-    loaded = load_tokenizer(tmp_path / "tokenizer.json")
-    assert loaded.encode(TEXTS[0]).ids == TOKENIZER.encode(TEXTS[0]).ids
-
-
 def test_text_that_spells_the_special_piece_is_ordinary_text(tmp_path):
     TOKENIZER.save(str(tmp_path / "tokenizer.json"))
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert loaded.encode(TEXTS[0]).ids == TOKENIZER.encode(TEXTS[0]).ids
     text = f"bos = {BOS!r}{BOS}\n"
     (ids,) = encode_documents(loaded, [text], bos_id=0)
     assert ids[0] == 0

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.memory import peak_of_loading
+from helpers.models import logits_of
 
 from utio_jax.cli.main import main
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.models import Model, Transformer, load, save
+from utio_jax.models import Transformer, load, save
 from utio_jax.models.families import read_config
-from utio_jax.models.gemma3n import Gemma3n
-from utio_jax.models.gemma4 import Gemma4
+from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.shared_kv import shared_above
@@ -38,18 +41,6 @@ pytestmark = pytest.mark.check
 FOLDER = Path(os.environ.get("UTIO_PARITY", Path(__file__).parent / "huggingface"))
 CASES = sorted(file.parent.name for file in FOLDER.glob("*/config.json"))
 SMALL = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)
-
-
-def logits_of(model: Model, token_ids: Any) -> jax.Array:
-    lengths = jnp.full(len(token_ids), token_ids.shape[1])
-    (x,) = dense_states(
-        model.decoder,
-        model.params,
-        jnp.asarray(token_ids),
-        lengths,
-        depths=(model.decoder.config.num_layers,),
-    )
-    return model.decoder.unembed(model.params, x)
 
 
 def test_every_family_has_a_case() -> None:
@@ -111,31 +102,6 @@ def edit(file: Path, **settings: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
 
-def test_all_options_that_cannot_be_run_are_named_at_once(folder: Path) -> None:
-    edit(
-        folder / "config.json",
-        hidden_act="relu",
-        quantization_config={"bits": 4},
-        rope_parameters={"rope_type": "yarn", "factor": 2.0},
-        num_hidden_layers=None,
-    )
-    with pytest.raises(ValueError, match="Wanted a LlamaForCausalLM that can be run") as error:
-        load(folder)
-    for part in (
-        "hidden_act='relu', of which only 'silu' or 'swish' is supported",
-        "quantization_config",
-        "rope_type='yarn', of which only default, linear and llama3",
-        "num_hidden_layers is missing",
-    ):
-        assert part in str(error.value)
-
-
-def test_unknown_architectures_are_refused(folder: Path) -> None:
-    edit(folder / "config.json", model_type="mamba")
-    with pytest.raises(ValueError, match="model_type of llama, qwen2.*Got 'mamba'.*Decoder"):
-        load(folder)
-
-
 def test_the_old_spelling_of_rope_is_read() -> None:
     config = json.loads((FOLDER / "llama_biases" / "config.json").read_text())
     new = read_config(config, source="here")
@@ -172,23 +138,6 @@ def test_defaults_and_precedence_are_those_of_transformers() -> None:
         settings("gemma2", sliding_window=None)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"model_type": ["llama"]},
-        {"num_attention_heads": 0},
-        {"vocab_size": "48"},
-        {"utio_jax": {"exits": 3}},
-        {"rope_scaling": {"rope_type": "linear"}},
-    ],
-)
-def test_configs_that_mean_nothing_are_refused(
-    change: dict[str, Any], unchecked_shapes: None
-) -> None:
-    with pytest.raises(ValueError, match="Wanted"):
-        settings("llama", **change)
-
-
 def test_what_ends_a_text_is_taken_from_the_generation_config(folder: Path) -> None:
     edit(folder / "config.json", eos_token_id=3)
     assert load(folder).decoder.config.eos_ids == (3,)
@@ -213,6 +162,8 @@ def test_a_head_of_its_own_wins_over_a_config_that_ties_it(tmp_path: Path) -> No
 def test_text_is_encoded_whole_and_special_pieces_are_known(folder: Path) -> None:
     from utio_jax.models.tokenizer import BOS, train_tokenizer
 
+    with pytest.raises(ValueError, match="Pass token ids instead of text"):
+        load(folder).encode(["text"])
     tokenizer = train_tokenizer(["some text to learn pieces of"], vocab_size=270)
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
@@ -223,54 +174,104 @@ def test_text_is_encoded_whole_and_special_pieces_are_known(folder: Path) -> Non
     assert load(folder).encode([f"a{BOS}"])[0].tolist()[-1] == 0
 
 
-def test_every_wrong_tensor_of_a_checkpoint_is_named_at_once(folder: Path) -> None:
-    stored = load_tensors(folder / "model.safetensors")
-    stored["extra"] = stored.pop("model.norm.weight")
-    stored["model.layers.2.mlp.up_proj.weight"] = np.zeros((40, 31), np.float32)
-    del stored["model.layers.1.self_attn.q_proj.weight"]
-    save_tensors(folder / "model.safetensors", stored)
-    with pytest.raises(ValueError, match="missing model.norm.weight") as error:
-        load(folder)
-    for part in (
-        "missing model.layers.1.self_attn.q_proj.weight (32, 32)",
-        "unexpected extra",
-        "model.layers.2.mlp.up_proj.weight has shape (40, 31), wanted (40, 32)",
-    ):
-        assert part in str(error.value)
-
-
-def test_a_truncated_file_is_named(folder: Path) -> None:
+def rewrite(folder: Path, *without: str, **tensors: Any) -> None:
     file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="truncated or corrupt.*Fetch or write it again"):
-        load(folder)
+    stored = {**load_tensors(file), **tensors}
+    save_tensors(file, {name: leaf for name, leaf in stored.items() if name not in without})
 
 
-def test_pickles_are_refused_with_the_way_to_convert_them(folder: Path) -> None:
+def as_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="is a pickle.*save_file"):
-        load(folder)
-    (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(ValueError, match="There is neither"):
-        load(folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["../llama/model.safetensors", "/etc/hosts", "..", "", "a" * 5000, "a\0"]
-)
-def test_an_index_cannot_point_outside_its_folder(folder: Path, name: str) -> None:
+def with_index(folder: Path, where: Any) -> None:
     (folder / "model.safetensors").unlink()
-    index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
-    with pytest.raises(ValueError, match="names of files beside"):
-        load(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
-def test_an_index_without_names_is_refused(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
-    with pytest.raises(ValueError, match="Wanted a weight_map from tensors to files"):
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "options, all at once": (
+        lambda folder: edit(
+            folder / "config.json",
+            hidden_act="relu",
+            quantization_config={"bits": 4},
+            rope_parameters={"rope_type": "yarn", "factor": 2.0},
+            num_hidden_layers=None,
+        ),
+        (
+            "Wanted a LlamaForCausalLM that can be run",
+            "hidden_act='relu', of which only 'silu' or 'swish' is supported",
+            "quantization_config",
+            "rope_type='yarn', of which only default, linear and llama3",
+            "num_hidden_layers is missing",
+        ),
+    ),
+    "another architecture": (
+        lambda folder: edit(folder / "config.json", model_type="mamba"),
+        ("model_type of llama, qwen2.*Got 'mamba'.*Decoder",),
+    ),
+    "tensors, all at once": (
+        lambda folder: rewrite(
+            folder,
+            "model.norm.weight",
+            "model.layers.1.self_attn.q_proj.weight",
+            extra=np.ones(32, np.float32),
+            **{"model.layers.2.mlp.up_proj.weight": np.zeros((40, 31), np.float32)},
+        ),
+        (
+            "missing model.norm.weight",
+            r"missing model.layers.1.self_attn.q_proj.weight \(32, 32\)",
+            "unexpected extra",
+            r"model.layers.2.mlp.up_proj.weight has shape \(40, 31\), wanted \(40, 32\)",
+        ),
+    ),
+    "tensors that are no floats": (
+        lambda folder: rewrite(
+            folder,
+            **{"model.norm.weight": np.ones(32, np.int8)},
+            **{"lm_head.weight": np.ones((48, 32), np.complex64)},
+        ),
+        (
+            "Wanted tensors of float32.*Quantised weights",
+            r"lm_head.weight \(C64\)",
+            r"model.norm.weight \(I8\)",
+        ),
+    ),
+    "a truncated file": (
+        lambda folder: cut(folder / "model.safetensors"),
+        ("truncated or corrupt.*Fetch or write it again",),
+    ),
+    "a pickle": (as_pickle, ("is a pickle.*save_file",)),
+    "no weights": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        ("There is neither",),
+    ),
+    "an index without names": (
+        lambda folder: with_index(folder, [1]),
+        ("Wanted a weight_map from tensors to files",),
+    ),
+    **{
+        f"an index out of the folder: {name[:9]!r}": (
+            lambda folder, name=name: with_index(folder, {"model.norm.weight": name}),
+            ("names of files beside",),
+        )
+        for name in ("../llama/model.safetensors", "/etc/hosts", "..", "", "a" * 5000, "a\0")
+    },
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
+    make, wanted = FAULTS[fault]
+    make(folder)
+    with pytest.raises(ValueError, match=wanted[0]) as error:
         load(folder)
+    for part in wanted[1:]:
+        assert re.search(part, str(error.value)), part
 
 
 def test_the_index_says_which_of_two_shards_counts(tmp_path: Path) -> None:
@@ -294,17 +295,6 @@ def test_the_index_says_which_of_two_shards_counts(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"Got {name} in .* and .*. Fetch the index"):
         load(folder)
-
-
-def test_tensors_that_are_no_floats_are_named_at_once(folder: Path) -> None:
-    stored = load_tensors(folder / "model.safetensors")
-    for name, kind in (("model.norm.weight", np.int8), ("lm_head.weight", np.complex64)):
-        stored[name] = stored[name].astype(kind)
-    save_tensors(folder / "model.safetensors", stored)
-    with pytest.raises(ValueError, match="Wanted tensors of float32.*Quantised weights") as error:
-        load(folder)
-    assert "lm_head.weight (C64)" in str(error.value)
-    assert "model.norm.weight (I8)" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +330,36 @@ def test_tensors_that_are_no_floats_are_named_at_once(folder: Path) -> None:
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1, of which only finite"),
         ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap above 0"),
         ("llama", {"hidden_size": 10**9, "intermediate_size": 10**9}, "bytes of parameters"),
+        *(
+            (case, {"num_hidden_layers": wrong}, f"num_hidden_layers={wrong!r}, of which 1 to 100")
+            for case in ("llama", "mistral", "qwen2_window", "gemma2", "gemma3")
+            for wrong in (10**7, 10**12, 0, -1, 2.5, True)
+        ),
+        *(
+            ("llama", {"rope_parameters": rope}, message)
+            for rope, message in (
+                ({"rope_theta": 0}, "rope_theta above 0"),
+                ({"partial_rotary_factor": 0}, "partial_rotary_factor, of which only 1.0"),
+                ({"rope_type": "linear", "factor": 0}, "factor above 0. Got 0.0"),
+                ({"rope_type": "linear", "factor": "2"}, "factor above 0. Got '2'"),
+                ({"rope_type": "linear", "factor": math.nan}, "factor above 0. Got nan"),
+                (
+                    dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), 4)
+                    | {"rope_type": "llama3", "original_max_position_embeddings": 0},
+                    "original_context_length above 0",
+                ),
+            )
+        ),
+        *(
+            ("llama", change, "Wanted")
+            for change in (
+                {"model_type": ["llama"]},
+                {"num_attention_heads": 0},
+                {"vocab_size": "48"},
+                {"utio_jax": {"exits": 3}},
+                {"rope_scaling": {"rope_type": "linear"}},
+            )
+        ),
     ],
 )
 def test_values_that_no_model_has_are_named(
@@ -356,40 +376,6 @@ def test_a_huge_head_is_refused_before_anything_of_its_size_is_made(folder: Path
         load(folder)
     assert tracemalloc.get_traced_memory()[1] < 2**26
     tracemalloc.stop()
-
-
-@pytest.mark.parametrize("layers", [10**7, 10**12, 0, -1, 2.5, True])
-@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2_window", "gemma2", "gemma3"])
-def test_numbers_of_layers_that_no_model_has_are_refused_at_once(case: str, layers: Any) -> None:
-    with pytest.raises(ValueError, match=rf"num_hidden_layers={layers!r}, of which 1 to 10000"):
-        settings(case, num_hidden_layers=layers)
-
-
-@pytest.mark.parametrize(
-    ("rope", "match"),
-    [
-        ({"rope_theta": 0}, "rope_theta above 0"),
-        ({"partial_rotary_factor": 0}, "partial_rotary_factor, of which only 1.0"),
-        ({"rope_type": "linear", "factor": 0}, "factor above 0. Got 0.0"),
-        ({"rope_type": "linear", "factor": "2"}, "factor above 0. Got '2'"),
-        ({"rope_type": "linear", "factor": math.nan}, "factor above 0. Got nan"),
-        (
-            {
-                "rope_type": "llama3",
-                "factor": 8,
-                "low_freq_factor": 1,
-                "high_freq_factor": 4,
-                "original_max_position_embeddings": 0,
-            },
-            "original_context_length above 0",
-        ),
-    ],
-)
-def test_rotations_that_mean_nothing_are_refused(
-    rope: dict[str, Any], match: str, unchecked_shapes: None
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        settings("llama", rope_parameters=rope)
 
 
 def test_what_goes_with_a_model_is_carried_along(folder: Path, tmp_path: Path) -> None:
@@ -418,11 +404,6 @@ def test_missing_shards_are_named(tmp_path: Path) -> None:
         (folder / f"model-0000{number}-of-00007.safetensors").unlink()
     with pytest.raises(ValueError, match="model-00002-of-00007.*model-00005-of-00007.*missing"):
         load(folder)
-
-
-def test_text_of_a_folder_without_tokenizer_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="Pass token ids instead of text"):
-        load(folder).encode(["text"])
 
 
 def test_names_that_a_base_model_leaves_out_are_understood(tmp_path: Path) -> None:
@@ -650,10 +631,7 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
 @pytest.mark.slow
 def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
     """In a process of its own: 1.2 GB of float32 in three files."""
-    import subprocess
-    import sys
-
-    program = f"""
+    prepare = f"""
 import json, re, numpy as np
 from pathlib import Path
 from safetensors.numpy import save_file
@@ -665,30 +643,19 @@ folder = Path({str(tmp_path)!r})
 from utio_jax.models.families import FAMILIES, read_config
 from utio_jax.core.files import flatten
 from utio_jax.models.stacking import source_names, stored_shape, used_rules
-from utio_jax.models import Transformer, load
+from utio_jax.models import Transformer
 import jax
 decoder = Transformer(read_config(config, source=""))
 shapes = flatten(jax.eval_shape(decoder.init, jax.random.key(0)))
 names = [(name, stored_shape(rule, shapes, decoder, index))
          for rule in used_rules(FAMILIES["llama"].rules, shapes)
          for index, name in enumerate(source_names(rule, shapes))]
-size, where = 0, {{}}
+where = {{}}
 for part in range(3):
     tensors = {{name: np.ones(shape, np.float32) for name, shape in names[part::3]}}
-    size += sum(tensor.nbytes for tensor in tensors.values())
     save_file(tensors, str(folder / f"part{{part}}.safetensors"))
     where |= dict.fromkeys(tensors, f"part{{part}}.safetensors")
     del tensors
 (folder / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=where)))
-def read(field):
-    return 1024 * int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-jax.block_until_ready(jax.numpy.ones(3) + 1)
-Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
-before = read("VmRSS")
-jax.block_until_ready(load(folder).params)
-print((read("VmHWM") - before) / size)
 """
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert float(found.stdout) < 1.2
+    assert peak_of_loading(tmp_path, prepare=prepare, least=1e9) < 1.2

@@ -12,36 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.models import live_params
+import recipe
+from helpers.models import assert_close, live_params
+from helpers.shared_kv import KINDS
+from recipe import run_recipe
+from trunks import branch_off, grow_from, grown, late_optimizer, make_optimizer, trunk_of
 
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.core.lens import Lensed, lensed
 from utio_jax.models.checkpoint import load
-from utio_jax.models.training import recipe
+from utio_jax.models.presets import TINY
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.training.exit_losses import exit_losses
-from utio_jax.models.training.late_exits import (
-    LateExits,
-    branch_off,
-    grow_from,
-    grown,
-    late_objective,
-    late_optimizer,
-    lens_of,
-    stack_on,
-    trunk_of,
-)
-from utio_jax.models.training.recipe import run_recipe
-from utio_jax.models.training.train import (
-    Start,
-    TrainConfig,
-    anytime_loss,
-    batch_at,
-    exit_states,
-    make_optimizer,
-    train,
-)
+from utio_jax.models.training.late_exits import LateExits, late_objective, lens_of
+from utio_jax.models.training.train import Start, TrainConfig, anytime_loss, exit_states, train
 from utio_jax.models.transformer import Transformer
+from utio_jax.staircase.reference import dense_states
 
 pytestmark = pytest.mark.check
 
@@ -59,6 +45,15 @@ CONFIG = TrainConfig(
 _STRIDE = {"train": 40, "calibrate": 4, "test": 8}
 
 
+TOKENS = jax.random.randint(jax.random.key(3), (3, 9), 0, 48)
+
+
+def random_maps(dim: int) -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(1))
+    matrix = 0.1 * jax.random.normal(keys[0], (2, dim, dim))
+    return {"matrix": matrix, "bias": 0.1 * jax.random.normal(keys[1], (2, dim))}
+
+
 @pytest.fixture(scope="module")
 def stream() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 48, 4_000).astype(np.uint16)
@@ -73,9 +68,14 @@ def plainly(decoder: Transformer) -> Transformer:
     return Transformer(dataclasses.replace(decoder.config, exits=(decoder.config.num_layers,)))
 
 
+def run_plainly(decoder: Transformer, stream: np.ndarray, out: Path, **options: Any) -> Any:
+    optimizer = make_optimizer(CONFIG)
+    return train(plainly(decoder), stream, CONFIG, out=out, **{"optimizer": optimizer, **options})
+
+
 @pytest.fixture
 def trunk(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> Path:
-    train(plainly(decoder), stream, CONFIG, out=tmp_path / "plain")
+    run_plainly(decoder, stream, tmp_path / "plain")
     return tmp_path / "plain"
 
 
@@ -95,7 +95,7 @@ def test_exits_without_weight_leave_the_trunk_to_the_plain_run(
 ) -> None:
     """The oracle of the branch: same step, schedule, text, and state of the optimizer."""
     assert CONFIG.branch_step == 5
-    plain = train(plainly(decoder), stream, CONFIG, out=trunk, resume=True)  # Read: it is done.
+    plain = run_plainly(decoder, stream, trunk, resume=True)  # Read: it is done.
     read = branch(decoder, trunk, stream, LateExits(weights=(0.0, 0.0)), tmp_path / "late")
     for name, (left, right) in {
         jax.tree_util.keystr(path): pair
@@ -118,13 +118,9 @@ def test_the_loss_is_the_last_layers_and_a_share_of_what_exits_miss_of_it(
 ) -> None:
     late = LateExits(weights=(0.0, 0.25), ramp=4)
     model = live_params(decoder)
-    keys = jax.random.split(jax.random.key(1), 3)
     dim = decoder.config.embed_dim
-    maps = {
-        "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
-        "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
-    }
-    tokens = jax.random.randint(keys[2], (3, 9), 0, 48)
+    maps = random_maps(dim)
+    tokens = TOKENS
     params, key = {"model": model, "lens": maps}, jax.random.key(7)
     total, losses = late_objective(decoder, late, begin=CONFIG.branch_step)(
         params, tokens, key, jnp.int32(CONFIG.branch_step + 1)
@@ -187,13 +183,9 @@ def test_a_stock_models_exits_learn_from_the_model_as_it_was(decoder: Transforme
     late = LateExits(weights=(0.5, 0.25), ramp=2)
     was, now = live_params(decoder), live_params(decoder)
     now = {**now, "layers": jax.tree.map(lambda x: 1.05 * x, now["layers"])}
-    keys = jax.random.split(jax.random.key(1), 3)
     dim = decoder.config.embed_dim
-    maps = {
-        "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
-        "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
-    }
-    tokens, key = jax.random.randint(keys[2], (3, 9), 0, 48), jax.random.key(7)
+    maps = random_maps(dim)
+    tokens, key = TOKENS, jax.random.key(7)
     objective = late_objective(decoder, late, begin=5, teacher=was["layers"])
     assert len(jax.tree.leaves(objective)) == len(jax.tree.leaves(was["layers"])), "an argument"
     total, losses = objective({"model": now, "lens": maps}, tokens, key, jnp.int32(5))
@@ -265,17 +257,15 @@ def test_added_layers_learn_as_a_model_on_top_of_states_that_are_given(
     """Losses and gradients against plain arithmetic; what lies below is a constant."""
     deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
     shallow, below = shallow_of(decoder)
-    late, keys = LateExits(weights=(0.0, 0.5), ramp=2), jax.random.split(jax.random.key(1), 3)
-    dim = decoder.config.embed_dim
+    late, dim = LateExits(weights=(0.0, 0.5), ramp=2), decoder.config.embed_dim
     params = {
         "model": {"layers": jax.tree.map(lambda leaf: leaf[2:], live_params(deep)["layers"])},
-        "lens": {
-            "matrix": 0.1 * jax.random.normal(keys[0], (2, dim, dim)),
-            "bias": 0.1 * jax.random.normal(keys[1], (2, dim)),
-        },
+        "lens": random_maps(dim),
     }
-    tokens, key = jax.random.randint(keys[2], (3, 9), 0, 48), jax.random.key(7)
-    objective = late_objective(deep, late, begin=0, below=below)
+    tokens, key = TOKENS, jax.random.key(7)
+    objective = late_objective(
+        deep, late, begin=0, whole=jax.tree_util.Partial(grown, below), fixed_layers=2
+    )
     held = sorted(map(id, jax.tree.leaves(objective)))
     assert held == sorted(map(id, jax.tree.leaves(below))), "arguments of the program"
     dropout_key, split_key = jax.random.split(key)
@@ -343,7 +333,12 @@ def test_layers_that_do_not_learn_have_no_backward_pass(decoder: Transformer) ->
         )
         for objective, given in (
             (late_objective(deep, late, begin=0), {**start, "model": params}),
-            (late_objective(deep, late, begin=0, below=below), start),
+            (
+                late_objective(
+                    deep, late, begin=0, whole=jax.tree_util.Partial(grown, below), fixed_layers=2
+                ),
+                start,
+            ),
         )
     ]
     assert steps[0] - steps[1] > flops(0) - flops(2) - layer, "and so has the recipe's own loss"
@@ -368,7 +363,9 @@ def test_the_model_below_stays_what_it_was(
         out=run,
         start=start,
         optimizer=late_optimizer(CONFIG, late, begin=0),
-        objective=late_objective(deep, late, begin=0, below=below),
+        objective=late_objective(
+            deep, late, begin=0, whole=jax.tree_util.Partial(grown, below), fixed_layers=2
+        ),
     )
     assert set(learnt["model"]) == {"layers"}
     whole = grown(below, learnt)["model"]
@@ -382,73 +379,17 @@ def test_the_model_below_stays_what_it_was(
         grow_from(live_params(decoder), deep, jax.random.key(0))
 
 
-def test_copies_are_stacked_on_a_trunk_and_all_layers_learn(
-    decoder: Transformer, stream: np.ndarray, tmp_path: Path
-) -> None:
-    """What the first step learns is what the objective's gradient and the trunk's momentum say."""
-    deep = Transformer(dataclasses.replace(decoder.config, exits=GROWN_EXITS))
-    shallow = Transformer(dataclasses.replace(decoder.config, num_layers=2, exits=(2,)))
-    train(shallow, stream, CONFIG, out=tmp_path / "plain")
-    trunk = trunk_of(tmp_path / "plain", shallow, CONFIG)
-    began = CONFIG.branch_step
-    steps: dict[float, list[Any]] = {}
-    for weight in (0.0, 0.9):
-        late = LateExits(weights=(weight, 0.0), ramp=1)
-        optimizer = late_optimizer(CONFIG, late, begin=began)
-        start = stack_on(trunk, deep, optimizer)
-        seen = steps[weight] = [start.params]
-        train(
-            deep,
-            stream,
-            CONFIG,
-            out=tmp_path / str(weight),
-            start=start,
-            optimizer=optimizer,
-            objective=late_objective(deep, late, begin=began),
-            validate=lambda now, seen=seen: seen.append(jax.tree.map(np.array, now)) or [0.0],
-        )
-        assert len(seen) == 1 + CONFIG.steps - began
-
-    begin, first, last = steps[0.0][0]["model"], steps[0.0][1]["model"], steps[0.0][-1]["model"]
-    for left, right in zip(
-        jax.tree.leaves(begin["layers"]), jax.tree.leaves(trunk.params["layers"]), strict=True
-    ):
-        for layer in range(4):
-            np.testing.assert_array_equal(left[layer], right[layer % 2])
-    assert set(begin) == set(trunk.params)
-    # The optimizer of a plain model of four layers, which knows the first two already.
-    known, nothing = trunk.optimizer, make_optimizer(CONFIG).init(begin)
-    state = jax.tree.map(
-        lambda old, new: old if old.shape == new.shape else new.at[:2].set(old), known, nothing
-    )
-    tokens = jnp.asarray(batch_at(stream, began, CONFIG))
-    key = jax.random.fold_in(jax.random.key(CONFIG.seed), began)
-    plain = plainly(decoder)
-    slopes: Any = jax.grad(
-        lambda params: anytime_loss(params, tokens, key, decoder=plain, config=CONFIG)[0]
-    )(begin)
-    updates = make_optimizer(CONFIG).update(slopes, state, begin)[0]
-    wanted = optax.apply_updates(begin, updates)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), wanted, first)
-
-    moved = jax.tree.map(lambda a, b: np.abs(a - b).max(axis=tuple(range(1, a.ndim))), begin, last)
-    assert min(leaf.min() for leaf in jax.tree.leaves(moved["layers"])) > 1e-5, "every layer learns"
-    weighed = steps[0.9][-1]["model"]["layers"]
-    apart = jax.tree.map(lambda a, b: np.abs(a - b)[:2].max(), weighed, last["layers"])
-    assert min(jax.tree.leaves(apart)) > 1e-5, "those below feel the exit"
-    with pytest.raises(ValueError, match="Wanted a trained model of 2 layers"):
-        stack_on(Start(params=live_params(decoder)), deep, optimizer)
-
-
 def test_what_is_no_trunk_is_said(decoder: Transformer, stream: np.ndarray, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint of step 5.* Got none\. Train the trunk"):
         trunk_of(tmp_path / "nothing", decoder, CONFIG)
     short = dataclasses.replace(CONFIG, steps=4)
-    train(plainly(decoder), stream, short, out=tmp_path / "short")
+    train(plainly(decoder), stream, short, out=tmp_path / "short", optimizer=make_optimizer(short))
     with pytest.raises(ValueError, match=r"step 5, the last.* Got \[2, 3, 4\]"):
         trunk_of(tmp_path / "short", decoder, CONFIG)
     with pytest.raises(ValueError, match="one weight for each exit before the last"):
         late_objective(decoder, LateExits(weights=(0.1,)), begin=0)
+    with pytest.raises(ValueError, match="Wanted a preset of"):
+        run_recipe(tmp_path / "out", preset="huge")
     with pytest.raises(ValueError, match="Wanted a trunk for late exits"):
         run_recipe(tmp_path / "out", preset="late-16")
     with pytest.raises(ValueError, match=r"nothing else. Got preset 'plain-8' and trunk"):
@@ -463,7 +404,7 @@ def test_a_run_keeps_its_last_checkpoints_and_the_one_to_branch_off(
     kept = sorted(int(found.name) for found in (trunk / "checkpoints").glob("[0-9]*"))
     assert kept == [5, 9, 10]
     with pytest.raises(ValueError, match="holds checkpoints up to step 10"):
-        train(plainly(decoder), stream, CONFIG, out=trunk)
+        run_plainly(decoder, stream, trunk)
 
 
 def test_given_parameters_stay_the_callers(
@@ -520,16 +461,42 @@ def test_a_plain_run_and_its_branch_as_the_command_line_makes_them(
     run_recipe(tmp_path / "other", preset="plain-tiny-2", steps=6, seed=1)
     with pytest.raises(ValueError, match=r"layers added to the model .* or another --out"):
         run_recipe(tmp_path / "grown", resume=True, **{**added, "trunk": tmp_path / "other"})
-    stacked = run_recipe(
-        tmp_path / "stacked", preset="stacked-tiny", steps=6, trunk=tmp_path / "below"
-    )
-    assert list(stacked["bits_per_byte"]) == ["2", "3", "4"]
-    assert stacked["bits_per_byte"]["2"] != below["bits_per_byte"]["2"], "the first layers learn on"
-    card = (tmp_path / "stacked" / "model" / "README.md").read_text()
-    assert "these and copies of them" in card
-    log = (tmp_path / "stacked" / "log.tsv").read_text().splitlines()
-    assert log[0].split("\t")[0] == "3", "it goes on from the end of the constant rate"
-    with pytest.raises(ValueError, match="trunk of 2 layers of width .* Got one of other shapes"):
-        run_recipe(tmp_path / "wrong", preset="stacked-tiny", steps=6, trunk=tmp_path / "plain")
     texts = [(tmp_path / kind / "tokenizer.json").read_bytes() for kind in ("plain", "late")]
     assert texts[0] == texts[1]
+
+
+# What training runs: layer dropout, and layers that read keys and values made below.
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_first_layer_always_runs_also_where_it_is_the_only_one(tiny: Any, layers: int) -> None:
+    config = dataclasses.replace(tiny.decoder.config, num_layers=layers, exits=())
+    decoder = Transformer(config)
+    params, ids = live_params(decoder), tiny.tokens(4, 6)
+    states = np.asarray(exit_states(decoder, params, ids, jax.random.key(0), 1.0))
+    before = np.asarray(params["embedding"]["embedding"][ids])
+    assert (states[0] != before).any(axis=(1, 2)).all(), "every row ran it"
+    if layers > 1:
+        np.testing.assert_array_equal(states[-1], states[-2], "the last one is dropped at 1.0")
+
+
+@pytest.mark.parametrize("kind", ["heads of two layers", "made once"])
+def test_training_runs_the_model_that_is_served(kind: str) -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **KINDS[kind]))
+    params = live_params(decoder)
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 16)), jnp.int32)
+    states = exit_states(decoder, params, ids, jax.random.key(0), 0.0)
+    depths = (1, 2, 3, 4)
+    wanted = dense_states(decoder, params, ids, jnp.asarray([16, 16]), depths=depths)
+    for depth, each in zip(depths, wanted, strict=True):
+        assert_close(states[depth - 1], each)
+    # K/V projections of layers that make none are not there to be trained.
+    assert params["layers"]["k_proj"]["kernel"].shape[0] == decoder.config.kv_layers < 5
+    assert params["layers"]["q_proj"]["kernel"].shape[0] == 4
+
+
+def test_sources_that_differ_between_upper_layers_are_not_trained() -> None:
+    decoder = Transformer(dataclasses.replace(TINY, **KINDS["of the last of a kind"]))
+    ids = jnp.zeros((1, 4), jnp.int32)
+    with pytest.raises(ValueError, match="one kv_source for all upper layers"):
+        exit_states(decoder, live_params(decoder), ids, jax.random.key(0), 0.0)

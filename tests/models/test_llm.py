@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.memory import peak_of_loading
 from helpers.mixed_lines import library_lines, mixed_lines
 
 from utio_jax.decoding.lossless import Lossless
@@ -110,23 +109,7 @@ def test_what_is_saved_is_the_same_model(model: Model, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_peaks_little_above_the_parameters(dtype: str) -> None:
-    program = f"""
-import re, gguf, jax
-from pathlib import Path
-from utio_jax.models import load
-def read(field):
-    return 1024 * int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-jax.block_until_ready(jax.numpy.ones(3) + 1)
-Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
-before = read("VmRSS")
-params = jax.block_until_ready(load({str(FILES[0])!r}, dtype={dtype!r}).params)
-size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-print((read("VmHWM") - before) / size)
-"""
-    found = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert float(found.stdout) < 1.25
+    assert peak_of_loading(FILES[0], dtype=dtype) < 1.25
 
 
 def test_the_examples_of_the_docs_run(

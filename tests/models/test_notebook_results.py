@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import types
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from utio_jax.calibration.compare import ComparisonRow
+from utio_jax.core.html import depth_html, table_html
 from utio_jax.decoding.text import GeneratedText
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models.chat import Reply
@@ -20,10 +23,21 @@ def generated(rows: int) -> Any:
     return types.SimpleNamespace(decided=[np.asarray([8, 16])] * rows, num_layers=16)
 
 
+def test_text_is_coloured_by_depth_and_stays_text() -> None:
+    pieces, depths = ["if a", " <b", ">&c"], [8, 16, 8]
+    shown = depth_html(pieces, depths, num_layers=16)
+    inside = re.findall(r'<span style="color:(#\w+)" title="(\d+) layers">(.*?)</span>', shown)
+    assert [html.unescape(piece) for _, _, piece in inside] == pieces
+    assert [int(depth) for _, depth, _ in inside] == depths
+    (one, two, three) = (colour for colour, _, _ in inside)
+    assert one == three != two
+    assert "<b" not in shown.replace("<br", "")
+    assert "<th>a&lt;</th>" in table_html(["a<"], [])
+
+
 def test_new_text_is_shown_by_depth() -> None:
-    one = GeneratedText(texts=("a<b",), pieces=(("a<", "b"),), generated=generated(1))
-    assert one.text == "a<b"
-    assert 'title="8 layers">a&lt;</span>' in one._repr_html_()
+    one = GeneratedText(texts=("ab",), pieces=(("a", "b"),), generated=generated(1))
+    assert one.text == "ab"
     assert 'title="16 layers">b</span>' in one._repr_html_()
     two = GeneratedText(texts=("ab", "ab"), pieces=(("a", "b"),) * 2, generated=generated(2))
     assert two._repr_html_().count("<pre") == 2

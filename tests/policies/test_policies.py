@@ -51,7 +51,7 @@ STATELESS: dict[str, Callable[[Any], Policy]] = {
     ),
 }
 POLICIES = (*SIGNALS, *STATELESS)
-COUSINS = ("max_probability", "entropy", "classifier", "keep_first_learned", "floor_hazard")
+COUSINS = ("max_probability", "entropy", "classifier")
 """Of the same code as a neighbour above: `make test-slow` holds the laws against them as well."""
 
 
@@ -111,7 +111,7 @@ def test_runs_as_the_oracle_says_at_the_depths_it_decides(tiny: Any, policy: Any
         real = np.arange(SHAPE.token) < lengths[:, None]
         np.testing.assert_allclose(np.asarray(found.x)[real], np.asarray(wanted)[real], atol=1e-4)
         histogram.update(np.asarray(found.depths)[real].tolist())
-    unused = {"patience": {1}, "floor_hazard": {1}}.get(name, set())
+    unused = {"patience": {1}}.get(name, set())
     assert set(histogram) == ({2} if name == "uniform" else set(DEPTHS) - unused)
 
 

@@ -16,14 +16,10 @@ from helpers.policies import DEPTHS, EXITS, SIGNALS, mean_states, scores_of
 
 from utio_jax import (
     CandidateGates,
-    DepthFloor,
     Hazard,
-    KeepFirst,
     Learned,
     Patience,
-    PositionDecay,
     PromptRouter,
-    SoftmaxGap,
     StateGate,
     StateSimilarity,
     Thresholded,
@@ -240,20 +236,6 @@ def test_the_prompt_decides_for_the_rest_of_its_row(tiny: Any, states: list[np.n
         assert np.isposinf(found[index][:, :5]).all()
         wanted = gate_value(gates, index, x[:, :5].mean(axis=1))
         np.testing.assert_allclose(found[index][:, 5:], wanted[:, None] + np.zeros(12), atol=1e-4)
-
-
-def test_wrappers_adjust_the_inner_score(tiny: Any) -> None:
-    inner = scores_of(tiny, SoftmaxGap(), IDS)
-    positions = np.arange(17)
-    kept = scores_of(tiny, KeepFirst(signal=SoftmaxGap(), count=4), IDS)
-    np.testing.assert_array_equal(kept, np.where(positions < 4, np.inf, inner))
-    floored = scores_of(tiny, DepthFloor(signal=SoftmaxGap(), depth=2), IDS)
-    assert np.isposinf(floored[0]).all()
-    np.testing.assert_array_equal(floored[1], inner[1])
-    decayed = PositionDecay(signal=SoftmaxGap(), amplitude=0.1, decay=4 / 17)
-    wanted = inner + 0.1 * np.exp(-4 * positions / 17)
-    np.testing.assert_allclose(scores_of(tiny, decayed, IDS), wanted, atol=1e-6)
-    assert decayed.name == "decay_softmax_gap"
 
 
 @pytest.mark.parametrize("name", ["learned", "hazard", "prompt_router", "utio_surrogate"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_oracle
-from helpers.models import Model, plain_nll, with_random_maps
+from helpers.models import Model, gated, plain_nll, with_random_maps
 
 from utio_jax import MicroBatches
 from utio_jax.core.flops import token_cost
@@ -62,8 +62,9 @@ def test_what_a_prompt_costs(model: Model, documents: list[np.ndarray]) -> None:
     rows = prompt_rows(documents, prompt_tokens=PROMPT, batch=3, decoder=model.decoder)
     cost = token_cost(model.decoder, model.params)
 
-    def ratio(choice: Any) -> float:
-        return prompt_flops_ratio(model.decoder, model.params, rows, choice, executor=EXECUTOR)
+    def ratio(choice: Any, **options: Any) -> float:
+        options["executor"] = EXECUTOR
+        return prompt_flops_ratio(model.decoder, model.params, rows, choice, **options)
 
     assert ratio(None) == 1
     # 3 x 40 tokens in two layers, 3 x 20 in two more; every query sees 40 slots.
@@ -79,10 +80,10 @@ def test_what_a_prompt_costs(model: Model, documents: list[np.ndarray]) -> None:
     assert ratio(PromptChoice(stop=2, deep=0.5, kv="drop")) == pytest.approx(
         hidden / full, rel=1e-6
     )
-    by_heat = PromptChoice(stop=2, deep=0.5, by="heat", kv="propagate")
-    gate = by_heat.policy(model.decoder).flops(0, model.decoder, model.params)
-    assert gate > 0
-    assert ratio(by_heat) == pytest.approx((copied + 120 * gate) / full, rel=1e-6)
+    by_gate, gate = PromptChoice(stop=2, deep=0.5, by="gate", kv="propagate"), gated(model).signal
+    asked = gate.flops(0, model.decoder, model.params)
+    assert asked > 0
+    assert ratio(by_gate, gate=gate) == pytest.approx((copied + 120 * asked) / full, rel=1e-6)
     assert ratio(PromptChoice(stop=2, deep=1.0)) == 1
 
 

@@ -198,12 +198,12 @@ def test_where_nothing_pays_it_says_so(tiny: Model, study_text: PromptText) -> N
 
 
 def test_controls_differ_in_one_thing() -> None:
-    choice = PromptChoice(stop=2, deep=0.3, by="heat", flops_ratio=0.5, nll_increase_pct=1.0)
+    choice = PromptChoice(stop=2, deep=0.3, flops_ratio=0.5, nll_increase_pct=1.0)
     assert [each.label for each in controls_of(choice)] == [
         "2 random 0.3 mapped",
         "2 none mapped",
-        "2 heat 0.3 drop",
-        "2 heat 0.3 propagate",
+        "2 sinks_recent 0.3 drop",
+        "2 sinks_recent 0.3 propagate",
     ]
     assert all(each.flops_ratio is None for each in controls_of(choice))
 

@@ -4,15 +4,13 @@
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, init_cache
 from utio_jax.attention.history import History
-from utio_jax.attention.mixing import Mixer, OwnMixer, SoftmaxMixer, mixer_at
+from utio_jax.attention.mixing import Mixer, mixer_at
 from utio_jax.attention.products import attend, visible_keys
 
 __all__ = [
     "History",
     "KVCache",
     "Mixer",
-    "OwnMixer",
-    "SoftmaxMixer",
     "SparseQueries",
     "attend",
     "init_cache",

@@ -31,7 +31,7 @@ class KVCache:
 
     Attributes:
       keys: rotated, as `Decoder.keys_values` returns them.
-      values: likewise.
+      values: of the same shape.
       filled: watermarks: positions below `filled[segment, row]` are valid in the segment's layers.
         Never increasing with the segment: deeper K/V are made from shallower states.
       view: a compact copy of what low-importance tokens see of it; None where there are none.
@@ -114,7 +114,7 @@ def write(
       cache: of all rows.
       layer: of the cache.
       keys: of new tokens, by packed row.
-      values: likewise.
+      values: of the same shape.
       positions: of the tokens in their rows.
       valid: tokens that exist.
       rows: of the cache that the packed rows are, see `packed_rows`; None: all, in order.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,35 +19,39 @@ from utio_jax.attention.products import attend, attend_counted, visible_keys, wi
 from utio_jax.core.decoder import Decoder, Mixes, own_mixing
 
 
-@runtime_checkable
-class Mixer(Protocol):
-    """What one layer's queries make of keys and values."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mixer:
+    """What one layer's queries make of keys and values.
 
-    @property
-    def window(self) -> Int[Array, ""] | None:
-        """Keys that a token may attend to, its own included; None: all."""
-        ...
+    Attributes:
+      window: keys that a token may attend to, its own included; None: all.
+      causal: whether a token sees itself and earlier tokens alone.
+      softcap: of softmax attention, whose scores become `softcap * tanh(score / softcap)`.
+      own: the decoder that mixes in its own way; None: softmax attention.
+    """
 
-    @property
-    def causal(self) -> bool:
-        """Whether a token sees itself and earlier tokens alone."""
-        ...
+    window: Int[Array, ""] | None
+    causal: bool
+    softcap: float | None = None
+    own: Mixes | None = None
 
     def visible(
         self, query_positions: Int[Array, "*lead query"], key_positions: Int[Array, "*lead key"]
     ) -> Bool[Array, "*lead query key"]:
         """Returns which keys each query may see; one hidden from all lies at `NOWHERE`."""
-        ...
+        return visible_keys(query_positions, key_positions, self.window, causal=self.causal)
 
     def prepare(self, values: Float[Array, "*lead kv_head head_dim"]) -> jax.Array:
         """Returns values made ready once for many calls of `mix_prepared`."""
-        ...
+        return with_count(values) if self.own is None else values
 
     def mix_prepared(
         self, queries: jax.Array, keys: jax.Array, prepared: jax.Array, visible: jax.Array
     ) -> jax.Array:
         """Returns what `__call__` does, of values that went through `prepare`."""
-        ...
+        if self.own is not None:
+            return self.own.mix(queries, keys, prepared, visible)
+        return attend_counted(queries, keys, prepared, visible, softcap=self.softcap)
 
     def __call__(
         self,
@@ -58,56 +61,9 @@ class Mixer(Protocol):
         visible: Bool[Array, "*#lead query key"],
     ) -> Float[Array, "*lead query head head_dim"]:
         """Returns what the queries attend to, over the visible keys of each."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Visibility:
-    window: Int[Array, ""] | None
-    causal: bool
-
-    def visible(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-        return visible_keys(query_positions, key_positions, self.window, causal=self.causal)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SoftmaxMixer(_Visibility):
-    """Softmax attention; with a `softcap`, of scores `softcap * tanh(score / softcap)`."""
-
-    softcap: float | None
-
-    def prepare(self, values: jax.Array) -> jax.Array:
-        return with_count(values)
-
-    def mix_prepared(
-        self, queries: jax.Array, keys: jax.Array, prepared: jax.Array, visible: jax.Array
-    ) -> jax.Array:
-        return attend_counted(queries, keys, prepared, visible, softcap=self.softcap)
-
-    def __call__(
-        self, queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array
-    ) -> jax.Array:
+        if self.own is not None:
+            return self.own.mix(queries, keys, values, visible)
         return attend(queries, keys, values, visible, softcap=self.softcap)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnMixer(_Visibility):
-    """The decoder's own `mix`."""
-
-    decoder: Mixes
-
-    def prepare(self, values: jax.Array) -> jax.Array:
-        return values
-
-    def mix_prepared(
-        self, queries: jax.Array, keys: jax.Array, prepared: jax.Array, visible: jax.Array
-    ) -> jax.Array:
-        return self.decoder.mix(queries, keys, prepared, visible)
-
-    def __call__(
-        self, queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array
-    ) -> jax.Array:
-        return self.decoder.mix(queries, keys, values, visible)
 
 
 def mix_apart(
@@ -140,8 +96,9 @@ def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:
       index: of the layer, static or traced.
     """
     config = decoder.config
-    window = config.window_at(index)
-    mixing = own_mixing(decoder)
-    if mixing is not None:
-        return OwnMixer(window=window, causal=config.causal, decoder=mixing)
-    return SoftmaxMixer(window=window, causal=config.causal, softcap=config.attention_softcap)
+    return Mixer(
+        window=config.window_at(index),
+        causal=config.causal,
+        softcap=config.attention_softcap,
+        own=own_mixing(decoder),
+    )

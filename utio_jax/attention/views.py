@@ -26,7 +26,7 @@ class View:
 
     Attributes:
       keys: copies of the cache's.
-      values: likewise.
+      values: of the same shape.
       positions: of the tokens at each place; `NOWHERE` where there is none.
       history: how many places are for what. Static.
     """

@@ -38,7 +38,6 @@ from utio_jax.cli.options import is_first
 from utio_jax.cli.report import Report
 from utio_jax.cli.score import Score
 from utio_jax.cli.serve import Serve
-from utio_jax.cli.train import Train
 from utio_jax.cli.trial import Try
 
 GROUPS: dict[str, dict[str, Any]] = {
@@ -50,7 +49,7 @@ GROUPS: dict[str, dict[str, Any]] = {
         "finetune": Finetune,
     },
     "Read text": {"score": Score, "evaluate": Evaluate, "try": Try},
-    "Measure and train": {"bench": Bench, "report": Report, "train": Train, "launch": Launch},
+    "Measure": {"bench": Bench, "report": Report, "launch": Launch},
 }
 
 COMMANDS: dict[str, Any] = {name: of for group in GROUPS.values() for name, of in group.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every room speaks: the decoder, documents in static shapes, files, FLOPs, executed work."""
+"""What all packages share: the decoder, documents in static shapes, files, FLOPs, executed work."""
 
 from utio_jax.core.decoder import Decoder, DecoderConfig, HasExitLens, HasKVMaps, Mixes
 from utio_jax.core.documents import Batch, batches_of, check_tokens, sample_batches, windows_of

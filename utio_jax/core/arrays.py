@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Array helpers that several rooms share: the head in blocks, one layer of a stack, flat axes."""
+"""Array helpers: the head in blocks, one layer of a stack, flat axes."""
 
 from __future__ import annotations
 

@@ -426,7 +426,7 @@ def reduced_head(decoder: Decoder, params: Params, token_ids: Int[Array, " kept"
     """Returns what `unembed` needs for some tokens' logits alone, in their order.
 
     Raises:
-      ValueError: the decoder cannot tell which of its parameters these are.
+      ValueError: the decoder has no `reduce_head`.
     """
     if not isinstance(decoder, HasReducedHead):
         raise ValueError(

@@ -204,7 +204,7 @@ def save_tensors(file: str | Path, tree: Any, *, metadata: Mapping[str, str] | N
 
 
 def dump_tensors(file: Path, tree: Any, *, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a pytree's arrays where nobody reads them yet."""
+    """Writes a pytree's arrays to a file that is not read yet."""
     # Not `ascontiguousarray`: it turns scalars into vectors of one.
     arrays = {name: np.asarray(leaf, order="C") for name, leaf in flatten(tree).items()}
     try:

@@ -128,7 +128,7 @@ def over_layers(
 def keys_values_of(
     decoder: Decoder, layer: LayerParams, x: Float[Array, "*lead dim"], places: Places
 ) -> tuple[Float[Array, "*lead kv_head head_dim"], Float[Array, "*lead kv_head head_dim"]]:
-    """Returns a layer's keys and values; a state that overflowed spoils nobody who cannot see it.
+    """Returns a layer's keys and values; states that overflowed reach only tokens that see them.
 
     A weight of zero times an infinite value is NaN: padding or a later token, whose states overflow
     in float16, would reach the tokens before it through a mask that hides it. So values that are

@@ -4,7 +4,7 @@
     for found in share(mesh, len(batches), read, what="batches", same=lambda: digest(ids)):
         ...                          # in order, on every process
 
-`jax.distributed` is the engine. A pass runs on the devices of one process and waits for nobody;
+`jax.distributed` is the engine. A pass runs on the devices of one process and waits for no other;
 results are exchanged once, counted, and the same everywhere, so what follows from them is the same
 everywhere too. With one process this is a loop.
 """
@@ -196,10 +196,10 @@ def check_same(
       what: it is, in the message.
       by: the all-gather of bytes to compare with; None: `exchange`.
     """
-    everyone = (by or exchange)(digest(tree).encode())
-    if others := [index for index, theirs in enumerate(everyone) if theirs != everyone[0]]:
+    found = (by or exchange)(digest(tree).encode())
+    if others := [index for index, theirs in enumerate(found) if theirs != found[0]]:
         raise ValueError(
-            f"Wanted the same {what} on all {len(everyone)} processes. Got others than process "
+            f"Wanted the same {what} on all {len(found)} processes. Got others than process "
             f"0's on processes {others}. Do all see the same files, and get one command?"
         )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows over devices: each device runs the plain function on its own rows, and waits for nobody.
+"""Rows over devices: each device runs the plain function on its own rows, without waiting.
 
     mesh = jax.make_mesh((8,), ("data",))
     params = place(params, mesh)                     # once: a copy on each device

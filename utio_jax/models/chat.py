@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -30,9 +30,6 @@ from utio_jax.core.html import depth_html
 from utio_jax.decoding.generate import Generated, check_options, stream
 from utio_jax.decoding.text import TextReader, generate_until
 from utio_jax.models.huggingface import read_json
-
-if TYPE_CHECKING:
-    from utio_jax.models.checkpoint import Model
 
 Messages = Sequence[Mapping[str, Any]]
 """Each has a `role` (`system`, `user`, `assistant`) and a `content`."""
@@ -164,8 +161,10 @@ def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemp
     return ChatTemplate(template=found, special_tokens=special)
 
 
-def encode_chat(model: Model, messages: Messages, **variables: Any) -> np.ndarray:
+def encode_chat(model: Any, messages: Messages, **variables: Any) -> np.ndarray:
     """Returns the token ids of messages, `[token]`, with the assistant's turn opened.
+
+    Of a `utio_jax.models.Model`, as all here.
 
     Raises:
       ValueError: the model has no chat template, or see `render_chat`.
@@ -174,7 +173,7 @@ def encode_chat(model: Model, messages: Messages, **variables: Any) -> np.ndarra
     return np.asarray(model.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
-def turn_ends(model: Model) -> tuple[int, ...]:
+def turn_ends(model: Any) -> tuple[int, ...]:
     """Returns the tokens that end an answer: the model's own, and its tokenizer's `eos_token`."""
     named = model.chat_template.special_tokens.get("eos_token")
     extra = None if named is None else model.tokenizer.token_to_id(named)
@@ -183,7 +182,7 @@ def turn_ends(model: Model) -> tuple[int, ...]:
 
 
 def answer(
-    model: Model,
+    model: Any,
     messages: Messages,
     *,
     stop_strings: Sequence[str] = (),
@@ -217,7 +216,7 @@ def answer(
 
 
 def stream_answer(
-    model: Model,
+    model: Any,
     messages: Messages,
     *,
     variables: Mapping[str, Any] | None = None,

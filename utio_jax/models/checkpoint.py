@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model folders: `config.json`, safetensors, `tokenizer.json`, perhaps a calibration.
 
-Of this package's own layout, or Hugging Face's (`utio_jax.models.huggingface`); the config tells.
+Of this package's own layout, or Hugging Face's (`utio_jax.models.huggingface`), as the config says.
 Or a GGUF file, which is all of that at once (`utio_jax.models.gguf`).
 """
 
@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,8 @@ from utio_jax.core.lens import (
 from utio_jax.decoding.base import Mode
 from utio_jax.evaluation.controls import PlainControls, load_controls
 from utio_jax.models import huggingface
-from utio_jax.models.gemma3n import Gemma3n
-from utio_jax.models.gemma4 import Gemma4
+from utio_jax.models.chat import ChatTemplate, Messages, Reply, answer, find_template
+from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
@@ -63,9 +63,6 @@ from utio_jax.models.verbs import Verbs, named_mode
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.prompts.maps import KVMapped, load_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, choices_of
-
-if TYPE_CHECKING:
-    from utio_jax.models.chat import ChatTemplate, Messages, Reply
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -220,11 +217,8 @@ class Model(Verbs):
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """What makes a text of messages. Raises ValueError where the model has none."""
-        from utio_jax.models.chat import find_template
-
-        return find_template(
-            self.folder, gguf_files.keys_of(self.folder) if self.folder.is_file() else None
-        )
+        keys = gguf_files.keys_of(self.folder) if self.folder.is_file() else None
+        return find_template(self.folder, keys)
 
     def chat(
         self,
@@ -248,11 +242,8 @@ class Model(Verbs):
         Raises:
           ValueError: the model has no chat template, or see `generate`.
         """
-        from utio_jax.models.chat import answer
-
-        return answer(
-            self, messages, mode=self.mode(named_mode(mode, budget), budget=budget), **options
-        )
+        chosen = self.mode(named_mode(mode, budget), budget=budget)
+        return answer(self, messages, mode=chosen, **options)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""

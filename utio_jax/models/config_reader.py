@@ -25,7 +25,7 @@ def _first(*values: Any) -> Any:
 class Reader:
     """Reads settings from a `config.json` and collects what is wrong with them.
 
-    `take` and `need` only note a problem, so that all of them can be told at once.
+    `take` and `need` only note a problem, so that an error can name them all.
     """
 
     def __init__(self, config: Config):

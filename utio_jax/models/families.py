@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from utio_jax.models.config_reader import Config, Reader
-from utio_jax.models.gemma3n import Gemma3n, Gemma3nConfig, state_width
-from utio_jax.models.gemma4 import Gemma4, Gemma4Config
+from utio_jax.models.gemma import Gemma3n, Gemma3nConfig, Gemma4, Gemma4Config, state_width
 from utio_jax.models.transformer import Transformer, TransformerConfig
 
 
@@ -186,9 +185,7 @@ def _qwen(read: Reader) -> dict[str, Any]:
 
 def _gemma(read: Reader) -> dict[str, Any]:
     """Gemma 2 and 3: scaled embeddings, norms around each block, local layers between global."""
-    read.need("hidden_activation", "gelu_pytorch_tanh")
-    read.need("attention_bias", False)
-    read.need("use_bidirectional_attention", False)
+    _need_gemma(read)
     dim, scalar = read.take("hidden_size"), read.take("query_pre_attn_scalar", 256.0)
     options: dict[str, Any] = {
         "activation": "geglu",
@@ -199,8 +196,6 @@ def _gemma(read: Reader) -> dict[str, Any]:
         "tie_embeddings": bool(read.config.get("tie_word_embeddings", True)),
         "head_dim": read.take("head_dim", 256),
     }
-    if "sliding_window" in read.config and read.config["sliding_window"] is None:
-        read.problems.append("sliding_window=None, of which only numbers are supported")
     layers = read.layers()
     if read.config["model_type"] == "gemma2":
         return _llama_like(
@@ -210,21 +205,35 @@ def _gemma(read: Reader) -> dict[str, Any]:
             logit_softcap=read.config.get("final_logit_softcapping", 30.0),
             **options,
         )
-    local_base = float(read.take("rope_local_base_freq", 10_000.0))
-    local_theta, local_scaling = read.rope("sliding_attention", base=local_base)
-    if local_scaling is not None:
-        read.problems.append("scaled rotations of local layers, of which only plain are supported")
     every = read.take("sliding_window_pattern", read.config.get("_sliding_window_pattern", 6))
     return _llama_like(
         read,
         is_local=read.local_layers(layers, lambda layer: (layer + 1) % every != 0),
         rope_base=1_000_000.0,
         qk_norm=True,
-        local_rope_theta=local_theta,
+        local_rope_theta=_local_theta(read),
         attention_softcap=read.config.get("attn_logit_softcapping"),
         logit_softcap=read.config.get("final_logit_softcapping"),
         **options,
     )
+
+
+def _need_gemma(read: Reader) -> None:
+    """Notes what no Gemma may have."""
+    read.need("hidden_activation", "gelu_pytorch_tanh")
+    read.need("attention_bias", False)
+    read.need("use_bidirectional_attention", False)
+    if read.config.get("sliding_window", 0) is None:
+        read.problems.append("sliding_window=None, of which only numbers are supported")
+
+
+def _local_theta(read: Reader) -> float:
+    """Returns the base of rotations in layers with a window, which are never stretched."""
+    base = float(read.take("rope_local_base_freq", 10_000.0))
+    theta, scaling = read.rope("sliding_attention", base=base)
+    if scaling is not None:
+        read.problems.append("scaled rotations of local layers, of which only plain are supported")
+    return theta
 
 
 def _gemma_inputs(
@@ -238,22 +247,11 @@ def _gemma_inputs(
       shared: layers, by default, that read the K/V of others.
       streams: of a token's state.
     """
-    for name, wanted in {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "use_bidirectional_attention": False,
-        "tie_word_embeddings": True,
-    }.items():
-        read.need(name, wanted)
-    if read.config.get("sliding_window", 512) is None:
-        read.problems.append("sliding_window=None, of which only numbers are supported")
+    _need_gemma(read)
+    read.need("tie_word_embeddings", True)
     read.config = {"sliding_window": 512, "head_dim": 256, **read.config}
     layers = read.layers()
     is_local = read.local_layers(layers, lambda layer: (layer + 1) % every != 0)
-    base = float(read.take("rope_local_base_freq", 10_000.0))
-    local_theta, local_scaling = read.rope("sliding_attention", base=base)
-    if local_scaling is not None:
-        read.problems.append("scaled rotations of local layers, of which only plain are supported")
     common = _llama_like(read, is_local=is_local, rope_base=1_000_000.0, activation="geglu")
     for name in ("activation", "tie_embeddings", "embed_dim"):
         del common[name]
@@ -264,7 +262,7 @@ def _gemma_inputs(
         "hidden_dim": hidden,
         "input_dim": inputs,
         "input_vocab_size": read.take("vocab_size_per_layer_input", 262_144),
-        "local_rope_theta": local_theta,
+        "local_rope_theta": _local_theta(read),
         "kv_source": _of_last_own_kind(read, layers, is_local, default=shared),
     }, is_local
 

@@ -22,31 +22,14 @@ STDLIB_16 = TransformerConfig(
 )
 """4.4M parameters, six exits from the start, trained on the standard library's source."""
 
-PLAIN_16 = dataclasses.replace(STDLIB_16, exits=(16,))
-"""Control: the same shape without intermediate exits, trained on the last layer's loss alone."""
-
-PLAIN_12 = dataclasses.replace(STDLIB_16, num_layers=12, exits=(12,))
-"""Control: simply a shallower model, three quarters as deep."""
-
-PLAIN_10 = dataclasses.replace(STDLIB_16, num_layers=10, exits=(10,))
-"""Control: ten layers, trained plainly."""
-
-PLAIN_8 = dataclasses.replace(STDLIB_16, num_layers=8, exits=(8,))
-"""Control: half as deep, trained plainly."""
-
-_OWN = tuple((layer,) for layer in range(8))
-
-SHARED_16 = dataclasses.replace(PLAIN_16, kv_source=(*_OWN, *(((4, 5, 6, 7),) * 8)))
-"""The shipped model before it has exits, which come late: see `late-shared-16`.
+SHARED_16 = dataclasses.replace(
+    STDLIB_16,
+    exits=(16,),
+    kv_source=(*((layer,) for layer in range(8)), *(((4, 5, 6, 7),) * 8)),
+)
+"""The shipped model before it has exits, which come late: see `models/recipes`.
 
 Layers 9 to 16 have no K/V: their four query heads read those of layers 5, 6, 7 and 8."""
-
-BANK_16 = dataclasses.replace(
-    PLAIN_16,
-    kv_source=(*_OWN, *(((8, 9, 10, 11),) * 8)),
-    kv_depth=(*range(8), 8, 8, 8, 8),
-)
-"""Layers 9 to 16 read four K/V heads that are made once, of the states after layer 8."""
 
 TINY = TransformerConfig(
     vocab_size=64,

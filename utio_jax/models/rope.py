@@ -5,30 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from utio_jax.core.decoder import is_positive
+
 Rotations = tuple[jax.Array, jax.Array]
 """Cosine and sine of each position's angles, `[*lead, head_dim / 2]` each."""
 
 
 _Kind = Literal["linear", "llama3"]
-
-
-def check_above_zero(value: Any, what: str) -> float:
-    """Returns a number, once it is known to be finite and above 0.
-
-    Raises:
-      ValueError: it is not; `what` begins the sentence.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and 0 < value < math.inf):
-        raise ValueError(f"Wanted {what} above 0. Got {value!r}.")
-    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,14 +47,9 @@ class RopeScaling:
                 f"Wanted rotations scaled as one of {', '.join(get_args(_Kind))}. Got "
                 f"kind={self.kind!r}."
             )
-        settings = {
-            "factor": self.factor,
-            "low_freq_factor": self.low_freq_factor,
-            "high_freq_factor": self.high_freq_factor,
-            "original_context_length": self.original_context_length,
-        }
-        for name, value in settings.items():
-            check_above_zero(value, f"scaled rotations with {name}")
+        for name, value in dataclasses.asdict(self).items():
+            if name != "kind" and not is_positive(value):
+                raise ValueError(f"Wanted scaled rotations with {name} above 0. Got {value!r}.")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "Wanted scaled rotations whose high_freq_factor is above their low_freq_factor. "

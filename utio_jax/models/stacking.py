@@ -128,7 +128,7 @@ def stored_shape(
 def own_shape(decoder: Any, path: str, index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns how much of a slice of a stack is a layer's own, where layers differ in width.
 
-    A decoder says so itself (`utio_jax.models.gemma4`): the first entries along each axis. What is
+    A decoder says so itself (`utio_jax.models.gemma`): the first entries along each axis. What is
     beyond them is zero, and not stored.
     """
     return decoder.own_shape(path, index, shape) if hasattr(decoder, "own_shape") else shape

@@ -206,16 +206,9 @@ class Verbs:
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
         """
-        return generate_text(
-            self,
-            [prompts] if isinstance(prompts, str) else prompts,
-            mode=self.mode(named_mode(mode, budget), budget=budget),
-            max_new_tokens=max_new_tokens,
-            stop_strings=stop,
-            sampling=sampling,
-            seeds=seed,
-            **_reading_prompts(self, prompt_budget, options),
-        )
+        options |= {"max_new_tokens": max_new_tokens, "sampling": sampling}
+        asked = _asked(self, prompts, mode, budget, prompt_budget, options)
+        return generate_text(self, stop_strings=stop, seeds=seed, **asked)
 
     def stream(
         self: Any,
@@ -223,24 +216,14 @@ class Verbs:
         *,
         mode: str | Mode | None = None,
         budget: float | None = None,
-        max_new_tokens: int = 128,
         stop: StopStrings = (),
-        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         seed: int = 0,
         prompt_budget: float | None = None,
         **options: Any,
     ) -> Iterator[TextChunk]:
         """Yields the text of `generate` piece by piece. Arguments and errors are those of it."""
-        return stream_text(
-            self,
-            [prompts] if isinstance(prompts, str) else prompts,
-            mode=self.mode(named_mode(mode, budget), budget=budget),
-            max_new_tokens=max_new_tokens,
-            stop_strings=stop,
-            sampling=sampling,
-            seeds=seed,
-            **_reading_prompts(self, prompt_budget, options),
-        )
+        asked = _asked(self, prompts, mode, budget, prompt_budget, options)
+        return stream_text(self, stop_strings=stop, seeds=seed, **asked)
 
     def score(
         self: Any,
@@ -308,8 +291,8 @@ class Verbs:
           budget: target FLOPs over full depth's, one or several; by default 0.5, 0.6, 0.75, 0.9.
           max_nll_increase_pct: instead of budgets: least cost within this loss, in %.
           max_disagreement: instead of budgets: least cost with at most this share of most probable
-            tokens other than full depth's, promised by risk control.
-          confidence: of that promise.
+            tokens other than full depth's, guaranteed by risk control.
+          confidence: of that guarantee.
           policies: names from `utio_jax.calibration.SIGNALS`.
           gate_files: paths, or token ids, other ones, to which the weights of signals are fitted;
             by default `files`, which leaves thresholds that trust gates more than they should.
@@ -488,14 +471,26 @@ def read_prompts_within(
     )
 
 
-def _reading_prompts(model: Any, budget: float | None, options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options with the prefill of a budget."""
-    if budget is None:
-        return options
-    if options.get("prefill") is not None:
-        raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
-    prefill = read_prompts_within(model, budget, lambda: model.calibration)
-    return {**options, "prefill": prefill}
+def _asked(
+    model: Any,
+    prompts: str | Sequence[str],
+    mode: str | Mode | None,
+    budget: float | None,
+    prompt_budget: float | None,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Returns what `generate` and `stream` are asked for: prompts, mode, prefill and options."""
+    if prompt_budget is not None:
+        if options.get("prefill") is not None:
+            raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
+        prefill = read_prompts_within(model, prompt_budget, lambda: model.calibration)
+        options = {**options, "prefill": prefill}
+    return {
+        "max_new_tokens": 128,
+        **options,
+        "prompts": [prompts] if isinstance(prompts, str) else prompts,
+        "mode": model.mode(named_mode(mode, budget), budget=budget),
+    }
 
 
 def named_mode(mode: str | Mode | None, budget: float | None) -> str | Mode:

@@ -33,24 +33,20 @@ from utio_jax.policies.signals import (
     surrogate_table,
 )
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
-from utio_jax.policies.wrappers import DepthFloor, KeepFirst, PositionDecay
 
 __all__ = [
     "Boundary",
     "Calibration",
     "CandidateGates",
     "Chance",
-    "DepthFloor",
     "DepthTable",
     "Entropy",
     "Hazard",
-    "KeepFirst",
     "Learned",
     "MaxProbability",
     "Patience",
     "Policy",
     "Position",
-    "PositionDecay",
     "PromptRouter",
     "Signal",
     "SignalBase",

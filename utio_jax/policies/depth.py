@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth policies: which tokens run deeper. One class, `Thresholded`, around one of many signals.
 
-`utio_jax.policies.signals` and `utio_jax.policies.learned` have the signals of the literature, and
-`utio_jax.policies.wrappers` what goes around them. The controls and tools (`uniform`,
-`given_depths`, `random_depths`, `never_stops`) are made of the same class.
+`utio_jax.policies.signals` and `utio_jax.policies.learned` have the signals of the literature. The
+controls and tools (`uniform`, `given_depths`, `random_depths`, `never_stops`) are made of the same
+class.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Thresholded:
 
     Attributes:
       signal: scores tokens at each boundary.
-      thresholds: one per boundary, in the score's unit; +inf stops everybody, -inf nobody. At these
+      thresholds: one per boundary, in the score's unit; +inf stops all tokens, -inf none. At these
         the signal is not even asked, unless it remembers what it saw at earlier boundaries. A
         running batch may have one for each row (`per_row`).
       depths: at which tokens may stop, one more than thresholds. Static.
@@ -101,11 +101,11 @@ def covering_depths(policies: Iterable[Thresholded]) -> tuple[int, ...]:
 
 
 def with_depths(policy: Thresholded, depths: Sequence[int]) -> Thresholded:
-    """Returns the policy that decides the same, with more boundaries at which nobody stops.
+    """Returns the policy that decides the same, with more boundaries, at which no token stops.
 
     Policies of one signal, fitted for different budgets, may stop at different depths. Over the
     depths of all of them (`covering_depths`) they differ by thresholds alone: one program has them
-    all. Beyond the policy's own last depth nobody goes.
+    all. No token runs beyond the policy's own last depth.
 
     Args:
       policy: whose signal does not remember earlier boundaries, or has all that are before its own.
@@ -250,7 +250,7 @@ def random_depths(
     """Returns the control: depths drawn from a histogram, independent of what the tokens are.
 
     Every token's draw depends on the key, its position and its id alone: causal, and the same
-    whoever shares the batch.
+    in any batch.
 
     Args:
       fractions: probability of each depth, shallowest first.
@@ -259,7 +259,7 @@ def random_depths(
       name: of the policy.
     """
     ends = jnp.cumsum(jnp.asarray(fractions, jnp.float32))[:-1]
-    # Draws lie in [0, 1): below a threshold of 0, at which none may stop, there is no room for 0.
+    # Draws lie in [0, 1): below a threshold of 0, at which none may stop, there is no draw of 0.
     thresholds = jnp.where(ends > 0, ends, -jnp.inf)
     return Thresholded(
         signal=Chance(key=key, name=name), thresholds=thresholds, depths=tuple(depths)

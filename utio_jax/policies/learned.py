@@ -57,14 +57,8 @@ class StateGate:
 
 
 @pytree
-class Learned(SignalBase):
-    """A gate's value at every boundary.
-
-    Named `learned`, gates regress sqrt(KL to full depth), in nats ** 0.5: a dense target without
-    labels. Named `classifier`, they hold the logit of "this exit's most probable token is not full
-    depth's": the classifier of CALM and arXiv 2407.20272, and
-    TIDE's router with its label repaired. TIDE compares checkpoints' states, the last with itself,
-    which teaches that there everybody may leave; the label here is the outcome at full depth.
+class _Gated(SignalBase):
+    """What signals of a gate per exit share.
 
     Attributes:
       gates: one per exit.
@@ -73,18 +67,34 @@ class Learned(SignalBase):
 
     gates: StateGate
     exits: tuple[int, ...] = static()
-    name: str = static(default="learned")
 
-    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
-        gate = self.gates.at(exit_index(self.exits, boundary.depth, self.name))
-        return boundary.map_live(gate, boundary.x), None
+    def gate_at(self, boundary: Boundary) -> StateGate:
+        """Returns the gate of a boundary. Raises ValueError where there is none."""
+        return self.gates.at(exit_index(self.exits, boundary.depth, self.name))
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         return gate_flops(self.gates, decoder)
 
 
 @pytree
-class CandidateGates(SignalBase):
+class Learned(_Gated):
+    """A gate's value at every boundary.
+
+    Named `learned`, gates regress sqrt(KL to full depth), in nats ** 0.5: a dense target without
+    labels. Named `classifier`, they hold the logit of "this exit's most probable token is not full
+    depth's": the classifier of CALM and arXiv 2407.20272, and
+    TIDE's router with its label repaired. TIDE compares checkpoints' states, the last with itself,
+    which teaches that there all tokens may leave; the label here is the outcome at full depth.
+    """
+
+    name: str = static(default="learned")
+
+    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
+        return boundary.map_live(self.gate_at(boundary), boundary.x), None
+
+
+@pytree
+class CandidateGates(_Gated):
     """A gate's value from the state, and from what it predicts of a few likely next tokens.
 
     SpecEE (Xu et al. 2025, arXiv 2504.08850): how sure an exit is shows in the logits of a few
@@ -97,12 +107,9 @@ class CandidateGates(SignalBase):
     Attributes:
       gates: one per exit, on states and `candidate_inputs`; fitted to sqrt(KL to full depth).
       likely: candidates of each token of the vocabulary.
-      exits: their depths. Static.
     """
 
-    gates: StateGate
     likely: Int[Array, "vocab candidate"]
-    exits: tuple[int, ...] = static()
     name: str = static(default="candidates")
 
     def start(
@@ -198,20 +205,15 @@ def candidate_inputs(
 
 
 @pytree
-class Hazard(SignalBase):
+class Hazard(_Gated):
     """The probability of having passed all boundaries so far, this one included.
 
     PALBERT's Q-exit (Balagansky and Gavrilov 2022): with h_i the probability of
     halting at exit i, a token stops once 1 - prod(1 - h_i) reaches q: a threshold of `1 - q` on
-    this score. The classifier gates give h, the probability that full depth would predict the same.
-
-    Attributes:
-      gates: one per exit: the logit of "differs from full depth", which is 1 - h.
-      exits: their depths. Static.
+    this score. The classifier gates give h, the probability that full depth would predict the same:
+    their value is the logit of "differs from full depth", which is 1 - h.
     """
 
-    gates: StateGate
-    exits: tuple[int, ...] = static()
     name: str = static(default="hazard")
 
     @property
@@ -221,36 +223,28 @@ class Hazard(SignalBase):
     def __call__(
         self, index: int, boundary: Boundary, memory: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        gate = self.gates.at(exit_index(self.exits, boundary.depth, self.name))
-        passes = jax.nn.sigmoid(boundary.map_live(gate, boundary.x))
+        passes = jax.nn.sigmoid(boundary.map_live(self.gate_at(boundary), boundary.x))
         survival = passes if memory is None else memory * passes
         return survival, survival
 
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return gate_flops(self.gates, decoder)
-
 
 @pytree
-class PromptRouter(SignalBase):
+class PromptRouter(_Gated):
     """The mean state of a row's first tokens decides for all later ones; the first run to the end.
 
     FiRST (Jain et al. 2024, arXiv 2410.12513) routes a whole sequence by its prompt, per layer;
     this is its form as a depth. The first `prompt` tokens must be in the block: while decoding,
-    when they are not, everybody goes deeper.
+    when they are not, all tokens go deeper.
 
     Attributes:
-      gates: one per exit, on mean states.
-      exits: their depths. Static.
       prompt: tokens. Static.
     """
 
-    gates: StateGate
-    exits: tuple[int, ...] = static()
     prompt: int = static(default=32)
     name: str = static(default="prompt_router")
 
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
-        gate = self.gates.at(exit_index(self.exits, boundary.depth, self.name))
+        gate = self.gate_at(boundary)
         first = boundary.positions < self.prompt
         mean, known = mean_of_first(boundary.x, first & boundary.live)
         score = jnp.where(known, gate(mean), jnp.inf)

@@ -103,7 +103,7 @@ class UtioSurrogate(SignalBase):
     """UTIO's surrogate, computed once at the depth floor from signals that really exist there.
 
     Entropy (nats) of the exit's own prediction and the state's outlier against a calibrated mean;
-    heat has no causal estimate for a token that nobody has attended to, so its weight goes to the
+    heat has no causal estimate for a token that none has attended to, so its weight goes to the
     other two. The number of thresholds that the score exceeds is the bucket.
 
     Attributes:

@@ -16,7 +16,7 @@ from jaxtyping import jaxtyped
 from utio_jax.core.decoder import check_depths
 from utio_jax.core.files import json_file, load_owned, nest, save_owned
 from utio_jax.core.platform import here
-from utio_jax.policies import learned, signals, wrappers
+from utio_jax.policies import learned, signals
 from utio_jax.policies.base import Policy, Signal
 from utio_jax.policies.depth import Thresholded, random_depths
 
@@ -25,7 +25,7 @@ DEFAULT_BUDGET = 0.75
 
 _TYPES: dict[str, Any] = {
     name: found
-    for module in (signals, learned, wrappers)
+    for module in (signals, learned)
     for name, found in vars(module).items()
     if dataclasses.is_dataclass(found) and found.__module__ == module.__name__
 }
@@ -194,11 +194,9 @@ def load_calibration(path: str | Path, *, model_sha256: str) -> Calibration:
         misfits = [each for name in found for each in _misfits(found[name], name)]
         for name, signal in found.items():
             used = {depth for entry in entries[name].values() for depth in entry.depths[:-1]}
-            while signal is not None:  # Wrappers have another in them.
-                exits = getattr(signal, "exits", None)
-                if exits is not None and not used <= {*check_depths(exits)}:
-                    misfits.append(f"{name} has weights for exits {exits}, its entries use {used}")
-                signal = getattr(signal, "signal", None)
+            exits = getattr(signal, "exits", None)
+            if exits is not None and not used <= {*check_depths(exits)}:
+                misfits.append(f"{name} has weights for exits {exits}, its entries use {used}")
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         misfits = [repr(error)]
         found = {}
@@ -282,7 +280,7 @@ class Thresholds:
     row_shares: tuple[float, ...] | None = None
 
     def to_json(self) -> dict[str, list[Any]]:
-        """Returns what JSON can hold: a threshold of -inf, at which nobody stops, becomes null."""
+        """Returns what JSON can hold: a threshold of -inf, at which no token stops, is null."""
         thresholds = [None if t == -np.inf else t for t in self.thresholds]
         shares = {} if self.row_shares is None else {"row_shares": list(self.row_shares)}
         return {
@@ -316,7 +314,7 @@ class Thresholds:
         return cls(depths=depths, thresholds=thresholds, fractions=fractions, row_shares=rows)
 
     def over(self, depths: Sequence[int]) -> Thresholds:
-        """Returns the same decisions over more exits, at which nobody stops."""
+        """Returns the same decisions over more exits, at which no token stops."""
         thresholds = dict(zip(self.depths, (*self.thresholds, np.inf), strict=True))
         fractions = dict(zip(self.depths, self.fractions, strict=True))
         rows = None
@@ -331,7 +329,7 @@ class Thresholds:
         )
 
     def used(self) -> Thresholds:
-        """Returns the same decisions without exits at which nobody stops, the last in use apart."""
+        """Returns the same decisions without exits at which no token stops, the last apart."""
         kept = [d for d, threshold in enumerate(self.thresholds) if threshold > -np.inf]
         kept.append(len(self.thresholds))
         return Thresholds(

@@ -66,7 +66,7 @@ class Head:
 
     It runs nothing until it is asked: what no policy looks at costs nothing here. A policy that
     looks at logits and the readout get the same ones, and a lens maps states for both. Logits of
-    whole rows are made in blocks and not kept: who looks twice runs the head twice. Where the
+    whole rows are made in blocks and not kept: looking twice runs the head twice. Where the
     executor `keeps_logits`, it runs once.
 
     Attributes:

@@ -44,7 +44,7 @@ class Scores:
       work: what was executed, padding included; on a mesh, by each device.
       x: what the head reads of each token: its state at its decided depth, mapped if the decoder
         does that; padding holds undefined states.
-      sparse: who attended sparsely to what; leaves lead with `[segment]`. None without `attention`.
+      sparse: which tokens attended sparsely; leaves lead with `[segment]`; None: none did.
     """
 
     log_likelihood: Float[Array, "batch token"]
@@ -79,11 +79,11 @@ def score(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       token_ids: right-padded rows, no wider than the model's context.
       lengths: real tokens per row.
-      policy: who runs how deep.
+      policy: decides how deep tokens run.
       kv: what others see of a frozen token, see `utio_jax.staircase.loop.staircase`.
       executor: how live slots are run. `"auto"`: on accelerators by static shapes where the
         policy's `row_shares` are known, otherwise by `MicroBatches`.
-      attention: who attends sparsely; None: nobody.
+      attention: which tokens attend sparsely; None: none do.
       mesh: splits the rows over its axis "data"; every device packs its own. Put parameters and
         rows there by `utio_jax.core.rows.place`. `Scores.work` then leads with a device axis.
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import cases
 from helpers.recurrent import CONFIG, recurrent_model, recurrent_states
@@ -152,7 +153,7 @@ def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
         steps=12, tokens_per_step=64, context=16, long_context=16, exit_weights=(0.5, 0.5), warmup=2
     )
     decoder = Mamba2(CONFIG)
-    train(decoder, stream, config, out=tmp_path)
+    train(decoder, stream, config, out=tmp_path, optimizer=optax.adam(1e-3))
     rows = [
         [float(each) for each in line.split("\t")[2:]]
         for line in (tmp_path / "log.tsv").read_text().splitlines()

@@ -28,7 +28,6 @@ from utio_jax import (
 from utio_jax.attention.history import History
 from utio_jax.contrib.recurrent import Mamba2
 from utio_jax.policies.signals import Chance
-from utio_jax.staircase.prompts import AttentionHeat, PromptImportance
 from utio_jax.staircase.sparse import SparseAttention
 
 DEPTHS, EXECUTOR = (1, 2, 4), cases.SHAPES[1].executor
@@ -194,10 +193,3 @@ def test_sparse_attention_is_refused_since_there_is_one_state_for_all() -> None:
             uniform(4),
             attention=attention,
         )
-
-
-def test_attention_heat_is_refused_where_there_is_no_attention() -> None:
-    model = recurrent_model()
-    policy = PromptImportance(signal=AttentionHeat(), deep=jnp.asarray([0.5]), depths=(2, 4))
-    with pytest.raises(ValueError, match="whose heat is known. Got Mamba2, which mixes in its own"):
-        score(model.decoder, model.params, model.tokens(1, 24), jnp.asarray([24]), policy)

@@ -38,7 +38,7 @@ _CONTROL = 3
 
 
 class Keys:
-    """Reads a file's keys and collects what is wrong with them, to tell all of it at once."""
+    """Reads a file's keys and collects all that is wrong with them."""
 
     def __init__(self, keys: Mapping[str, Any], tensors: Mapping[str, Tensor], arch: str):
         self.keys, self.tensors, self.arch = keys, tensors, arch
@@ -178,17 +178,25 @@ def _gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    rope = _rope(keys)["rope_parameters"]
-    local = keys.scale("rope.freq_base_swa", 10_000.0)
-    capped = f"{keys.arch}.final_logit_softcapping" in keys.keys
+    return {**_gemma_local(keys, common, period=6, largest=62), **_cap(keys)}
+
+
+def _cap(keys: Keys) -> dict[str, Any]:
+    """Returns the cap of logits, None where no key says one."""
+    name = "final_logit_softcapping"
+    return {name: keys.scale(name) if f"{keys.arch}.{name}" in keys.keys else None}
+
+
+def _gemma_local(
+    keys: Keys, common: dict[str, Any], *, period: int, largest: int = 0
+) -> dict[str, Any]:
+    """Returns what `_gemma` does, with windows, and rotations of their own for layers with one."""
+    local = {"rope_type": "default", "rope_theta": keys.scale("rope.freq_base_swa", 10_000.0)}
+    full = _rope(keys)["rope_parameters"]
     return {
-        **_gemma(keys, common, period=6, largest=62),
-        "rope_parameters": {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
+        **_gemma(keys, common, period=period, largest=largest),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
         "sliding_window": keys.count("attention.sliding_window"),
-        "final_logit_softcapping": keys.scale("final_logit_softcapping") if capped else None,
     }
 
 
@@ -201,18 +209,11 @@ def _gemma_inputs(keys: Keys, common: dict[str, Any], *, period: int, own: int) 
       period: the last of so many layers attends to everything.
       own: layers with K/V of their own, where no key says so.
     """
-    rope = _rope(keys)["rope_parameters"]
-    local = keys.scale("rope.freq_base_swa", 10_000.0)
     shared = keys.stored("attention.shared_kv_layers")
     if isinstance(shared, float) and shared.is_integer():
         shared = int(shared)  # As published files have it.
     return {
-        **_gemma(keys, common, period=period, largest=0),
-        "rope_parameters": {
-            "full_attention": rope,
-            "sliding_attention": {"rope_type": "default", "rope_theta": local},
-        },
-        "sliding_window": keys.count("attention.sliding_window"),
+        **_gemma_local(keys, common, period=period),
         "hidden_size_per_layer_input": keys.count("embedding_length_per_layer_input"),
         "vocab_size_per_layer_input": keys.rows("per_layer_token_embd.weight"),
         "num_kv_shared_layers": max(0, common["num_hidden_layers"] - own)
@@ -251,13 +252,7 @@ def _gemma4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         wanted = [narrow] * own + [narrow * (2 if double else 1)] * (layers - own)
         if widths.tolist() != wanted:
             keys.problems.append(f"{keys.arch}.feed_forward_length={_short(widths)}")
-    capped = f"{keys.arch}.final_logit_softcapping" in keys.keys
-    return {
-        **found,
-        "global_head_dim": wide,
-        "use_double_wide_mlp": double,
-        "final_logit_softcapping": keys.scale("final_logit_softcapping") if capped else None,
-    }
+    return {**found, **_cap(keys), "global_head_dim": wide, "use_double_wide_mlp": double}
 
 
 def _gemma(keys: Keys, common: dict[str, Any], *, period: int, largest: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from utio_jax.models.chat import find_template
 from utio_jax.models.gguf.header import read_header
 from utio_jax.models.gguf.tokenizer import build_tokenizer
 from utio_jax.models.gguf.weights import config_of
@@ -38,8 +39,6 @@ def files_beside_weights(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     These are tokenizer, chat template and settings as transformers has them. What the file lacks,
     or what cannot be had exactly, is not among them.
     """
-    from utio_jax.models.chat import find_template
-
     header = read_header(file)
     config, texts = config_of(header), dict[str, str]()
     settings: dict[str, Any] = {}

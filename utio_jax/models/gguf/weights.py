@@ -161,9 +161,9 @@ def _dequantizer(tensor: Tensor) -> Callable[[bytes], np.ndarray]:
 def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
     """Returns an array that begins on a cache line: JAX uses it on CPU as it is, without a copy."""
     size = math.prod(shape) * dtype.itemsize
-    room = np.empty(size + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + size].view(dtype).reshape(shape)
+    memory = np.empty(size + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _is_shifted(architecture: Architecture, part: str) -> bool:

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of the shipped model: anytime loss, layer dropout, Muon; resumable at any step.
-
-    utio-jax train --out out/train            # 60 to 90 minutes on two CPU cores
-    utio-jax train --out out/train --resume   # after an interruption
+"""Training with exits: the loop, resumable at any step; anytime loss and layer dropout.
 
 Every exit learns to predict with the same norm and head (anytime loss), and layers are dropped with
 a probability that grows exponentially with depth, both after LayerSkip (Elhoushi et al. 2024,
@@ -14,7 +11,6 @@ of exits costs one head more than plain training does.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,14 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from optax import contrib
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 from tqdm.auto import tqdm
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import layer_at
-from utio_jax.models.training.corpus import Document
 from utio_jax.staircase.reference import apply_layer, dense_keys_values, read_side_by_side
 
 # `(params, tokens, key, step)` to the loss that is minimised, and the loss of each exit. Arrays of
@@ -75,9 +69,6 @@ class TrainConfig:
       context: tokens a training window has at first.
       long_context: tokens it has in the last `long_fraction` of the steps.
       long_fraction: see `long_context`.
-      matrix_rate: peak learning rate of Muon, for the layers' matrices.
-      vector_rate: peak learning rate of Adam, for embedding and norms.
-      weight_decay: of the matrices, multiplied by the learning rate.
       warmup: steps of linear warm-up.
       decay_fraction: last part of the steps, in which the rates fall linearly to zero. Before it
         they are constant, so a run can be shortened or extended from any earlier checkpoint.
@@ -92,9 +83,6 @@ class TrainConfig:
     context: int = 256
     long_context: int = 512
     long_fraction: float = 0.12
-    matrix_rate: float = 0.02
-    vector_rate: float = 0.02
-    weight_decay: float = 0.05
     warmup: int = 40
     decay_fraction: float = 0.45
     exit_weights: tuple[float, ...] = (0.3, 0.4, 0.7, 0.5, 0.5)
@@ -268,54 +256,6 @@ def anytime_loss(
     return stacked @ jnp.asarray((*config.exit_weights, 1.0)), stacked
 
 
-def _anytime(decoder: Trainable, config: TrainConfig) -> Objective:
-    def objective(
-        params: Params, tokens: jax.Array, key: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        del step  # The same loss all the way.
-        return anytime_loss(params, tokens, key, decoder=decoder, config=config)
-
-    return objective
-
-
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Returns Muon (Jordan 2024) for the layers' matrices and Adam for all else."""
-
-    def matrices(params: Params) -> Any:
-        spec = contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: spec if leaf.ndim == 3 and path[0].key == "layers" else None, params
-        )
-
-    return contrib.muon(
-        lambda step: config.matrix_rate * config.rate_at(jnp.asarray(step)),
-        weight_decay=config.weight_decay,
-        adam_b1=0.9,
-        adam_b2=0.99,
-        adam_learning_rate=lambda step: config.vector_rate * config.rate_at(jnp.asarray(step)),
-        muon_weight_dimension_numbers=matrices,
-    )
-
-
-def training_stream(
-    documents: Sequence[Document], encode: Callable[[Sequence[str]], list[np.ndarray]]
-) -> np.ndarray:
-    """Returns one stream of token ids `[token]` uint16 of all documents, each opened by BOS.
-
-    Modules outside test packages appear twice: calibrate and test documents look like them.
-    """
-    tests = {"test", "tests", "idle_test"}
-    modules = [d.text for d in documents if not tests & set(d.path.split("/"))]
-    others = [d.text for d in documents if tests & set(d.path.split("/"))]
-    encoded = encode(modules)
-    return np.concatenate(encoded + encode(others) + encoded).astype(np.uint16)
-
-
-def copy_of(params: Params) -> Params:
-    """Returns parameters in buffers of their own."""
-    return jax.tree.map(jnp.copy, params)
-
-
 def batch_at(stream: np.ndarray, step: int, config: TrainConfig) -> np.ndarray:
     """Returns step `step`'s windows, `[batch, context + 1]` int32, by seed and step alone.
 
@@ -339,9 +279,9 @@ def train(  # noqa: PLR0913 (options, each named)
     config: TrainConfig,
     *,
     out: str | Path,
+    optimizer: optax.GradientTransformation,
     resume: bool = False,
     start: Start | None = None,
-    optimizer: optax.GradientTransformation | None = None,
     objective: Objective | None = None,
     validate: Callable[[Params], Sequence[float]] | None = None,
 ) -> Params:
@@ -349,13 +289,13 @@ def train(  # noqa: PLR0913 (options, each named)
 
     Args:
       decoder: the model; the objective has a loss for each of its `config.exits`.
-      stream: `[token]` ids, from `training_stream`.
+      stream: `[token]` ids, of all documents.
       config: the recipe.
       out: folder of checkpoints and of `log.tsv` (step, rate factor, loss per exit in nats). The
         last two checkpoints stay, and the one at `config.branch_step`.
+      optimizer: of all parameters.
       resume: continue from the latest checkpoint in `out`; without it that folder must have none.
       start: where to begin; with fresh parameters at step 0 by default.
-      optimizer: Muon and Adam (`make_optimizer`) by default.
       objective: what is minimised; the anytime loss by default.
       validate: called with the parameters at every checkpoint; returns loss per exit in nats.
 
@@ -393,16 +333,17 @@ def train(  # noqa: PLR0913 (options, each named)
                 f"{folder} holds checkpoints up to step {latest}. Resume them with resume=True "
                 "(--resume), or name another folder."
             )
-        optimizer = make_optimizer(config) if optimizer is None else optimizer
-        if objective is None:
-            objective = _anytime(decoder, config)
+        if objective is None:  # The same loss at every step.
+            objective = lambda *drawn: anytime_loss(*drawn[:3], decoder=decoder, config=config)  # noqa: E731
         loss = jax.tree_util.Partial(objective)
         if start is None:
             start = Start(params=decoder.init(jax.random.key(config.seed)))
         # Copies: the state is donated, and what was given stays the caller's.
-        params = copy_of(start.params)
-        fresh = optimizer.init(params) if start.optimizer is None else copy_of(start.optimizer)
-        state = {"params": params, "optimizer": fresh}
+        params, given = jax.tree.map(jnp.copy, (start.params, start.optimizer))
+        state = {
+            "params": params,
+            "optimizer": optimizer.init(params) if given is None else given,
+        }
         if latest is not None:
             state = manager.restore(latest, args=ocp.args.StandardRestore(state))
 
@@ -418,7 +359,6 @@ def train(  # noqa: PLR0913 (options, each named)
                 "optimizer": optimizer_state,
             }, losses
 
-        names = [f"exit {depth}" for depth in exits]
         first = start.step if latest is None else latest
         with (
             (folder / "log.tsv").open("a") as log,
@@ -435,18 +375,10 @@ def train(  # noqa: PLR0913 (options, each named)
                     )
                 bar.update()
                 bar.set_postfix_str(
-                    " ".join(f"{n[5:]}:{v:.3f}" for n, v in zip(names, losses, strict=True))
+                    " ".join(f"{n}:{v:.3f}" for n, v in zip(exits, losses, strict=True))
                 )
-                log.write(
-                    "\t".join(
-                        [
-                            str(step),
-                            f"{float(config.rate_at(step)):.4f}",
-                            *(f"{v:.4f}" for v in losses),
-                        ]
-                    )
-                    + "\n"
-                )
+                row = [config.rate_at(step), *losses]
+                log.write("\t".join([str(step), *(f"{float(v):.4f}" for v in row)]) + "\n")
                 done = step + 1
                 if done % config.save_every == 0 or done == config.steps:
                     manager.save(done, args=ocp.args.StandardSave(state))
@@ -458,8 +390,3 @@ def train(  # noqa: PLR0913 (options, each named)
                         )
                         log.flush()
         return state["params"]
-
-
-def bits_per_byte(nats: float, num_tokens: int, num_bytes: int) -> float:
-    """Returns bits per UTF-8 byte of text whose tokens cost `nats` each on average."""
-    return nats * num_tokens / math.log(2) / num_bytes

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the standard library's source to a finished model folder: what `utio-jax train` does."""
+"""From the standard library's source to a finished model folder: what `train.py` does."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import platform
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,79 +17,55 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from trunks import branch_off, grow_from, grown, late_optimizer, make_optimizer, trunk_of
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.files import replacing, save_text
 from utio_jax.core.lens import Lensed, save_lens
 from utio_jax.models.checkpoint import load, save
-from utio_jax.models.presets import (
-    BANK_16,
-    PLAIN_8,
-    PLAIN_10,
-    PLAIN_12,
-    PLAIN_16,
-    SHARED_16,
-    STDLIB_16,
-    TINY,
-)
+from utio_jax.models.presets import SHARED_16, STDLIB_16, TINY
 from utio_jax.models.texts import Document, describe
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer, train_tokenizer
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.models.training.exit_losses import exit_losses
-from utio_jax.models.training.late_exits import (
-    LateExits,
-    branch_off,
-    grow_from,
-    grown,
-    late_objective,
-    late_optimizer,
-    lens_of,
-    stack_on,
-    trunk_of,
-)
-from utio_jax.models.training.train import TrainConfig, bits_per_byte, train, training_stream
+from utio_jax.models.training.late_exits import LateExits, late_objective, lens_of
+from utio_jax.models.training.train import TrainConfig, train
 from utio_jax.models.transformer import Transformer, TransformerConfig
+
+_OWN = tuple((layer,) for layer in range(8))
+_BANK_16 = dataclasses.replace(
+    STDLIB_16,
+    kv_source=(*_OWN, *(((8, 9, 10, 11),) * 8)),
+    kv_depth=(*range(8), 8, 8, 8, 8),
+)  # Layers 9 to 16 read four K/V heads that are made once, of the states after layer 8.
+_TINY = dataclasses.replace(TINY, vocab_size=512)
+
+
+def _with_exits(config: TransformerConfig, *exits: int) -> TransformerConfig:
+    """Returns a model as deep as its last exit."""
+    return dataclasses.replace(config, num_layers=exits[-1], exits=exits)
+
 
 PRESETS = {
     "stdlib-16": STDLIB_16,
-    "plain-16": PLAIN_16,
+    **{f"plain-{depth}": _with_exits(STDLIB_16, depth) for depth in (8, 10, 12, 16)},
     "shared-16": SHARED_16,
-    "bank-16": BANK_16,
-    "plain-12": PLAIN_12,
-    "plain-10": PLAIN_10,
-    "plain-8": PLAIN_8,
+    "bank-16": _with_exits(_BANK_16, 16),
     "late-16": STDLIB_16,
-    "late-shared-16": dataclasses.replace(SHARED_16, exits=(8, 10, 12, 16)),
-    "grown-16": dataclasses.replace(STDLIB_16, exits=(8, 10, 12, 16)),
-    "stacked-16": dataclasses.replace(STDLIB_16, exits=(8, 10, 12, 16)),
-    "tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
-    "late-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128),
-    "grown-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128, exits=(2, 3, 4)),
-    "stacked-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128, exits=(2, 3, 4)),
-    "plain-tiny-2": dataclasses.replace(
-        TINY, vocab_size=512, context_length=128, num_layers=2, exits=(2,)
-    ),
-    "plain-tiny": dataclasses.replace(TINY, vocab_size=512, context_length=128, exits=(4,)),
+    "late-shared-16": _with_exits(SHARED_16, 8, 10, 12, 16),
+    "grown-16": _with_exits(STDLIB_16, 8, 10, 12, 16),
+    "tiny": _TINY,
+    "plain-tiny": _with_exits(_TINY, 4),
+    "plain-tiny-2": _with_exits(_TINY, 2),
+    "late-tiny": _TINY,
+    "grown-tiny": _with_exits(_TINY, 2, 3, 4),
 }
-_LATE = {
-    "late-16": LateExits(),
-    "late-shared-16": LateExits(weights=(0.2, 0.2, 0.2)),
-    "late-tiny": LateExits(weights=(0.0, 0.1), ramp=5),
-    "grown-16": LateExits(weights=(0.0, 0.3, 0.3)),
-    "grown-tiny": LateExits(weights=(0.0, 0.3), ramp=5),
-    "stacked-16": LateExits(weights=(1.0, 0.3, 0.3)),
-    "stacked-tiny": LateExits(weights=(1.0, 0.3), ramp=5),
-}
-_GROWN = ("grown-16", "grown-tiny")
-_STACKED = ("stacked-16", "stacked-tiny")
-_TRUNKS = {
-    "late-16": "plain-16",
-    "late-shared-16": "shared-16",
-    "late-tiny": "plain-tiny",
-    "grown-16": "plain-8",
-    "grown-tiny": "plain-tiny-2",
-    "stacked-16": "plain-8",
-    "stacked-tiny": "plain-tiny-2",
+_LATE = {  # And the plain run that each of them goes on from.
+    "late-16": (LateExits(), "plain-16"),
+    "late-shared-16": (LateExits(weights=(0.2, 0.2, 0.2)), "shared-16"),
+    "late-tiny": (LateExits(weights=(0.0, 0.1), ramp=5), "plain-tiny"),
+    "grown-16": (LateExits(weights=(0.0, 0.3, 0.3)), "plain-8"),
+    "grown-tiny": (LateExits(weights=(0.0, 0.3), ramp=5), "plain-tiny-2"),
 }
 
 
@@ -124,13 +102,12 @@ def run_recipe(
     """
     if preset not in PRESETS:
         raise ValueError(f"Wanted a preset of {sorted(PRESETS)}. Got {preset!r}.")
-    late = _LATE.get(preset)
+    late, plain = _LATE.get(preset, (None, "plain-16"))
     if (late is None) != (trunk is None):
         raise ValueError(
             f"Wanted a trunk for late exits ({', '.join(_LATE)}), and for nothing else. Got preset "
-            f"{preset!r} and trunk {trunk}. First: utio-jax train --preset "
-            f"{_TRUNKS.get(preset, 'plain-16')} --out TRUNK; then --preset "
-            f"{preset if late else 'late-16'} --trunk TRUNK."
+            f"{preset!r} and trunk {trunk}. First: train.py --preset {plain} --out TRUNK; then "
+            f"--preset {preset if late else 'late-16'} --trunk TRUNK."
         )
     if exit_weight is not None:
         if late is None or not exit_weight > 0:
@@ -162,18 +139,20 @@ def run_recipe(
     )
     held_out = encode([d.text for d in standard_library("calibrate")[:12]])
     read: Decoder = decoder if late is None else Lensed(decoder)
-    branch: dict[str, Any] = {}
-    below = _below(Path(trunk), folder, decoder) if trunk is not None and preset in _GROWN else None
-    whole = partial(grown, below) if below is not None else _as_it_is
+    whole: Any = jax.tree_util.Partial(lambda learnt: learnt)
+    branch: dict[str, Any] = {"optimizer": make_optimizer(recipe)}
     if late is not None and trunk is not None:
-        begin = recipe.branch_step if below is None else 0
+        grows = preset.startswith("grown")
+        begin, fixed = (0, config.exits[0]) if grows else (recipe.branch_step, 0)
         optimizer = late_optimizer(recipe, late, begin=begin)
-        if below is not None:
+        if grows:
+            below = _below(Path(trunk), folder, decoder)
+            whole = jax.tree_util.Partial(grown, below)
             start = grow_from(below, decoder, jax.random.key(seed))
         else:
-            found = trunk_of(trunk, Transformer(PRESETS[_TRUNKS[preset]]), recipe)
-            start = (stack_on if preset in _STACKED else branch_off)(found, decoder, optimizer)
-        objective = late_objective(decoder, late, begin=begin, below=below)
+            found = trunk_of(trunk, Transformer(PRESETS[plain]), recipe)
+            start = branch_off(found, decoder, optimizer)
+        objective = late_objective(decoder, late, begin=begin, whole=whole, fixed_layers=fixed)
         branch = {"optimizer": optimizer, "start": start, "objective": objective}
     learnt = train(
         decoder,
@@ -209,10 +188,6 @@ def run_recipe(
         maps = lens_of(rounded, config.exits)
         save_lens(folder / "model", maps, info={"model_sha256": owner, "weights": late.weights})
     return summary
-
-
-def _as_it_is(params: Params) -> Params:
-    return params
 
 
 def _below(trunk: Path, folder: Path, decoder: Transformer) -> Params:
@@ -256,6 +231,20 @@ def _tokenise(folder: Path, documents: tuple[Document, ...], config: Transformer
     return encode, np.load(cached)
 
 
+def training_stream(
+    documents: Sequence[Document], encode: Callable[[Sequence[str]], list[np.ndarray]]
+) -> np.ndarray:
+    """Returns one stream of token ids `[token]` uint16 of all documents, each opened by BOS.
+
+    Modules outside test packages appear twice: calibrate and test documents look like them.
+    """
+    tests = {"test", "tests", "idle_test"}
+    modules = [d.text for d in documents if not tests & set(d.path.split("/"))]
+    others = [d.text for d in documents if tests & set(d.path.split("/"))]
+    encoded = encode(modules)
+    return np.concatenate(encoded + encode(others) + encoded).astype(np.uint16)
+
+
 def bits_of_test_split(decoder: Decoder, params: Params, encode: Any) -> dict[str, float]:
     """Returns bits per byte over all test documents, by exit depth."""
     documents = standard_library("test")
@@ -264,7 +253,7 @@ def bits_of_test_split(decoder: Decoder, params: Params, encode: Any) -> dict[st
     )
     num_bytes = sum(d.num_bytes for d in documents)
     return {
-        str(depth): round(bits_per_byte(value, tokens, num_bytes), 4)
+        str(depth): round(value * tokens / math.log(2) / num_bytes, 4)
         for depth, value in zip(decoder.config.exits, nats, strict=True)
     }
 
@@ -277,17 +266,11 @@ def _loss_of(preset: str, late: LateExits | None) -> str:
     shares = ", ".join(
         f"{depth}: {weight:g}" for depth, weight in zip(exits[:-1], late.weights, strict=True)
     )
-    if preset in _GROWN:
+    if preset.startswith("grown"):
         return (
             f"the last layer's loss, by the layers above {exits[0]} alone, on a finished model of "
             f"{exits[0]}; and the exits' KL divergence from it, through a map each "
             f"(weights {shares}; of weight 0: the map alone)"
-        )
-    if preset in _STACKED:
-        return (
-            f"the last layer's loss, by all layers; up to the end of the constant learning rate "
-            f"there were {exits[0]}, from then on these and copies of them, and the exits' KL "
-            f"divergence from the last one, through a map each (weights {shares})"
         )
     return (
         "the last layer's loss; from the end of the constant learning rate on also the exits' "
@@ -312,7 +295,8 @@ For demonstrations and experiments with adaptive depth; it is not useful for wri
   and {text["bytes"]:,} bytes (SHA-256 `{text["sha256"][:16]}`), under the PSF licence. A file's
   split is the SHA-256 of its relative path mod 20: 0 test, 1-2 calibrate, rest train; files of test
   packages, idlelib, lib2to3 and turtledemo only ever train.
-- **Recipe**: `utio-jax train --preset {summary["preset"]} --steps {summary["steps"]}`:
+- **Recipe**: `python models/recipes/train.py --preset {summary["preset"]}
+  --steps {summary["steps"]}`:
   {summary["tokens"]:,} tokens, Muon;
   {loss}.
 - **Hardware**: {platform.machine()} CPU; {json.dumps(summary["seconds_total"])} seconds since it

@@ -2,11 +2,11 @@
 """Writes `controls.json` of a trained model: plain models of other depths, on the same tokens.
 
     for depth in 8 10 12 16; do
-        utio-jax train --preset plain-$depth --out out/plain-$depth > out/plain-$depth.json
+        python models/recipes/train.py --preset plain-$depth --out out/$depth > out/$depth.json
     done
-    python models/make_controls.py models/shared_16 out/plain-*.json
+    python models/recipes/make_controls.py models/shared_16 out/*.json
 
-Each file is what `utio-jax train` prints. Depths that the model's file has already, and no file
+Each file is what `train.py` prints. Depths that the model's file has already, and no file
 given here, stay as they are.
 """
 
@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 
 import jax
+from recipe import PRESETS, bits_of_test_split
 
 from utio_jax.core.flops import depth_flops, token_cost
 from utio_jax.evaluation.controls import PlainControl, PlainControls, load_controls, save_controls
 from utio_jax.models.checkpoint import load
 from utio_jax.models.tokenizer import encode_documents
-from utio_jax.models.training.recipe import PRESETS, bits_of_test_split
 from utio_jax.models.transformer import Transformer
 
 
@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> int:
             bits_per_byte=bits,
             tokens=run["tokens"],
             seed=run["seed"],
-            command=f"utio-jax train --preset {run['preset']} --steps {run['steps']}",
+            command="python models/recipes/train.py "
+            f"--preset {run['preset']} --steps {run['steps']}",
         )
     if known is None:
         own = bits_of_test_split(

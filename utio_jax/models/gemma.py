@@ -1,0 +1,525 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text models of Gemma 3n and 4 (E2B, E4B): per-layer inputs and K/V that upper layers share.
+
+A token's state is `[streams * hidden | layers * inputs]` wide. Inputs are an embedding per token
+and layer, and a projection of the first embedding. They enter the state once, so that they go where
+the token goes, and layers leave them as they are. The upper layers read the K/V of the last own
+layer of their kind, with a window or without (`kv_source`).
+
+Gemma 4 has one stream. A layer adds attention, MLP and its input, each normalised before and after,
+and scales the sum. Heads with a window are narrower, and the MLP may be wider in layers that read
+others' K/V. All are stacked as the widest, narrower ones filled up with zeros, which change no
+result: the product of a narrow layer, its keys and values cost what those of a wide one do.
+
+Gemma 3n has several streams (AltUp, arXiv 2301.13310). What a layer does to them:
+
+    h_0 .. h_3  (predict)          p_0 .. p_3             each a mix of all, by a router on h_0
+    p_0 (attention, Laurel, MLP)   a                      the only stream that attends
+    c_i = p_i + (a - p_0) * w_i(a)                        all are corrected by what it learnt
+    c_1 .. c_3 += gate(c_0) * input of this layer         the token's own, made as it is embedded
+
+The rest is known from the models' open implementations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from statistics import NormalDist
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
+from utio_jax.models.rope import RopeScaling, frequencies, rotate, rotations
+
+_LEAST_SQUARE = 1e-5
+"""Of a stream that is scaled to the magnitude of another."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GemmaConfig(DecoderConfig):
+    """Sizes that Gemma 3n and 4 share.
+
+    `embed_dim` is the width of a whole state, `num_streams * hidden_dim + num_layers * input_dim`.
+
+    Attributes:
+      hidden_dim: width of one stream.
+      num_streams: of a token; the first attends and is read, the others follow.
+      input_dim: width of what each layer reads of the token itself.
+      input_vocab_size: tokens with such inputs of their own; others have those of token 0.
+      mlp_dim: width of the MLP's hidden layer, where layers differ of the widest.
+      norm_eps: added to mean squares.
+      rope_theta: base of the rotary frequencies in layers without a window.
+      local_rope_theta: the base in layers with one.
+      logit_softcap: logits become `cap * tanh(logit / cap)`; None leaves them alone.
+    """
+
+    hidden_dim: int
+    num_streams: int = 1
+    input_dim: int
+    input_vocab_size: int
+    mlp_dim: int
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    local_rope_theta: float = 10_000.0
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        width = state_width(self.hidden_dim, self.num_streams, self.num_layers, self.input_dim)
+        if self.embed_dim != width:
+            raise ValueError(
+                f"{type(self).__name__} needs an embed_dim of num_streams * hidden_dim + "
+                f"num_layers * input_dim = {width}. Got embed_dim={self.embed_dim}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"RoPE rotates pairs, so {type(self).__name__} needs an even head_dim. "
+                f"Got head_dim={self.head_dim}."
+            )
+
+    def is_local(self, layer: int) -> bool:
+        """Returns whether a layer has a window."""
+        return bool(self.windows) and self.windows[layer] > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma3nConfig(GemmaConfig):
+    """Sizes and options of `Gemma3n`.
+
+    Attributes:
+      sparsity: for each layer the share of the MLP's gates that is cut off, were they normally
+        distributed; 0: none. Empty: none in any layer.
+      laurel_rank: of the low-rank map beside attention (Laurel).
+      rope_scaling: how rotations of layers without a window are stretched.
+    """
+
+    laurel_rank: int
+    sparsity: tuple[float, ...] = ()
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sparsity and (
+            len(self.sparsity) != self.num_layers
+            or not all(isinstance(part, (int, float)) and 0 <= part < 1 for part in self.sparsity)
+        ):
+            raise ValueError(
+                f"Gemma3nConfig needs a sparsity from 0 to below 1 for each of its "
+                f"{self.num_layers} layers, or none. Got sparsity={self.sparsity!r:.200}."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Config(GemmaConfig):
+    """Sizes and options of `Gemma4`, whose `head_dim` is that of heads without a window.
+
+    Attributes:
+      own_mlp_dim: width of the MLP of layers that read their own K/V.
+      local_head_dim: width of heads with a window.
+      rotated: share of a head that rotates without one, the fastest pairs; the rest stands still.
+    """
+
+    own_mlp_dim: int
+    local_head_dim: int
+    rotated: float = 0.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for narrow, wide in (("local_head_dim", "head_dim"), ("own_mlp_dim", "mlp_dim")):
+            if getattr(self, narrow) > getattr(self, wide):
+                raise ValueError(
+                    f"Gemma4Config needs a {narrow} of at most {wide}={getattr(self, wide)}. Got "
+                    f"{narrow}={getattr(self, narrow)}."
+                )
+        if self.local_head_dim % 2 or self.rotated > 1:
+            raise ValueError(
+                "RoPE rotates pairs, so Gemma4Config needs an even head_dim and local_head_dim, "
+                f"and at most all of a head rotated. Got head_dim={self.head_dim}, "
+                f"local_head_dim={self.local_head_dim}, rotated={self.rotated}."
+            )
+
+
+def state_width(hidden: int, streams: int, layers: int, inputs: int) -> int:
+    """Returns the width of a token's state: its streams, and its inputs to each layer."""
+    return streams * hidden + layers * inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gemma:
+    """What the decoders of Gemma 3n and 4 share.
+
+    Parameters are a nested dict: `embedding` `[vocab, hidden]`, which is the head, too; of inputs
+    `input_embedding` `[input_vocab, layer * input]`, `input_proj` and `input_norm`; `norm`; and
+    `layers`, stacked along a leading layer axis. Those of keys and values have only the layers that
+    make any.
+    """
+
+    config: Any
+
+    def _fresh(
+        self,
+        key: jax.Array,
+        dtype: jax.typing.DTypeLike,
+        kernels: dict[str, tuple[int, int]],
+        scales: dict[str, int],
+    ) -> Params:
+        """Returns fresh parameters: normal, by the square root of the inputs; norms of one.
+
+        Args:
+          key: of the draws.
+          dtype: of the parameters.
+          kernels: shapes of a layer's matrices, beside those that both models have.
+          scales: widths of its norms, beside those that both have.
+        """
+        config = self.config
+        dim, inputs, every = config.hidden_dim, config.input_dim, config.num_layers
+        heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+        kernels = {
+            "q_proj": (dim, heads),
+            "k_proj": (dim, kv_heads),
+            "v_proj": (dim, kv_heads),
+            "o_proj": (heads, dim),
+            "gate_proj": (dim, config.mlp_dim),
+            "up_proj": (dim, config.mlp_dim),
+            "down_proj": (config.mlp_dim, dim),
+            "input_gate": (dim, inputs),
+            "input_out": (inputs, dim),
+            **kernels,
+        }
+        norms = ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm")
+        scales = {
+            **dict.fromkeys(("q_norm", "k_norm"), config.head_dim),
+            **dict.fromkeys((*norms, "input_out_norm"), dim),
+            **scales,
+        }
+        of_kv = ("k_proj", "v_proj", "k_norm")
+        layers = lambda name: config.kv_layers if name in of_kv else every  # noqa: E731
+        keys = iter(jax.random.split(key, len(kernels) + 3))
+
+        def normal(*shape: int, by: int) -> jax.Array:
+            return (jax.random.normal(next(keys), shape) / math.sqrt(by)).astype(dtype)
+
+        return {
+            "embedding": {"embedding": normal(config.vocab_size, dim, by=dim)},
+            "input_embedding": {
+                "embedding": normal(config.input_vocab_size, every * inputs, by=inputs)
+            },
+            "input_proj": {"kernel": normal(dim, every * inputs, by=1)},
+            "input_norm": {"scale": jnp.ones(inputs, dtype)},
+            "norm": {"scale": jnp.ones(dim, dtype)},
+            "layers": {
+                name: {"kernel": normal(layers(name), *shape, by=shape[0])}
+                for name, shape in kernels.items()
+            }
+            | {
+                name: {"scale": jnp.ones((layers(name), width), dtype)}
+                for name, width in scales.items()
+            },
+        }
+
+    def layers(self, params: Params) -> LayerParams:
+        # Which layer it is and its kind are no parameters: they come with the config.
+        count = self.config.num_layers
+        local = jnp.asarray([self.config.is_local(layer) for layer in range(count)])
+        return {**params["layers"], "index": jnp.arange(count), "is_local": local}
+
+    def _embedded(
+        self, params: Params, token_ids: Int[Array, "*lead"]
+    ) -> tuple[Float[Array, "*lead hidden"], Float[Array, "*lead inputs"]]:
+        """Returns tokens' embeddings, and what all layers read of the tokens themselves."""
+        config = self.config
+        x = params["embedding"]["embedding"][token_ids]
+        x *= jnp.asarray(math.sqrt(config.hidden_dim), x.dtype)
+        known = jnp.where(token_ids < config.input_vocab_size, token_ids, 0)
+        own = params["input_embedding"]["embedding"][known]
+        own *= jnp.asarray(math.sqrt(config.input_dim), x.dtype)
+        made = linear(x, params["input_proj"]) * config.hidden_dim**-0.5
+        made = made.reshape(*token_ids.shape, config.num_layers, config.input_dim)
+        made = self._norm(made, params["input_norm"]).reshape(own.shape)
+        return x, ((made + own) * math.sqrt(0.5)).astype(x.dtype)
+
+    def _from_input(
+        self, layer: LayerParams, x: Float[Array, "*lead hidden"], state: jax.Array
+    ) -> Float[Array, "*lead hidden"]:
+        """Returns what a layer makes of its input, gated by `x`; inputs end the state."""
+        width = self.config.input_dim
+        start = state.shape[-1] + (layer["index"] - self.config.num_layers) * width
+        gate = jax.nn.gelu(linear(x, layer["input_gate"]), approximate=True)
+        gate *= jax.lax.dynamic_slice_in_dim(state, start, width, axis=-1)
+        return self._norm(linear(gate, layer["input_out"]), layer["input_out_norm"])
+
+    def _mlp(self, layer: LayerParams, x: jax.Array) -> jax.Array:
+        gate = jax.nn.gelu(self._gate(layer, x), approximate=True)
+        return linear(gate * linear(x, layer["up_proj"]), layer["down_proj"])
+
+    def _gate(self, layer: LayerParams, x: jax.Array) -> jax.Array:
+        return linear(x, layer["gate_proj"])
+
+    def _logits(self, params: Params, x: Float[Array, "*lead hidden"]) -> jax.Array:
+        logits = self._norm(x, params["norm"]) @ params["embedding"]["embedding"].T
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def reduce_head(self, params: Params, token_ids: Int[Array, " kept"]) -> Params:
+        read = {name: params[name] for name in ("norm", "stream_out") if name in params}
+        return {**read, "embedding": {"embedding": params["embedding"]["embedding"][token_ids]}}
+
+    def _norm(self, x: jax.Array, params: Params | None = None) -> jax.Array:
+        """Returns `x` over its root mean square, in float32; scaled where there is a scale."""
+        wide = x.astype(jnp.float32)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.norm_eps)
+        return (wide if params is None else scaled(wide, params)).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma3n(_Gemma):
+    """`Gemma3nConfig` made into a `Decoder`. Hashes by its configuration.
+
+    Further parameters are `stream_in` and `stream_out` `[stream - 1, hidden, hidden]`.
+    """
+
+    config: Gemma3nConfig
+
+    def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+        """Returns fresh parameters."""
+        config = self.config
+        dim, streams, rank = config.hidden_dim, config.num_streams, config.laurel_rank
+        kernels = {
+            "laurel_left": (dim, rank),
+            "laurel_right": (rank, dim),
+            "router": (dim, streams),
+            "predict": (streams, streams**2),
+            "correct": (streams, streams),
+        }
+        scales: dict[str, int] = dict.fromkeys(("laurel_norm", "router_norm", "corrected"), dim)
+        params = self._fresh(key, dtype, kernels, scales)
+        for index, name in enumerate(("stream_in", "stream_out")):
+            drawn = jax.random.normal(jax.random.fold_in(key, index), (streams - 1, dim, dim))
+            params[name] = {"kernel": (drawn / math.sqrt(dim)).astype(dtype)}
+        return params
+
+    def layers(self, params: Params) -> LayerParams:
+        sparsity = self.config.sparsity or (0.0,) * self.config.num_layers
+        cutoffs = [NormalDist().inv_cdf(part) if part else 0.0 for part in sparsity]
+        return {
+            **super().layers(params),
+            "is_sparse": jnp.asarray([part > 0 for part in sparsity]),
+            "cutoff": jnp.asarray(cutoffs, jnp.float32),
+        }
+
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+        config = self.config
+        full = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+        local = frequencies(config.head_dim, config.local_rope_theta)
+        return rotations(positions, full), rotations(positions, local)
+
+    def embed(
+        self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
+    ) -> jax.Array:
+        x, inputs = self._embedded(params, token_ids)
+        others = jnp.einsum("...d,sde->...se", x, params["stream_in"]["kernel"])
+        streams = jnp.concatenate([x[..., None, :], _scaled_as(x, others)], axis=-2)
+        return jnp.concatenate([streams.reshape(*token_ids.shape, -1), inputs], axis=-1)
+
+    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
+        normed = self._norm(self._predicted(layer, x)[..., 0, :], layer["attention_norm"])
+        queries = self._norm(self._heads(normed, layer["q_proj"]), layer["q_norm"])
+        return rotate(queries, _places(layer, places))  # Of unit scale already.
+
+    def keys_values(
+        self, layer: LayerParams, x: jax.Array, places: Places
+    ) -> tuple[jax.Array, jax.Array]:
+        normed = self._norm(self._predicted(layer, x)[..., 0, :], layer["attention_norm"])
+        keys = self._norm(self._heads(normed, layer["k_proj"]), layer["k_norm"])
+        values = self._norm(self._heads(normed, layer["v_proj"]))
+        return rotate(keys, _places(layer, places)), values
+
+    def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
+        norm, lead = self._norm, x.shape[:-1]
+        predicted = self._predicted(layer, x)
+        active = predicted[..., 0, :]
+        normed = norm(active, layer["attention_norm"])
+        laurel = linear(linear(normed, layer["laurel_left"]), layer["laurel_right"])
+        laurel = normed + norm(laurel, layer["laurel_norm"])
+        out = linear(attended.reshape(*lead, -1), layer["o_proj"])
+        out = active + norm(out, layer["post_attention_norm"])
+        out = (out + laurel) * math.sqrt(0.5)
+        out += norm(self._mlp(layer, norm(out, layer["mlp_norm"])), layer["post_mlp_norm"])
+
+        weights = 1 + linear(self._routed(layer, out), layer["correct"])
+        streams = predicted + weights[..., None] * (out - active)[..., None, :]
+        first = scaled(streams[..., 0, :], layer["corrected"])
+        added = self._from_input(layer, first, x)
+        streams = streams.at[..., 1:, :].add(added[..., None, :])
+        flat = streams.reshape(*lead, -1)
+        return x.at[..., : flat.shape[-1]].set(flat.astype(x.dtype))
+
+    def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
+        streams = self._streams(x)
+        first, others = streams[..., 0, :], streams[..., 1:, :]
+        others = jnp.einsum("...sd,sde->...se", others, params["stream_out"]["kernel"])
+        total = first + jnp.sum(_scaled_as(first, others), axis=-2)
+        return self._logits(params, total / self.config.num_streams)
+
+    def _streams(self, x: jax.Array) -> Float[Array, "*lead stream hidden"]:
+        config = self.config
+        flat = x[..., : config.num_streams * config.hidden_dim]
+        return flat.reshape(*x.shape[:-1], config.num_streams, config.hidden_dim)
+
+    def _routed(self, layer: LayerParams, x: jax.Array) -> Float[Array, "*lead stream"]:
+        normed = self._norm(x, layer["router_norm"]) / self.config.hidden_dim
+        return jnp.tanh(linear(normed, layer["router"]))
+
+    def _predicted(self, layer: LayerParams, x: jax.Array) -> Float[Array, "*lead stream hidden"]:
+        """Returns the streams as the layer expects them, each itself and a mix of all."""
+        streams, count = self._streams(x), self.config.num_streams
+        weights = linear(self._routed(layer, streams[..., 0, :]), layer["predict"])
+        weights = weights.reshape(*x.shape[:-1], count, count)
+        return streams + jnp.einsum("...ij,...jd->...id", weights, streams)
+
+    def _gate(self, layer: LayerParams, x: jax.Array) -> jax.Array:
+        gate = super()._gate(layer, x)
+        if not any(self.config.sparsity):
+            return gate
+        mean, deviation = (f(gate, axis=-1, keepdims=True) for f in (jnp.mean, jnp.std))
+        least = mean + deviation * layer["cutoff"].astype(gate.dtype)
+        return jnp.where(layer["is_sparse"], jax.nn.relu(gate - least), gate)
+
+    def _heads(self, x: jax.Array, params: Params) -> Float[Array, "*lead head head_dim"]:
+        return linear(x, params).reshape(*x.shape[:-1], -1, self.config.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4(_Gemma):
+    """`Gemma4Config` made into a `Decoder`. Hashes by its configuration."""
+
+    config: Gemma4Config
+
+    def init(self, key: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
+        """Returns fresh parameters."""
+        params = self._fresh(key, dtype, {}, {"out": 1})
+        stacks = params["layers"].items()
+        narrowed = {
+            name: {leaf: self._narrowed(f"layers.{name}.{leaf}", y) for leaf, y in stack.items()}
+            for name, stack in stacks
+        }
+        return {**params, "layers": narrowed}
+
+    def own_shape(self, path: str, layer: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns how much of a layer's slice of a parameter is its own: the first entries."""
+        config, name = self.config, path.split(".")[-2]
+        if config.is_local(layer):
+            head = config.local_head_dim
+            if name in ("q_norm", "k_norm"):
+                return (head,)
+            if name in ("q_proj", "o_proj"):
+                wide = config.num_heads * head
+                return (shape[0], wide) if name == "q_proj" else (wide, shape[1])
+            if name in ("k_proj", "v_proj"):
+                return (shape[0], config.num_kv_heads * head)
+        if layer < config.kv_own:
+            if name in ("gate_proj", "up_proj"):
+                return (shape[0], config.own_mlp_dim)
+            if name == "down_proj":
+                return (config.own_mlp_dim, shape[1])
+        return shape
+
+    def _narrowed(self, path: str, stack: jax.Array) -> jax.Array:
+        """Returns a stack with zeros where layers have nothing of their own."""
+        for layer in range(stack.shape[0]):
+            own = self.own_shape(path, layer, stack.shape[1:])
+            for axis, size in enumerate(own):
+                beyond = (layer, *[slice(None)] * axis, slice(size, None))
+                stack = stack.at[beyond].set(0) if size < stack.shape[1 + axis] else stack
+        return stack
+
+    def encode_positions(self, positions: Int[Array, "*lead"]) -> Places:
+        config = self.config
+        full = frequencies(config.head_dim, config.rope_theta)
+        full[int(config.rotated * config.head_dim // 2) :] = 0
+        local = frequencies(config.local_head_dim, config.local_rope_theta)
+        return rotations(positions, full), rotations(positions, local)
+
+    def embed(
+        self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
+    ) -> jax.Array:
+        return jnp.concatenate(self._embedded(params, token_ids), axis=-1)
+
+    def queries(self, layer: LayerParams, x: jax.Array, places: Places) -> jax.Array:
+        flat = linear(self._norm(self._stream(x), layer["attention_norm"]), layer["q_proj"])
+        return self._heads(layer, flat, layer["q_norm"], places)  # Of unit scale already.
+
+    def keys_values(
+        self, layer: LayerParams, x: jax.Array, places: Places
+    ) -> tuple[jax.Array, jax.Array]:
+        normed = self._norm(self._stream(x), layer["attention_norm"])
+        keys, values = linear(normed, layer["k_proj"]), linear(normed, layer["v_proj"])
+        keys = self._heads(layer, keys, layer["k_norm"], places)
+        return keys, self._heads(layer, values, None, None)
+
+    def finish_layer(self, layer: LayerParams, x: jax.Array, attended: jax.Array) -> jax.Array:
+        norm, stream = self._norm, self._stream(x)
+        out = linear(self._side_by_side(layer, attended), layer["o_proj"])
+        stream += norm(out, layer["post_attention_norm"])
+        stream += norm(self._mlp(layer, norm(stream, layer["mlp_norm"])), layer["post_mlp_norm"])
+        stream += self._from_input(layer, stream, x)
+        stream = scaled(stream, layer["out"])
+        return x.at[..., : stream.shape[-1]].set(stream)
+
+    def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
+        return self._logits(params, self._stream(x))
+
+    def _stream(self, x: jax.Array) -> Float[Array, "*lead hidden"]:
+        return x[..., : self.config.hidden_dim]
+
+    def _heads(
+        self, layer: LayerParams, flat: jax.Array, scale: Params | None, places: Places
+    ) -> Float[Array, "*lead head head_dim"]:
+        """Returns normalised, rotated heads, filled up with zeros where the layer's are narrow."""
+        config, lead = self.config, flat.shape[:-1]
+        wide, narrow = config.head_dim, config.local_head_dim
+
+        def of_width(width: int, index: int) -> jax.Array:
+            heads = flat[..., : flat.shape[-1] // wide * width].reshape(*lead, -1, width)
+            heads = self._norm(heads, scale and {"scale": scale["scale"][..., :width]})
+            heads = heads if places is None else rotate(heads, places[index])
+            return jnp.pad(heads, [(0, 0)] * (heads.ndim - 1) + [(0, wide - width)])
+
+        return jnp.where(layer["is_local"], of_width(narrow, 1), of_width(wide, 0))
+
+    def _side_by_side(self, layer: LayerParams, heads: jax.Array) -> Float[Array, "*lead heads"]:
+        """Returns what `o_proj` reads: heads of the layer's own width, and zeros."""
+        lead, narrow = heads.shape[:-2], self.config.local_head_dim
+        flat = heads.reshape(*lead, -1)
+        near = heads[..., :narrow].reshape(*lead, -1)
+        near = jnp.pad(near, [(0, 0)] * len(lead) + [(0, flat.shape[-1] - near.shape[-1])])
+        return jnp.where(layer["is_local"], near, flat)
+
+
+def linear(x: jax.Array, params: Params) -> jax.Array:
+    """Returns a linear map of the last axis."""
+    return x @ params["kernel"]
+
+
+def scaled(x: jax.Array, params: Params) -> jax.Array:
+    """Returns `x` times a scale for each entry of its last axis, or one for all."""
+    return x * jnp.broadcast_to(params["scale"], x.shape)
+
+
+def _places(layer: LayerParams, places: Places) -> Any:
+    """Returns the rotations that a layer takes."""
+    return jax.tree.map(partial(jnp.where, layer["is_local"]), places[1], places[0])
+
+
+def _scaled_as(
+    first: Float[Array, "*lead hidden"], others: Float[Array, "*lead stream hidden"]
+) -> jax.Array:
+    """Returns the other streams with the magnitude of the first."""
+    square = lambda x: jnp.mean(x * x, axis=-1, keepdims=True)  # noqa: E731
+    wanted = jnp.sqrt(square(first))[..., None, :]
+    return others * wanted / jnp.sqrt(jnp.maximum(square(others), _LEAST_SQUARE))
