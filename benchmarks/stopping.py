@@ -30,6 +30,7 @@ from utio_jax.contrib.stopping import (
     generate_steadily,
     replay_stops,
     trace_stops,
+    with_threshold,
 )
 from utio_jax.core.files import versions
 from utio_jax.decoding import Confidence, Lengths, Thinking
@@ -178,12 +179,12 @@ def main() -> None:
         "traces": len(traces),
         "cues": float(np.mean([each.tokens.size for each in traces])),
         "trace_seconds": round(seconds, 1),
-        "threshold": fitted.threshold,
-        "ladder": [dataclasses.asdict(rung) for rung in fitted.ladder],
+        "threshold": fitted.chosen,
+        "ladder": [rung._asdict() for rung in fitted.ladder],
         "test_whole_tokens": whole,
     }
-    if fitted.threshold is not None:
-        tokens, changed = means(tests, fitted.threshold)
+    if fitted.chosen is not None:
+        tokens, changed = means(tests, fitted.chosen)
         fixed = min(
             (budgeted(tests, budget) for budget in range(1, args.budget + 1)),
             key=lambda each: abs(each[0] - tokens),
@@ -192,7 +193,14 @@ def main() -> None:
             "sure": (tokens, changed),
             "fixed_budget": fixed,
             "chance": by_chance(tests, tokens),
-            "run": run(model, prompts[args.calibrate :], fitted.rule(rule), args, options, right),
+            "run": run(
+                model,
+                prompts[args.calibrate :],
+                with_threshold(rule, fitted.chosen),
+                args,
+                options,
+                right,
+            ),
         }
     found["curve"] = curve(traces[args.calibrate :])
     print(json.dumps({**found, "versions": versions()}))

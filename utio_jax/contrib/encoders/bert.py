@@ -88,45 +88,6 @@ class Bert:
 
     config: BertConfig
 
-    def init(self, key: jax.Array) -> Params:
-        """Returns fresh parameters."""
-        config, dim = self.config, self.config.embed_dim
-        keys = iter(jax.random.split(key, 16))
-
-        def linear(into: int, out: int, *lead: int) -> dict[str, jax.Array]:
-            kernel = 0.02 * jax.random.normal(next(keys), (*lead, into, out))
-            return {"kernel": kernel, "bias": jnp.zeros((*lead, out))}
-
-        def norm(*lead: int) -> dict[str, jax.Array]:
-            return {"scale": jnp.ones((*lead, dim)), "bias": jnp.zeros((*lead, dim))}
-
-        tables = {
-            "words": config.num_words,
-            "positions": config.context_length,
-            "kinds": config.num_kinds,
-        }
-        heads, layers = config.num_heads * config.head_dim, config.num_layers
-        params: dict[str, Any] = {
-            "embedding": {
-                **{
-                    name: 0.02 * jax.random.normal(next(keys), (rows, dim))
-                    for name, rows in tables.items()
-                },
-                "norm": norm(),
-            },
-            "layers": {
-                **{name: linear(dim, heads, layers) for name in ("q_proj", "k_proj", "v_proj")},
-                "o_proj": linear(heads, dim, layers),
-                "attention_norm": norm(layers),
-                "up_proj": linear(dim, config.mlp_dim, layers),
-                "down_proj": linear(config.mlp_dim, dim, layers),
-                "mlp_norm": norm(layers),
-            },
-        }
-        if config.labels:
-            params |= {"pooler": linear(dim, dim), "head": linear(dim, config.labels)}
-        return params
-
     def layers(self, params: Params) -> LayerParams:
         return params["layers"]
 

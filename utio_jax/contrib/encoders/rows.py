@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders: rows that leave as a whole when their class or embedding is known, or token by token.
+"""Encoders: rows that leave as a whole when their class or embedding is known.
 
     found = encode_rows(encoder, params, inputs, lengths, policy)   # rows leave at exits
     found.logits, found.pooled, found.depths                        # [row, ...]
@@ -35,10 +35,9 @@ from utio_jax.core.lens import Wrapped
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Boundary, Policy, Signal
-from utio_jax.staircase.base import Executor, Tokens, over_blocks
-from utio_jax.staircase.loop import check_policy, staircase
-from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import FrozenKV, apply_layer, dense_states, positions_of
+from utio_jax.staircase.base import Tokens, over_blocks
+from utio_jax.staircase.loop import check_policy
+from utio_jax.staircase.reference import apply_layer, dense_states, positions_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,14 +71,13 @@ class Encoded:
     Attributes:
       pooled: each row's pooled state where it left; of rows of length 0, nothing to be used.
       logits: the classifier's there; None of an encoder without one.
-      depths: layers that each row has run, or of `encode_tokens` each token; 0 for what is absent.
-      work: what was executed, padding included, by segment; `heads` are rows that were classified,
-        of `encode_tokens` also tokens that were read.
+      depths: layers that each row has run; 0 of rows of length 0.
+      work: what was executed, padding included, by segment; `heads` are rows that were classified.
     """
 
     pooled: Float[Array | np.ndarray, "row dim"]
     logits: Float[Array | np.ndarray, "row label"] | None
-    depths: Int[Array | np.ndarray, "*lead"]
+    depths: Int[Array | np.ndarray, " row"]
     work: Work
 
     def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
@@ -163,43 +161,6 @@ def encode_rows(
         depth, live = jnp.where(stops, stop, depth), live & ~stops
         work.append(spent)
     return Encoded(pooled=pooled, logits=logits, depths=depth, work=stack_work(work))
-
-
-def encode_tokens(
-    encoder: Encoder,
-    params: Params,
-    inputs: Inputs,
-    lengths: Int[Array, " row"],
-    policy: Policy,
-    *,
-    kv: FrozenKV = "propagate",
-    executor: Executor = MicroBatches(),
-) -> Encoded:
-    """Returns each row's embedding and class, from tokens of which each has a depth of its own.
-
-    That is `utio_jax.staircase`, pooled over tokens where each has stopped, and read by the
-    classifier of full depth. A policy that looks at predictions sees `unembed` of each token.
-
-    Args:
-      encoder: the model.
-      params: its parameters.
-      inputs: right-padded rows of token ids, or `[row, token, *input_shape]`.
-      lengths: real tokens per row.
-      policy: decides at each of its depths which tokens go on.
-      kv: what others see of a token that has stopped.
-      executor: how live tokens are run.
-
-    Raises:
-      ValueError: as `encode_rows`.
-    """
-    check_inputs(encoder, inputs, lengths)
-    found = staircase(encoder, params, inputs, lengths, policy, kv=kv, executor=executor)
-    _, real = positions_of(inputs, lengths)
-    pooled = encoder.pool(params, found.x, real)
-    logits = _reader(encoder, params)(pooled, encoder.config.num_layers)
-    last = Work.of(heads=jnp.int32(0 if logits is None else inputs.shape[0]))
-    work = jax.tree.map(lambda many, one: jnp.append(many, one), found.work, last)
-    return Encoded(pooled=pooled, logits=logits, depths=found.depths, work=work)
 
 
 @pytree

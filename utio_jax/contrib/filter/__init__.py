@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from utio_jax.contrib.filter.fitting import FittedBand, fit_band, row_losses
+from utio_jax.contrib.filter.fitting import fit_band, row_losses
 from utio_jax.contrib.filter.signal import Judged, UncertainBand
 
-__all__ = ["FittedBand", "Judged", "UncertainBand", "fit_band", "row_losses"]
+__all__ = ["Judged", "UncertainBand", "fit_band", "row_losses"]

@@ -3,12 +3,12 @@
 
     losses = row_losses(decoder, params, batches)             # [exit, row], from one full pass
     fitted = fit_band(decoder, params, losses, limit=1.2, tokens=128)
-    found = score(decoder, params, token_ids, lengths, fitted.policy, kv="drop")
-    fitted.signal.judge(found).above
+    found = score(decoder, params, token_ids, lengths, fitted.chosen, kv="drop")
+    fitted.chosen.signal.judge(found).above
 
 A row's loss at an exit depends on nothing but the row, so one pass over all exits says what any
 margins would have done. Half of the rows fit lines and a ladder of margins; the other half tests it
-from the safe end by `fit_with_guarantee`, where a row is one unit, its risk 0 or 1.
+from the safe end by `fit_ladder`, where a row is one unit, its risk 0 or 1.
 """
 
 from __future__ import annotations
@@ -23,59 +23,15 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from utio_jax.calibration.guarantee import fit_with_guarantee, halves
+from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
 from utio_jax.contrib.filter.signal import UncertainBand
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.documents import Batch, check_tokens
 from utio_jax.core.flops import token_cost
-from utio_jax.policies.depth import Thresholded
 from utio_jax.staircase.score import exit_nll, labels_of
 
 _DEVIATIONS = tuple(np.linspace(5, 0, 41).tolist())
 """Margins on a ladder, in standard deviations of what an exit's line leaves open; safest first."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BandRung:
-    """Margins that were tried.
-
-    Attributes:
-      margins: in nats, one for each exit but the last; infinity: none stops there.
-      flops_ratio: over full depth for all rows, heads included, on the fitting half; what `score`
-        executes under `kv="drop"`, padding apart.
-      disagreement: share of the testing half that ends on the other side.
-      p_value: of that being above the bound by the draw of the rows alone.
-    """
-
-    margins: tuple[float, ...]
-    flops_ratio: float
-    disagreement: float
-    p_value: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FittedBand:
-    """What `fit_band` found.
-
-    Attributes:
-      signal: lines and the limit.
-      margins: the cheapest that have the guarantee, infinite at exits that are not asked; None:
-        nothing short of full depth does.
-      ladder: what was tested, safest first.
-      fitted: rows that lines and ladder were made of.
-      tested: rows that it was tested on.
-    """
-
-    signal: UncertainBand
-    margins: tuple[float, ...] | None
-    ladder: tuple[BandRung, ...]
-    fitted: int
-    tested: int
-
-    @property
-    def policy(self) -> Thresholded | None:
-        """For `score`; None where no margins have the guarantee."""
-        return None if self.margins is None else self.signal.policy(self.margins)
 
 
 def row_losses(
@@ -120,8 +76,11 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     groups: Int[np.ndarray, " row"] | None = None,
     at_most: int = 3,
     seed: int = 0,
-) -> FittedBand:
-    """Returns the cheapest margins at which rows end on full depth's side, at a confidence.
+) -> Fitted:
+    """Returns the cheapest policy by which rows end on full depth's side, at a confidence.
+
+    A rung's cost is in FLOPs over full depth's for all rows, heads included, on the fitting half:
+    what `score` executes under `kv="drop"`, padding apart.
 
     The guarantee is about rows like these, each drawn on its own, with a limit that was set before:
     the test takes rows for independent. Many rows of one document are not, and keeping them in one
@@ -178,25 +137,11 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     wrong = np.stack(
         [_wrong(estimates[:, ~fits], others[-1], limit, margins) for margins, _ in ladder]
     )
-    result = fit_with_guarantee(wrong, max_risk=max_disagreement, confidence=confidence)
-    rungs = tuple(
-        BandRung(
-            margins=tuple(margins.tolist()), flops_ratio=ratio, disagreement=mean, p_value=p_value
-        )
-        for (margins, ratio), mean, p_value in zip(
-            ladder, result.means, result.p_values, strict=True
-        )
-    )
-    margins = None if result.chosen is None else rungs[result.chosen].margins
-    if margins is not None and np.isinf(margins).all():
-        margins = None  # That is full depth.
-    return FittedBand(
-        signal=signal,
-        margins=margins,
-        ladder=rungs,
-        fitted=int(fits.sum()),
-        tested=int((~fits).sum()),
-    )
+    settings = [signal.policy(margins) for margins, _ in ladder]
+    ratios, bound = [ratio for _, ratio in ladder], {"max_risk": max_disagreement}
+    found = fit_ladder(settings, ratios, wrong, confidence=confidence, **bound)
+    idle = found.chosen is not None and np.isinf(found.chosen.thresholds).all()
+    return found._replace(chosen=None) if idle else found  # That is full depth.
 
 
 def stops_of(

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter to EleutherAI's lm-evaluation-harness: `harness.UtioLM`, and a command that runs tasks.
-
-Needs the extra `lm-eval`.
-"""
+"""Adapter to EleutherAI's lm-evaluation-harness: `harness.UtioLM`. Needs the extra `lm-eval`."""

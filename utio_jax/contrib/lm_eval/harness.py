@@ -6,8 +6,8 @@
     model = UtioLM(load(), mode=Adaptive(policy=load().calibration.policy("learned", 0.6)))
     simple_evaluate(model=model, tasks=["my_task.yaml"])["results"], model.report()
 
-`report` says what was executed, what it cost, and whose the numbers are: under `Adaptive` they are
-the routed model's, and log-likelihoods under `Lossless` are full depth's.
+`report` names what was executed of each kind of request, and what it cost. Under `Adaptive` the
+numbers are the routed model's; log-likelihoods under `Lossless` are full depth's.
 
 Needs the extra `lm-eval`.
 """
@@ -24,9 +24,7 @@ import numpy as np
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
-from tqdm.auto import tqdm
 
-from utio_jax.contrib.lm_eval.ledger import RequestLedger
 from utio_jax.core.documents import Batch, batches_of, row_widths
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
@@ -42,11 +40,9 @@ from utio_jax.decoding.sampling import (
     check_sampling,
 )
 from utio_jax.decoding.text import generate_until, read_text
-from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.evaluation.ledger import Ledger
+from utio_jax.evaluation.evaluate import Quality, evaluate
+from utio_jax.evaluation.generation import Spent, spent_on
 from utio_jax.policies.base import Policy
-from utio_jax.staircase.base import Executor
-from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import check_kv
 from utio_jax.staircase.score import Comparison, full_depth
@@ -67,8 +63,12 @@ class _Request:
 class UtioLM(TemplateLM):
     """A `utio_jax.models.Model` under the harness, in batches of few shapes.
 
-    Results do not depend on who shares a batch: routing is never given up for a shape at which it
-    does not pay, as `score_documents` would; what that costs is in the ledger.
+    Results do not depend on what shares a batch: routing is never given up for a shape at which it
+    does not pay, as `score_documents` would.
+
+    Attributes:
+      scored: sums over texts that were scored.
+      spent: costs of texts that were written.
     """
 
     def __init__(
@@ -77,9 +77,7 @@ class UtioLM(TemplateLM):
         *,
         mode: Mode = Plain(),
         rows: int = 16,
-        budget: float | None = None,
         prefill: Prefill | None = None,
-        executor: Executor = MicroBatches(),
     ) -> None:
         """Makes it.
 
@@ -88,10 +86,8 @@ class UtioLM(TemplateLM):
           mode: `Plain()`, `Adaptive(policy=..., kv=...)`, whose policy scores as well, or
             `Lossless(...)`, which scores at full depth.
           rows: of a batch.
-          budget: that the policy was calibrated for.
           prefill: how contexts are read, from `utio_jax.prompts.budget.prompt_prefill`; what
             continues them runs in full. None: in full, too.
-          executor: how scoring runs live slots.
 
         Raises:
           ValueError: rows < 1, the mode does not fit the model (policies that are not causal never
@@ -115,12 +111,11 @@ class UtioLM(TemplateLM):
                 )
             prefill.check(model.decoder, kv=mode.prompt_kv)
         self.prefill = prefill
-        self.model, self.mode, self.rows, self.executor = model, mode, rows, executor
+        self.model, self.mode, self.rows = model, mode, rows
         self.tokenizer = model.tokenizer
         self.opening = _opening(model)
-        self._record = RequestLedger(
-            model.decoder, model.params, mode, budget=budget, prefill=prefill
-        )
+        self.scored, self.spent = Quality(), Spent()
+        self._counts: dict[str, list[int]] = {}
 
     @property
     def max_length(self) -> int:
@@ -178,10 +173,10 @@ class UtioLM(TemplateLM):
                     f"{len(continuation)}. Shorten it, or use a model with more context."
                 )
             truncated = len(context) + len(continuation) > self.max_length
-            self._record.count("loglikelihood", truncated=truncated)
+            self._count("loglikelihood", truncated=truncated)
             whole = [*context, *continuation][-self.max_length :]
             items.append((np.asarray(whole, np.int32), len(continuation)))
-        return self._score(items, "loglikelihood", disable_tqdm)
+        return self._score(items, "loglikelihood")
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -198,14 +193,12 @@ class UtioLM(TemplateLM):
             )
             for known, new in windows:
                 items.append((np.asarray([*known, new[-1]], np.int32), len(new)))
-            self._record.count("loglikelihood_rolling")
+            self._count("loglikelihood_rolling")
             ends.append(len(items))
-        scores = [score for score, _ in self._score(items, "loglikelihood_rolling", disable_tqdm)]
+        scores = [score for score, _ in self._score(items, "loglikelihood_rolling")]
         return [sum(scores[a:b]) for a, b in itertools.pairwise([0, *ends])]
 
-    def _score(
-        self, items: list[tuple[np.ndarray, int]], what: str, disable_tqdm: bool
-    ) -> list[tuple[float, bool]]:
+    def _score(self, items: list[tuple[np.ndarray, int]], what: str) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of each item's last tokens, and whether all are greedy."""
         decoder, params = self.model.decoder, self.model.params
         policy, kv = full_depth(decoder), "propagate"
@@ -242,21 +235,10 @@ class UtioLM(TemplateLM):
                 vocab_size=decoder.config.vocab_size,
             )
         )
-        with tqdm(total=len(batches), desc=what, disable=disable_tqdm) as bar:
-            step: Any = bar.update
-            parts = [([each], policy_of(each)) for each in batches] if shallow else []
-            for part, chosen in parts or [(batches, policy)] * bool(batches):
-                quality = evaluate(
-                    decoder,
-                    params,
-                    part,
-                    {"": chosen},
-                    kv=kv,  # type: ignore[arg-type]
-                    executor=self.executor,
-                    observe=observe,
-                    progress=step,
-                )[""]
-                self._record.add_scored(quality)
+        parts = [([each], policy_of(each)) for each in batches] if shallow else []
+        for part, chosen in parts or [(batches, policy)] * bool(batches):
+            options: dict[str, Any] = {"kv": kv, "observe": observe}
+            self.scored += evaluate(decoder, params, part, {"": chosen}, **options)[""]
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -267,14 +249,12 @@ class UtioLM(TemplateLM):
         order = sorted(
             range(len(asked)), key=lambda i: (asked[i].max_new_tokens, -asked[i].prompt.size)
         )
-        with tqdm(total=len(asked), desc="generate_until", disable=disable_tqdm) as bar:
-            for _, group in itertools.groupby(order, key=lambda i: asked[i].max_new_tokens):
-                members = list(group)
-                for start in range(0, len(members), self.rows):
-                    chosen = members[start : start + self.rows]
-                    for index, text in zip(chosen, self._write(asked, chosen), strict=True):
-                        texts[index] = text
-                    bar.update(len(chosen))
+        for _, group in itertools.groupby(order, key=lambda i: asked[i].max_new_tokens):
+            members = list(group)
+            for start in range(0, len(members), self.rows):
+                chosen = members[start : start + self.rows]
+                for index, text in zip(chosen, self._write(asked, chosen), strict=True):
+                    texts[index] = text
         return texts
 
     def _request(self, context: str, options: dict[str, Any]) -> _Request:
@@ -300,7 +280,7 @@ class UtioLM(TemplateLM):
             sampling = Chain(tuple(_METHODS[name](value) for name, value in used.items()))
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         room = self.max_length - size
-        self._record.count("generate_until", truncated=len(prompt) > room)
+        self._count("generate_until", truncated=len(prompt) > room)
         return _Request(
             prompt=np.asarray(prompt[-room:], np.int32),
             stops=stops,
@@ -334,16 +314,38 @@ class UtioLM(TemplateLM):
             prefill=self.prefill,
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
         )
-        self._record.add_written(prompts, generated, sampling)
+        self.spent += spent_on(decoder, params, self.mode, prompts, generated)
         return read_text(self.tokenizer, prompts, generated, stop_strings=stops).texts
 
-    def ledger(self) -> Ledger:
-        """Returns the record of all that was executed so far, see `RequestLedger.ledger`."""
-        return self._record.ledger()
+    def _count(self, kind: str, *, truncated: bool = False) -> None:
+        counts = self._counts.setdefault(kind, [0, 0])
+        counts[0] += 1
+        counts[1] += truncated
 
     def report(self) -> dict[str, Any]:
-        """Returns the ledger, and of each kind of request: how many, how run, whose numbers."""
-        return self._record.report()
+        """Returns tokens, FLOPs over full depth's, and of each kind of request how it was run.
+
+        `executed` is `full`, `adaptive`, `lossless`, or `prompt`, where contexts were read
+        shallowly; `truncated` requests had tokens cut from their left to fit the context.
+
+        Raises:
+          ValueError: nothing was executed.
+        """
+        scored, spent, kinds = self.scored, self.spent, {}
+        if not scored.tokens + spent.tokens:
+            raise ValueError("Wanted requests that were run. Got none so far.")
+        for kind, (count, truncated) in self._counts.items():
+            writes = kind == "generate_until"
+            mode = self.mode.name if writes or self.mode.depth_policy is not None else "plain"
+            shallow = self.prefill is not None and kind != "loglikelihood_rolling"
+            executed = "prompt" if shallow else "full" if mode == "plain" else mode
+            kinds[kind] = {"requests": count, "truncated": truncated, "executed": executed}
+        full = scored.flops_full + spent.flops_plain
+        return {
+            "requests": kinds,
+            "tokens": scored.tokens + spent.tokens,
+            "flops_ratio": (scored.flops + spent.flops) / full,
+        }
 
 
 def _opening(model: Any) -> list[int]:

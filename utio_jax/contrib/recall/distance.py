@@ -20,14 +20,8 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from scipy.stats import binomtest
 
-from utio_jax.contrib.recall.far_tokens import (
-    COPIED_TOKENS,
-    SEED_TOKENS,
-    SHORTEST_TEXT,
-    running_text,
-)
-from utio_jax.contrib.recall.intervals import rate_interval
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.policies.base import Policy
@@ -44,6 +38,8 @@ Part = Literal["fact", "context", "others", "row"]
 """Which tokens of a row stop early: those of the fact; all before the question; these without the
 fact; or the whole row."""
 
+_KNOWN_TOKENS, _COPIED_TOKENS = 12, 8  # Of a line: those of the question, those of the answer.
+_SHORTEST_TEXT = 8 * _KNOWN_TOKENS
 _UNIT = 16  # Widths of rows are multiples of it.
 _FIRST = (
     "Harbor", "Copper", "Meadow", "Falcon", "Velvet", "Orchid", "Timber", "Saddle",
@@ -140,6 +136,30 @@ def recall_cases(
     return tuple(cases)
 
 
+def running_text(filler: Sequence[np.ndarray], size: int, rng: np.random.Generator) -> np.ndarray:
+    """Returns so many tokens of running text from one document; longer ones are drawn more often.
+
+    Raises:
+      ValueError: fewer than 96 tokens are asked for, or no document has so many.
+    """
+    if size < _SHORTEST_TEXT:
+        raise ValueError(
+            f"Wanted prompts with at least {_SHORTEST_TEXT} tokens of running text around fact and "
+            f"question. Got {size}. Ask for longer prompts."
+        )
+    long = [document for document in filler if len(document) >= size]
+    if not long:
+        longest = max(map(len, filler), default=0)
+        raise ValueError(
+            f"Wanted documents of at least {size} tokens to hide facts in. Got at most {longest}. "
+            "Add longer text, or ask for shorter prompts."
+        )
+    places = np.asarray([len(document) - size + 1 for document in long], float)
+    document = long[rng.choice(len(long), p=places / places.sum())]
+    start = int(rng.integers(0, len(document) - size + 1))
+    return np.asarray(document[start : start + size])
+
+
 def _tokens(
     task: str,
     filler: Sequence[np.ndarray],
@@ -154,8 +174,8 @@ def _tokens(
         ).astype(np.int64)
 
     if task == "line":
-        line = running_text(filler, SHORTEST_TEXT, rng)[: SEED_TOKENS + COPIED_TOKENS]
-        known, rest = line[:SEED_TOKENS], line[SEED_TOKENS:]
+        line = running_text(filler, _SHORTEST_TEXT, rng)[: _KNOWN_TOKENS + _COPIED_TOKENS]
+        known, rest = line[:_KNOWN_TOKENS], line[_KNOWN_TOKENS:]
         return joined("\n", line, "\n"), joined("\n", known), rest
     first, second = str(rng.choice(_FIRST)), str(rng.choice(_SECOND))
     if task == "constant":
@@ -298,13 +318,13 @@ def recall(
     executor: Executor = MicroBatches(),
     progress: Callable[[], None] | None = None,
 ) -> Recall:
-    """Returns what answers cost, and whether they are given, where every token obeys a policy.
+    """Returns what answers cost, and whether they are given, under a policy.
 
     Args:
       decoder: the model.
       params: its parameters.
       rows: of some cases.
-      policy: who runs how deep; or one for each batch, see `table_policies`.
+      policy: which tokens go how deep; or one for each batch, see `table_policies`.
       kv: what others see of frozen tokens.
       executor: how live slots are run.
       progress: called after each batch.
@@ -357,6 +377,14 @@ def recall_lost(distances: Sequence[int], found: Recall, full: Recall) -> list[d
             }
         )
     return table
+
+
+def rate_interval(right: Bool[np.ndarray, " row"]) -> tuple[float, float] | None:
+    """Returns the exact 95 % interval of a rate (Clopper & Pearson 1934); None: below five rows."""
+    if len(right) < 5:
+        return None
+    found = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="exact")
+    return float(found.low), float(found.high)
 
 
 def _rounded(interval: Sequence[float] | None) -> list[float] | None:

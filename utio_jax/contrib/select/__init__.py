@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from utio_jax.contrib.select.fitting import FittedSelect, fit_select, see_all
+from utio_jax.contrib.select.fitting import fit_select, see_all
 from utio_jax.contrib.select.selecting import Context, Select, Selected, read_context, select
 
 __all__ = [
     "Context",
-    "FittedSelect",
     "Select",
     "Selected",
     "fit_select",

@@ -3,12 +3,12 @@
 
     seen = see_all(decoder, params, queries, depths=decoder.config.exits[:-1])
     fitted = fit_select(decoder, params, seen, depths=..., tokens=16, slots=128)
-    how = fitted.select          # for `select`; None: only full depth keeps it
+    how = fitted.chosen          # for `select`; None: only full depth keeps it
 
 Decisions follow from scores alone, and survivors' scores from nothing but their own tokens. So one
 pass in which none leaves says what any margins would have done. Half of the queries make a
 ladder: depths and margins that cost least at 0, 1, 2, ... lost winners. The other half tests it
-from the safe end, by `fit_with_guarantee`; a query is one unit, its risk 0 or 1.
+from the safe end, by `fit_ladder`; a query is one unit, its risk 0 or 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.guarantee import fit_with_guarantee, halves
+from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
 from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select, survivors
 from utio_jax.core.decoder import Decoder, Params
 
@@ -30,43 +30,6 @@ _STEPS = (1, 3)  # Winners that a step of the ladder gives up at one depth.
 
 Query = tuple[Any, np.ndarray, np.ndarray]
 """Token ids of a context, candidates `[row, token]`, their lengths `[row]`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rung:
-    """Depths and margins that were tried.
-
-    Attributes:
-      depths: in layers.
-      margins: in nats.
-      flops_ratio: over full depth for all candidates, the context's pass apart, on the fitting
-        half.
-      disagreement: share of the testing half whose winner it loses.
-      p_value: of that being above the bound by the draw of the queries alone.
-    """
-
-    depths: tuple[int, ...]
-    margins: tuple[float, ...]
-    flops_ratio: float
-    disagreement: float
-    p_value: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FittedSelect:
-    """What `fit_select` found.
-
-    Attributes:
-      select: the cheapest that has the guarantee; None: nothing short of full depth does.
-      ladder: what was tested, safest first.
-      fitted: queries that the ladder was made of.
-      tested: queries that it was tested on.
-    """
-
-    select: Select | None
-    ladder: tuple[Rung, ...]
-    fitted: int
-    tested: int
 
 
 def see_all(
@@ -112,8 +75,11 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     groups: Int[np.ndarray, " query"] | None = None,
     at_most: int = 3,
     seed: int = 0,
-) -> FittedSelect:
-    """Returns the cheapest margins whose winners are full depth's, at a confidence.
+) -> Fitted:
+    """Returns the cheapest `Select` whose winners are full depth's, at a confidence.
+
+    A rung's cost is in FLOPs over full depth's for all candidates, on the fitting half, the
+    context's pass apart.
 
     The guarantee is about queries like these, each drawn on its own: of one document, draw one or a
     few. It holds over the draw of the queries, with the chosen depths and margins fixed afterwards.
@@ -156,26 +122,12 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     lost = np.stack(
         [replay(tried[:, _of(mine, depths)], margins, top=top)[1] for mine, margins, _ in ladder]
     )
-    result = fit_with_guarantee(lost, max_risk=max_disagreement, confidence=confidence)
-    chosen = None
-    if result.chosen is not None:
-        mine, margins, _ = ladder[result.chosen]
-        chosen = Select(depths=mine, margins=margins, top=top, mean=mean, widths=widths)
-    rungs = [
-        Rung(
-            depths=mine,
-            margins=tuple(margins.tolist()),
-            flops_ratio=ratio,
-            disagreement=lost_of,
-            p_value=p_value,
-        )
-        for (mine, margins, ratio), lost_of, p_value in zip(
-            ladder, result.means, result.p_values, strict=True
-        )
+    settings = [
+        Select(depths=mine, margins=margins, top=top, mean=mean, widths=widths)
+        for mine, margins, _ in ladder
     ]
-    return FittedSelect(
-        select=chosen, ladder=tuple(rungs), fitted=int(fits.sum()), tested=len(tried)
-    )
+    costs, bound = [ratio for *_, ratio in ladder], {"max_risk": max_disagreement}
+    return fit_ladder(settings, costs, lost, confidence=confidence, **bound)
 
 
 def replay(

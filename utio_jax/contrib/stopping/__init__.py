@@ -2,16 +2,15 @@
 """Early stopping of thought: where answers stay the same, or by a threshold with a guarantee."""
 
 from utio_jax.contrib.stopping.fitting import (
-    FittedStop,
     StopTrace,
     fit_stop,
     replay_stops,
     trace_stops,
+    with_threshold,
 )
 from utio_jax.contrib.stopping.steady import Steadied, Steady, generate_steadily
 
 __all__ = [
-    "FittedStop",
     "Steadied",
     "Steady",
     "StopTrace",
@@ -19,4 +18,5 @@ __all__ = [
     "generate_steadily",
     "replay_stops",
     "trace_stops",
+    "with_threshold",
 ]

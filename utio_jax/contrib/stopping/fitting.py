@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds of thinking's confidence, with a promise: in most cases the answer stays the same.
+"""Thresholds of thinking's confidence, with a guarantee: in most cases the answer stays the same.
 
     rule = Thinking(end_ids=..., max_tokens=256, confidence=Confidence(threshold=0, cue_ids=...))
     traces = trace_stops(decoder, params, prompts, rule, answer_tokens=8)
     fitted = fit_stop(traces, max_changed=0.1)
-    generate(decoder, params, others, thinking=fitted.rule(rule))
+    generate(decoder, params, others, thinking=with_threshold(rule, fitted.chosen))
 
 A trace is a prompt that was thought to its end, and the answer that the forced end would have given
 at each cue. From it follows what any threshold would have done. Half of the traces make a ladder of
-thresholds, the other half tests it from the safe end (`fit_with_guarantee`); a
+thresholds, the other half tests it from the safe end (`fit_ladder`); a
 prompt is one unit, its risk 0 or 1. As LYNX asks at cues of the text and chooses a threshold by
 conformal prediction, but with a bound that holds at a confidence.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from utio_jax.calibration.guarantee import fit_with_guarantee, halves
+from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Prompts
@@ -48,47 +48,6 @@ class StopTrace:
     uncertainty: Float[np.ndarray, " cue"]
     changed: Bool[np.ndarray, " cue"]
     whole: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StopRung:
-    """A threshold that was tried.
-
-    Attributes:
-      threshold: in the measure's unit.
-      tokens_ratio: thought tokens over those of full thinking, on the fitting half.
-      changed: share of the testing half whose answer it changes.
-      p_value: of that being above the bound by the draw of the prompts alone.
-    """
-
-    threshold: float
-    tokens_ratio: float
-    changed: float
-    p_value: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FittedStop:
-    """What `fit_stop` found.
-
-    Attributes:
-      threshold: the largest that keeps the promise; None: none does, think to the end.
-      ladder: what was tested, safest first.
-      fitted: traces that the ladder was made of.
-      tested: traces that it was tested on.
-    """
-
-    threshold: float | None
-    ladder: tuple[StopRung, ...]
-    fitted: int
-    tested: int
-
-    def rule(self, thinking: Thinking) -> Thinking:
-        """Returns the rule that traces were made with, with this threshold; or without any."""
-        if self.threshold is None or thinking.confidence is None:
-            return dataclasses.replace(thinking, confidence=None)
-        sure = dataclasses.replace(thinking.confidence, threshold=self.threshold)
-        return dataclasses.replace(thinking, confidence=sure)
 
 
 def trace_stops(
@@ -198,12 +157,12 @@ def fit_stop(
     max_changed: float = 0.1,
     confidence: float = 0.95,
     seed: int = 0,
-) -> FittedStop:
+) -> Fitted:
     """Returns the largest threshold at which few answers change, at a confidence.
 
-    The promise is about prompts like these, each drawn on its own, over their draw: with
+    The guarantee is about prompts like these, each drawn on its own, over their draw: with
     probability `confidence`, at most `max_changed` of them get another answer than full thinking
-    gives.
+    gives. A rung's cost is thought tokens over those of full thinking, on the fitting half.
 
     Args:
       traces: of prompts on which nothing else was fitted.
@@ -212,7 +171,7 @@ def fit_stop(
       seed: of the draw of the halves.
 
     Raises:
-      ValueError: fewer traces than the promise takes, or none that meets a cue.
+      ValueError: fewer traces than the guarantee takes, or none that meets a cue.
     """
     mine = halves(
         np.arange(len(traces)),
@@ -234,22 +193,16 @@ def fit_stop(
     ladder = np.unique(np.quantile(seen, levels)).tolist()
     whole = sum(trace.whole for trace in fits)
     risks = np.stack([replay_stops(tests, each)[1] for each in ladder])
-    result = fit_with_guarantee(risks, max_risk=max_changed, confidence=confidence)
-    rungs = [
-        StopRung(
-            threshold=each,
-            tokens_ratio=float(replay_stops(fits, each)[0].sum() / max(whole, 1)),
-            changed=mean,
-            p_value=p_value,
-        )
-        for each, mean, p_value in zip(ladder, result.means, result.p_values, strict=True)
-    ]
-    return FittedStop(
-        threshold=None if result.chosen is None else ladder[result.chosen],
-        ladder=tuple(rungs),
-        fitted=len(fits),
-        tested=len(tests),
-    )
+    ratios = [float(replay_stops(fits, each)[0].sum() / max(whole, 1)) for each in ladder]
+    return fit_ladder(ladder, ratios, risks, max_risk=max_changed, confidence=confidence)
+
+
+def with_threshold(thinking: Thinking, threshold: float | None) -> Thinking:
+    """Returns the rule that traces were made with, with a threshold; None: without confidence."""
+    if threshold is None or thinking.confidence is None:
+        return dataclasses.replace(thinking, confidence=None)
+    sure = dataclasses.replace(thinking.confidence, threshold=threshold)
+    return dataclasses.replace(thinking, confidence=sure)
 
 
 def _in_batches(
