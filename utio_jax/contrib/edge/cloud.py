@@ -77,7 +77,7 @@ class Cloud:
         self._socket = socket = self._context.socket(zmq.ROUTER)
         try:
             socket.curve_server, socket.curve_secretkey = 1, wire.server_key(key)
-            socket.linger, socket.ipv6, socket.backlog = 1000, True, 1024
+            socket.linger, socket.ipv6, socket.backlog = 1000, "[" in address, 1024
             socket.maxmsgsize = wire.MOST_SAID + 4 * dim * decoder.config.context_length
             socket.bind(address)
             self.address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -147,9 +147,9 @@ class Cloud:
                 "max_new_tokens."
             )
         row = self._row_of(edge, ask.text)
-        return (
-            wire.MISSING.pack(b"m", row.ran) if ask.first != row.ran else self._token(row, x, ask)
-        )
+        if ask.first != row.ran:
+            return wire.MISSING.pack(b"m", row.ran)
+        return self._next_token(row, x, ask)
 
     def _new_row(self) -> Row:
         return Row(self._decoder, self._params, start=self._exit, stop=self._layers)

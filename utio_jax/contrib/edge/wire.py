@@ -103,7 +103,8 @@ class Connection:
     def __init__(self, link: Link) -> None:
         self.link, self.context = link, zmq.Context()
         self._socket = self.context.socket(zmq.DEALER)
-        self._socket.linger, self._socket.maxmsgsize, self._socket.ipv6 = 0, MOST_SAID, True
+        self._socket.linger, self._socket.maxmsgsize = 0, MOST_SAID
+        self._socket.ipv6 = "[" in link.address
         self._socket.curve_serverkey = zmq.curve_public(server_key(link.key))
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._events = self._socket.get_monitor_socket(
