@@ -60,7 +60,6 @@ def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
         ("docs/contrib/recall.md", 1),
         ("docs/contrib/recurrent.md", 1),
         ("docs/contrib/select.md", 1),
-        ("docs/contrib/stopping.md", 1),
         ("docs/engine.md", 3),
         ("docs/shared_kv.md", 1),
     ],

@@ -48,14 +48,9 @@ class Cloud:
     ) -> None:
         """Compiles every program, and begins to serve, in a thread.
 
-        Args:
-          decoder: the model; texts may be as long as its context.
-          params: its parameters, all layers included.
-          exit: layers that edges run.
-          key: a secret of at least 16 bytes that edges have, too.
-          address: `tcp://HOST:PORT` of this machine; port 0 takes a free one.
-          rows: texts whose K/V are kept. With more edges than rows, the one that has not asked for
-            the longest time sends its states again.
+        Edges run `exit` layers, and have the same key of at least 16 bytes; texts may be as long as
+        the model's context. Port 0 of the address takes a free one. K/V of `rows` texts are kept:
+        with more edges, the one that has not asked for the longest time sends its states again.
 
         Raises:
           ValueError: rows, a key, an address or an exit that cannot be.

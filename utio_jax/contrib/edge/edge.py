@@ -69,16 +69,10 @@ class Edge:
     def __init__(
         self, decoder: Decoder, params: Params, *, policy: Policy, link: wire.Link | None = None
     ) -> None:
-        """Takes the shallow layers. Nothing is connected before there is a text.
+        """Takes the shallow layers of all. Nothing is connected before there is a text.
 
-        Args:
-          decoder: the model.
-          params: its parameters, all layers included; those behind the exit are not kept.
-          policy: which tokens go deeper: causal, of depths `(exit, num_layers)`.
-          link: to a cloud; None: none is ever asked.
-
-        Raises:
-          ValueError: a policy that does not fit the model.
+        The policy says which tokens go deeper: causal, of depths `(exit, num_layers)`, or else a
+        ValueError. Without a link no cloud is ever asked.
         """
         layers, depths = decoder.config.num_layers, check_policy(policy, decoder)
         if len(depths) != 2 or depths[1] != layers or not policy.causal:
@@ -128,14 +122,8 @@ class Edge:
         """Returns the text behind a prompt.
 
         The prompt, too, runs here up to the exit; the policy is asked first about its last token.
-
-        Args:
-          prompt: token ids, at least one.
-          max_new_tokens: at most.
-          sampling: `Greedy()`, or a method to draw by. Draws are those of `utio_jax.generate`.
-          seed: of the draws.
-          eos_ids: tokens that end the text; None takes the model's own, `()` none.
-          on_token: called with each token's id as it comes.
+        Draws, by `sampling` and `seed`, are those of `utio_jax.generate`. `eos_ids` end the text,
+        by default the model's own; `on_token` is called with each token's id as it comes.
 
         Raises:
           ValueError: an empty prompt, ids outside the vocabulary, more tokens than the context of

@@ -4,12 +4,11 @@
 The models are in `utio_jax.contrib.encoders.bert` and `.vision`, which need the extra `models`.
 """
 
-from __future__ import annotations
-
-from utio_jax.contrib.encoders.protocol import Classifier, Encoder
 from utio_jax.contrib.encoders.row_exits import fit_row_exits
 from utio_jax.contrib.encoders.rows import (
+    Classifier,
     Encoded,
+    Encoder,
     Exits,
     RowBlocks,
     encode_rows,

@@ -24,8 +24,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Tokenizer
 
-from utio_jax.contrib.encoders.protocol import mean_of_tokens
-from utio_jax.contrib.encoders.rows import Encoded, RowBlocks, encode_rows
+from utio_jax.contrib.encoders.rows import Encoded, RowBlocks, encode_rows, mean_of_tokens
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
 from utio_jax.core.files import load_json
 from utio_jax.models.config_reader import Reader
@@ -161,11 +160,9 @@ def _linear(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return out + jnp.broadcast_to(params["bias"], out.shape)
 
 
-def _norm_rules(source: str, target: str) -> tuple[Rule, Rule]:
-    return (
-        Rule(f"{source}.weight", (f"{target}.scale",)),
-        Rule(f"{source}.bias", (f"{target}.bias",)),
-    )
+def _norm_rules(source: str, target: str) -> list[Rule]:
+    parts = {"weight": "scale", "bias": "bias"}
+    return [Rule(f"{source}.{a}", (f"{target}.{b}",)) for a, b in parts.items()]
 
 
 _LAYER = "bert.encoder.layer.{layer}."
@@ -250,13 +247,7 @@ class TextEncoder:
         *,
         blocks: RowBlocks = RowBlocks(),
     ) -> Encoded:
-        """Returns what `encode_rows` does of texts, or pairs of them.
-
-        Args:
-          texts: of one batch.
-          policy: which rows leave when; None: full depth for all.
-          blocks: in which rows run.
-        """
+        """Returns what `encode_rows` does of texts, or pairs of them; no policy: at full depth."""
         inputs, lengths = (jnp.asarray(y) for y in self.tokens(texts))
         policy = uniform(self.encoder.config.num_layers) if policy is None else policy
         found = _run(self.encoder, self.params, inputs, lengths, policy, blocks=blocks)
@@ -288,12 +279,8 @@ def load_encoder(
     adds is read, too: how rows are pooled, whether normalised, the longest. A pooler without a
     classifier, and a masked-LM head, are left out.
 
-    Args:
-      folder: where they are.
-      exits: depths at which rows may leave; they decide nothing by themselves.
-      pooling: what a row's state is. None: what `1_Pooling` says, or the mean; a classifier reads
-        its first token.
-      dtype: of the parameters.
+    Rows may leave at `exits`, which decide nothing by themselves. Without `pooling` it is what
+    `1_Pooling` says, or the mean; a classifier reads its first token.
 
     Raises:
       ValueError: another architecture, or options that cannot be run, all of them named; files or
@@ -307,9 +294,8 @@ def load_encoder(
     home = {
         name.removeprefix("bert.") if "classifier." in name else name: place
         for name, place in home.items()
-        if labels or ".pooler." not in name
+        if (labels or ".pooler." not in name) and not name.startswith("cls.")
     }
-    home = {name: place for name, place in home.items() if not name.startswith("cls.")}
     found = _folder_pooling(folder) if pooling is None else pooling
     config = _read_bert_config(
         stored, folder, exits=exits, labels=labels, pooling="cls" if labels else found or "mean"

@@ -18,8 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
-from utio_jax.contrib.encoders.protocol import Encoder
-from utio_jax.contrib.encoders.rows import Exits, read_exits, score_exits
+from utio_jax.contrib.encoders.rows import Encoder, Exits, read_exits, score_exits
 from utio_jax.core.decoder import Inputs, Params, check_depths
 from utio_jax.policies.base import Signal
 from utio_jax.policies.depth import Thresholded
@@ -47,17 +46,8 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     A row of a classifier disagrees where its class is another; one of an encoder without a
     classifier, where its embedding's cosine with full depth's is below `min_cosine`.
 
-    Args:
-      encoder: the model.
-      params: its parameters.
-      signal: scores rows, see `encode_rows`.
-      inputs: rows on which nothing else was fitted, each drawn on its own.
-      lengths: real tokens per row, at least 1.
-      depths: where rows may leave, ending at full depth.
-      max_disagreement: share of rows that may come out otherwise, in (0, 1).
-      confidence: in (0, 1).
-      min_cosine: see above.
-      seed: of the draw of the halves.
+    Nothing else may have been fitted on these rows, none empty, each drawn on its own. At most
+    `max_disagreement` of all may come out otherwise; `seed` draws the halves.
 
     Raises:
       ValueError: fewer rows than the guarantee takes, empty ones, or depths that do not end at the

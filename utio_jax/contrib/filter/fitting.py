@@ -13,9 +13,8 @@ from the safe end by `fit_ladder`, where a row is one unit, its risk 0 or 1.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,10 +38,7 @@ def row_losses(
 ) -> Float[np.ndarray, "exit row"]:
     """Returns each row's mean loss at each exit, nats per predicted token; NaN where none is.
 
-    Args:
-      decoder: the model; its exits are where rows might stop.
-      params: its parameters.
-      batches: rows of one width compile one program.
+    Rows might stop at the model's exits; those of one width compile one program.
 
     Raises:
       ValueError: ids outside the vocabulary, lengths outside the rows, or no batch.
@@ -89,24 +85,27 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     deviations of what a line leaves open, the same number at all exits in use; which exits that
     are, up to `at_most`, is what costs least.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      losses: of rows on which nothing else was fitted, from `row_losses`.
-      limit: mean loss that divides the rows, nats per token.
-      tokens: width of rows, for the cost.
-      max_disagreement: share of rows that may end on the other side, in (0, 1).
-      confidence: in (0, 1).
-      groups: of rows that stay in one half, as those of one document; None: each on its own.
-      at_most: exits in use, full depth apart.
-      seed: of the draw of the halves.
+    Losses are those of rows on which nothing else was fitted, from `row_losses`; the limit, in nats
+    per token, divides them; `tokens` is their width, for the cost. At most `max_disagreement` of
+    all rows may end on the other side.
 
     Raises:
       ValueError: losses of another shape than the model's exits say or not finite, or fewer rows
         than the guarantee takes.
     """
     exits = decoder.config.exits
-    _check(losses, exits, groups)
+    if losses.ndim != 2 or losses.shape[0] != len(exits) or len(exits) < 2:
+        raise ValueError(
+            f"Wanted losses [exit, row] at the model's exits {exits}, two at least. Got shape "
+            f"{losses.shape}. Make them with row_losses."
+        )
+    if not np.isfinite(losses).all():
+        raise ValueError(
+            "Wanted finite losses. Got NaN or infinities. Leave out rows that predict nothing: "
+            "those of less than two tokens."
+        )
+    if groups is not None and groups.shape != losses.shape[1:]:
+        raise ValueError(f"Wanted a group for each of {losses.shape[1]} rows. Got {groups.shape}.")
     rows = np.arange(losses.shape[1])
     fits = halves(
         rows if groups is None else groups,
@@ -126,7 +125,14 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     )
     estimates = offsets[:, None] + slopes[:, None] * losses
     open_ = (estimates[:-1, fits] - mine[-1]).std(axis=1)
-    price = _Price(decoder, params, tokens)
+    cost = token_cost(decoder, params)
+
+    def price(stops: np.ndarray, asked: np.ndarray) -> float:
+        """Returns the mean over rows, of full depth's; an exit that is asked costs a head."""
+        heads = np.cumsum(np.asarray(cost.read(np.asarray(exits))) * np.append(asked, True))
+        whole = cost.layers(np.asarray(exits), tokens) + heads
+        return float(whole[stops].mean() / (cost.layers(exits[-1], tokens) + cost.read(exits[-1])))
+
     ladder: list[tuple[np.ndarray, float]] = []
     for factor in _DEVIATIONS:
         margins, ratio = _cheapest(
@@ -149,33 +155,14 @@ def stops_of(
 ) -> Int[np.ndarray, " row"]:
     """Returns the exit at which each row stops: the first farther from the limit than its margin.
 
-    Args:
-      distances: of estimates from the limit, in nats, at each exit but the last.
-      margins: of these exits.
+    Distances of estimates from the limit, in nats, and margins are of each exit but the last.
     """
     stops = distances >= margins[:, None]
     return np.concatenate([stops, np.ones((1, stops.shape[1]), np.bool_)]).argmax(axis=0)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Price:
-    """FLOPs of rows by where they stop."""
-
-    decoder: Decoder
-    params: Params
-    tokens: int
-
-    def ratio(self, stops: np.ndarray, asked: np.ndarray) -> float:
-        """Returns the mean over rows, of full depth's; an exit that is asked costs a head."""
-        exits, cost = self.decoder.config.exits, token_cost(self.decoder, self.params)
-        heads = np.cumsum(np.asarray(cost.read(np.asarray(exits))) * np.append(asked, True))
-        whole = cost.layers(np.asarray(exits), self.tokens) + heads
-        full = cost.layers(exits[-1], self.tokens) + cost.read(exits[-1])
-        return float(whole[stops].mean() / full)
-
-
 def _cheapest(
-    distances: np.ndarray, margins: np.ndarray, price: _Price, at_most: int
+    distances: np.ndarray, margins: np.ndarray, price: Callable[..., float], at_most: int
 ) -> tuple[np.ndarray, float]:
     """Returns margins, infinite at exits not in use, and what they cost."""
     best, cheapest = np.full(len(margins), np.inf), 1.0
@@ -183,7 +170,7 @@ def _cheapest(
         for some in itertools.combinations(range(len(margins)), size):
             asked = np.isin(np.arange(len(margins)), some)
             tried = np.where(asked, margins, np.inf)
-            ratio = price.ratio(stops_of(distances, tried), asked)
+            ratio = price(stops_of(distances, tried), asked)
             if ratio < cheapest:
                 best, cheapest = tried, ratio
     return best, cheapest
@@ -196,24 +183,3 @@ def _wrong(
     stops = stops_of(np.abs(estimates[:-1] - limit), margins)
     last = np.take_along_axis(estimates, stops[None], 0)[0]
     return (last > limit) != (full > limit)
-
-
-def _check(
-    losses: np.ndarray,
-    exits: tuple[int, ...],
-    groups: np.ndarray | None,
-) -> None:
-    if losses.ndim != 2 or losses.shape[0] != len(exits) or len(exits) < 2:
-        raise ValueError(
-            f"Wanted losses [exit, row] at the model's exits {exits}, two at least. Got shape "
-            f"{losses.shape}. Make them with row_losses."
-        )
-    if not np.isfinite(losses).all():
-        raise ValueError(
-            "Wanted finite losses. Got NaN or infinities. Leave out rows that predict nothing: "
-            "those of less than two tokens."
-        )
-    if groups is not None and groups.shape != losses.shape[1:]:
-        raise ValueError(
-            f"Wanted a group for each of {losses.shape[1]} rows. Got shape {groups.shape}."
-        )

@@ -13,7 +13,6 @@ from utio_jax.contrib.layer_skipping.policies import (
     random_sets,
     skip_decode,
 )
-from utio_jax.contrib.layer_skipping.reference import reference_layer_sets
 from utio_jax.contrib.layer_skipping.scoring import generate_layer_sets, score_layer_sets
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "generate_layer_sets",
     "given_sets",
     "random_sets",
-    "reference_layer_sets",
     "score_layer_sets",
     "skip_decode",
 ]

@@ -126,12 +126,8 @@ def skipping_harm(
 def _threshold(scores: np.ndarray, layers: np.ndarray, *, wanted: float) -> float:
     """Returns a threshold at which rows run as many layers on average as may be, up to `wanted`.
 
-    It lies midway between two scores, so that rounding moves no row over it.
-
-    Args:
-      scores: `[boundary, row]`.
-      layers: of each segment behind the first.
-      wanted: layers, those of the first segment not counted.
+    It lies midway between two scores `[boundary, row]`, so that rounding moves no row over it.
+    Layers are those of each segment behind the first, which is not counted.
     """
     if wanted >= layers.sum():
         return -np.inf

@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Thresholds that follow the text: adapted online to a target agreement with full depth.
 
-After FREE (Bae et al. 2023, arXiv 2310.05424, section 3.3), which fits a beta mixture to the
-confidences of tokens that ran deep anyway. Those are the hard ones, and their scores need not lie
-in [0, 1]. Here every k-th batch runs at full depth and *all* its tokens are observed: no selection,
-and any signal will do. The price is 1 / k of the gain from depth, and that thresholds are up to k
-batches old. Mixing a few tokens at full depth into every batch would be no cheaper, and would show
-them among frozen neighbours.
+After FREE (Bae et al. 2023, arXiv 2310.05424, section 3.3), which learns from tokens that ran deep
+anyway: the hard ones. Here every k-th batch runs at full depth, and all its tokens are observed: no
+selection, and any signal will do. The price is 1 / k of the gain from depth.
 
 All thresholds of a policy move together, along a row of candidates from "none stops" over the
-policy's own to "all stop at the first exit", set in quantiles of scores: the policy's
-balance between its exits stays, and one number is learned. How often each candidate would have
-disagreed is known for every observed token, whatever was in use. The choice among candidates is
-that of conformal risk control (Angelopoulos et al. 2022, arXiv 2208.02814): the cheapest before the
-first whose disagreements, with one added, exceed the target. It holds on average over text like
-what was observed of late, and without the harm that frozen K/V do to others, as all tokens ran
-deep there. For a guarantee at a confidence, see `utio_jax.calibration.guarantee`.
+policy's own to "all stop at the first exit", set in quantiles of scores. How often each candidate
+would have disagreed is known for every observed token, whatever was in use. The choice is that of
+conformal risk control (Angelopoulos et al. 2022, arXiv 2208.02814): the cheapest before the first
+whose disagreements, with one added, exceed the target. It holds on average over text like what was
+observed of late, and without the harm that frozen K/V do to others, as all tokens ran deep there.
+For a guarantee at a confidence, see `utio_jax.calibration.guarantee`.
 """
 
 from __future__ import annotations
@@ -81,12 +77,9 @@ def start_online(
     Halfway to "none" the policy's share of tokens at or below each threshold is halved, halfway
     to "all" the share above it. A threshold of -inf, an exit that is not in use, stays so.
 
-    Args:
-      scores: `[boundary, token]` of a text; NaN and infinite ones are left out.
-      start: `[boundary]`, the policy's thresholds.
-      agreement: the target, in (0, 1).
-      memory: in tokens. Those of one document are alike: remember many documents.
-      candidates: how many, an odd number.
+    Scores `[boundary, token]` that are not finite are left out; `start` are the policy's
+    thresholds, `agreement` the target, in (0, 1), `memory` in tokens: those of one document are
+    alike, so remember many documents. There is an odd number of candidates.
 
     Raises:
       ValueError: a number out of range, shapes that do not fit, no finite score at an exit in use,
@@ -140,11 +133,8 @@ def observe(
 ) -> OnlineThresholds:
     """Returns the state after more tokens, older ones weighing less for each of these.
 
-    Args:
-      state: before them.
-      scores: of tokens that all ran to full depth, whatever their scores.
-      agrees: whether an exit's most probable token is full depth's.
-      where: which tokens count. Choosing them by their scores would bias the thresholds.
+    All tokens ran to full depth, whatever their scores; `agrees` says whether an exit's most
+    probable token is full depth's, `where` which count: choosing these by scores would bias.
 
     Raises:
       ValueError: shapes that do not fit.
@@ -196,15 +186,7 @@ def observed(
     """Returns a full-depth pass, and what `observe` wants of it: scores and agreement.
 
     Its work holds what observing costs beyond full depth: decisions, a head at every exit, and one
-    more where the signal looks at logits.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: right-padded rows.
-      lengths: real tokens per row.
-      signal: what scores.
-      depths: where tokens may stop, the last being full depth. Static.
+    more where the signal looks at logits. The last of `depths` (static) is full depth.
     """
     *exits, full = dense_states(decoder, params, token_ids, lengths, depths=depths)
     labels, predicted = labels_of(token_ids, lengths)

@@ -27,8 +27,6 @@ from utio_jax.evaluation.intervals import ratio_interval
 from utio_jax.policies.base import Policy
 from utio_jax.policies.depth import Thresholded, given_depths
 from utio_jax.prompts.evaluate import PromptRows, continuations, prompt_rows
-from utio_jax.staircase.base import Executor
-from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.reference import FrozenKV
 
 RECALL_TASKS = ("constant", "name", "line")
@@ -73,32 +71,26 @@ class RecallCase:
         return len(self.passage) - len(self.fact)
 
     def row(self, distance: int | None) -> Int[np.ndarray, " token"]:
-        """Returns the row with so many tokens between fact and question; None: without the fact.
+        """Returns the row with so many tokens between fact and question; None: without the fact."""
+        start, stop = self.span(distance)
+        # The text's end is the same whether or not the fact stands before it.
+        text, fact = self.passage[stop - start :], self.fact[: stop - start]
+        return np.concatenate([text[:start], fact, text[start:], self.question, self.answer])
+
+    def span(self, distance: int | None) -> tuple[int, int]:
+        """Returns where the fact begins and ends in `row(distance)`; (0, 0) without one.
 
         Raises:
           ValueError: a distance that the passage has no room for.
         """
         if distance is None:
-            return np.concatenate([self.passage, self.question, self.answer])
-        start = self._place(distance)
-        # The text's end is the same whether or not the fact stands before it.
-        text = self.passage[len(self.fact) :]
-        return np.concatenate([text[:start], self.fact, text[start:], self.question, self.answer])
-
-    def span(self, distance: int | None) -> tuple[int, int]:
-        """Returns where the fact begins and ends in `row(distance)`; (0, 0) without one."""
-        if distance is None:
             return 0, 0
-        start = self._place(distance)
-        return start, start + len(self.fact)
-
-    def _place(self, distance: int) -> int:
         if not 0 <= distance <= self.farthest:
             raise ValueError(
                 f"Wanted distances from 0 to {self.farthest}, tokens of text around the fact. Got "
                 f"{distance}. Ask for longer prompts."
             )
-        return self.farthest - distance
+        return self.farthest - distance, self.farthest - distance + len(self.fact)
 
 
 def recall_cases(
@@ -110,15 +102,10 @@ def recall_cases(
     count: int,
     seed: int = 0,
 ) -> tuple[RecallCase, ...]:
-    """Returns cases of a task, all of them drawn from the seed.
+    """Returns cases of a task, one of `RECALL_TASKS`, all of them drawn from the seed.
 
-    Args:
-      task: one of `RECALL_TASKS`.
-      filler: running text as token ids, in which facts are hidden.
-      encode: a text's token ids, without special tokens.
-      prompt_tokens: before the answer, in all.
-      count: cases.
-      seed: of facts and passages.
+    Facts are hidden in running text, `filler`, as token ids; `encode` gives a text's, without
+    special ones; there are `prompt_tokens` before the answer, in all.
 
     Raises:
       ValueError: an unknown task, no cases, too little text, or prompts too short for a question.
@@ -207,17 +194,11 @@ class RecallRows:
 def recall_rows(
     cases: Sequence[RecallCase], distances: Sequence[int], *, decoder: Decoder, batch: int = 16
 ) -> RecallRows:
-    """Returns all rows of some cases, in batches.
-
-    Args:
-      cases: of one length before the answer.
-      distances: to move the facts to.
-      decoder: whose vocabulary and context the rows must fit.
-      batch: rows per pass.
+    """Returns all rows of some cases of one length before the answer, in batches.
 
     Raises:
       ValueError: no cases, cases of several lengths, a distance that is too great, or rows that do
-        not fit.
+        not fit the model.
     """
     sizes = sorted({len(case.passage) + len(case.question) for case in cases})
     if len(sizes) != 1:
@@ -249,16 +230,9 @@ def recall_rows(
 def stopped_part(
     rows: RecallRows, part: Part, depth: int | Int[np.ndarray, "row token"], *, layers: int
 ) -> Int[np.ndarray, "row token"]:
-    """Returns depths of all tokens, where those of one part of each row stop early.
+    """Returns depths of all tokens, in layers, where those of one part of each row stop early.
 
-    Args:
-      rows: of some cases.
-      part: which tokens stop, see `Part`. Without a fact, none are its own.
-      depth: where, in layers; or one for each token.
-      layers: of the model, which all other tokens run.
-
-    Raises:
-      ValueError: an unknown part.
+    Without a fact, no tokens are its own. Raises ValueError for an unknown part.
     """
     if part not in get_args(Part):
         raise ValueError(f"Wanted a part of {', '.join(get_args(Part))}. Got {part!r}.")
@@ -277,13 +251,7 @@ def stopped_part(
 def table_policies(
     rows: RecallRows, table: Int[np.ndarray, "row token"], *, depths: Sequence[int]
 ) -> list[Thresholded]:
-    """Returns the policies of a table of depths, one for each batch of the rows.
-
-    Args:
-      rows: that the table is of.
-      table: depths in layers.
-      depths: at which tokens may stop.
-    """
+    """Returns the policies of a table of depths, in layers, one for each batch of the rows."""
     size = len(rows.rows.batches[0][0])
     missing = len(rows.rows.batches) * size - len(table)  # Rows that only fill the last batch.
     full = np.pad(table, ((0, missing), (0, 0)), constant_values=depths[-1])
@@ -315,26 +283,13 @@ def recall(
     policy: Policy | Sequence[Policy],
     *,
     kv: FrozenKV = "propagate",
-    executor: Executor = MicroBatches(),
-    progress: Callable[[], None] | None = None,
 ) -> Recall:
-    """Returns what answers cost, and whether they are given, under a policy.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      rows: of some cases.
-      policy: which tokens go how deep; or one for each batch, see `table_policies`.
-      kv: what others see of frozen tokens.
-      executor: how live slots are run.
-      progress: called after each batch.
+    """Returns what answers cost, and whether they are given, under a policy, or one per batch.
 
     Raises:
       ValueError: a policy that does not fit the model, or another number of them than batches.
     """
-    found = continuations(
-        decoder, params, rows.rows, policy, kv=kv, executor=executor, progress=progress
-    )
+    found = continuations(decoder, params, rows.rows, policy, kv=kv)
     shape, sizes = (len(rows.answers), -1), rows.answers[:, None]
     return Recall(
         bits=found.losses.reshape(shape) / (sizes * math.log(2)),

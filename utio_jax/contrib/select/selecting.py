@@ -139,12 +139,8 @@ def read_context(
 ) -> Context:
     """Returns a context at full depth, for any number of candidates behind it.
 
-    Args:
-      decoder: the model; causal.
-      params: its parameters.
-      token_ids: `[token]`, at least one.
-      slots: static width that it is padded to, for one program over contexts of many lengths. By
-        default the next multiple of 64.
+    `slots` is the static width that it is padded to, for one program over contexts of many
+    lengths; by default the next multiple of 64.
 
     Raises:
       ValueError: no token, ids outside the vocabulary, more than the model's context or `slots`
@@ -189,15 +185,7 @@ def select(
     """Returns the best candidates behind a context, most of them read by few layers.
 
     Waits for the device at each depth, to learn how many are left. Compiles a program for each
-    segment and width at most, per shape of the candidates.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      context: of this model, from `read_context`.
-      candidates: right-padded.
-      lengths: tokens of each; 0: there is none.
-      how: which go on.
+    segment and width at most, per shape of the candidates. One of length 0 is none.
 
     Raises:
       ValueError: see `Select.check`; ids outside the vocabulary, no candidates, or ones that do not
@@ -269,13 +257,7 @@ def survivors(
 ) -> Bool[np.ndarray, "*lead row"]:
     """Returns which candidates go on: those at most `margin` behind the `top`-th best.
 
-    A score that is NaN decides nothing, and its candidate goes on.
-
-    Args:
-      scores: of candidates.
-      alive: those that are left, at least `top`; scores of the others are not looked at.
-      margin: in the scores' unit.
-      top: how many are wanted.
+    Of those that are `alive`, at least `top`. A score of NaN decides nothing: that one goes on.
     """
     known = np.where(alive & ~np.isnan(scores), scores, -np.inf)
     bar = np.partition(known, -top, axis=-1)[..., -top, None]
@@ -288,12 +270,7 @@ def row_flops(
 ) -> Float[np.ndarray, " segment"]:
     """Returns the FLOPs of a candidate in each segment: its layers, and the head at their end.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      depths: ends of the segments, in layers; the first may be 0, which costs nothing.
-      tokens: static width of candidates.
-      slots: of the context.
+    Segments end at `depths`, 0 costs nothing; a candidate has `tokens`, the context `slots`.
     """
     cost, runs, ends = token_cost(decoder, params), max(1, tokens - 1), np.asarray([0, *depths])
     layers = np.diff(cost.layers(ends, slots + runs))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early stopping of thought: where answers stay the same, or by a threshold with a guarantee."""
+"""Early stopping of thought by a threshold of confidence with a guarantee (LYNX)."""
 
 from utio_jax.contrib.stopping.fitting import (
     StopTrace,
@@ -8,15 +8,5 @@ from utio_jax.contrib.stopping.fitting import (
     trace_stops,
     with_threshold,
 )
-from utio_jax.contrib.stopping.steady import Steadied, Steady, generate_steadily
 
-__all__ = [
-    "Steadied",
-    "Steady",
-    "StopTrace",
-    "fit_stop",
-    "generate_steadily",
-    "replay_stops",
-    "trace_stops",
-    "with_threshold",
-]
+__all__ = ["StopTrace", "fit_stop", "replay_stops", "trace_stops", "with_threshold"]

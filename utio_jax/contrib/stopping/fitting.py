@@ -65,16 +65,10 @@ def trace_stops(
 
     Costs one more pass over prompt and thought for each cue, and its answer: keep cues rare.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      prompts: token ids.
-      rule: with a confidence, whose threshold is not looked at, and `max_tokens`.
-      answer_tokens: new tokens of an answer at most.
-      same: whether two answers, token ids `[new]`, are the same; by default token by token.
-      batch: prompts that are decoded together.
-      **options: of `utio_jax.generate`, such as `mode` and `eos_ids`. Greedy: an answer that is
-        drawn changes by itself.
+    The rule has a confidence, whose threshold is not looked at, and `max_tokens`; answers have at
+    most `answer_tokens`, and `same` says whether two of them, token ids `[new]`, are the same.
+    Options are those of `utio_jax.generate`, such as `mode` and `eos_ids`. Greedy: an answer that
+    is drawn changes by itself.
 
     Raises:
       ValueError: a rule without confidence or budget, or see `utio_jax.generate`.
@@ -164,11 +158,7 @@ def fit_stop(
     probability `confidence`, at most `max_changed` of them get another answer than full thinking
     gives. A rung's cost is thought tokens over those of full thinking, on the fitting half.
 
-    Args:
-      traces: of prompts on which nothing else was fitted.
-      max_changed: share of answers, in (0, 1).
-      confidence: in (0, 1).
-      seed: of the draw of the halves.
+    Nothing else may have been fitted on these prompts.
 
     Raises:
       ValueError: fewer traces than the guarantee takes, or none that meets a cue.
