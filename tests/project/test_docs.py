@@ -61,7 +61,7 @@ def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
         ("docs/contrib/recurrent.md", 1),
         ("docs/contrib/select.md", 1),
         ("docs/engine.md", 3),
-        ("docs/shared_kv.md", 1),
+        ("docs/prompts.md", 1),
     ],
 )
 def test_a_guide_runs_from_top_to_bottom(

@@ -20,7 +20,7 @@ import numpy as np
 import zmq
 
 from utio_jax.contrib.edge import wire
-from utio_jax.contrib.edge.parts import Row, identify, read_last
+from utio_jax.contrib.edge.parts import Row, identify
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.sampling import PerRowSampling
 
@@ -171,11 +171,6 @@ class Cloud:
                 for name, dtype in zip(wire.Ask._fields[-4:], drawn, strict=True)
             }
         )
-        where = np.int32(0), np.int32(row.ran - 1), np.uint32(ask.seed)
-        token, log_probability, _ = jax.device_get(
-            read_last(
-                self._decoder, self._params, None, sampling, row.last, *where, depth=self._layers
-            )
-        )
+        token, log_probability, _ = jax.device_get(row.read(None, sampling, 0, ask.seed))
         self.tokens, self.states = self.tokens + 1, self.states + len(x)
         return wire.TOKEN.pack(b"t", token, log_probability, row.slots - before)

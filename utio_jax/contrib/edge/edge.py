@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from utio_jax.contrib.edge import wire
-from utio_jax.contrib.edge.parts import Row, first_layers, identify, read_last
+from utio_jax.contrib.edge.parts import Row, first_layers, identify
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.loop import canonical, check_prompts
 from utio_jax.decoding.sampling import Greedy, PerRowSampling, Sampling, check_sampling
@@ -106,8 +106,7 @@ class Edge:
 
     def warmup(self) -> None:
         """Compiles every program that texts may need."""
-        self._row.compile()
-        self.generate([0], max_new_tokens=1)
+        self._row.compile(self._policy)
 
     def generate(
         self,
@@ -138,27 +137,20 @@ class Edge:
         if not isinstance(method, PerRowSampling):
             method = PerRowSampling.of([method])
         drawn = [np.asarray(getattr(method, name))[0].item() for name in wire.Ask._fields[-4:]]
-        seed_, wide = np.int64(seed).astype(np.uint32), 4
+        wide = 4
         if self._link is not None:
             wide = np.dtype(wire.FORMATS[self._link.states]).itemsize
         self._texts, self._row.ran, self._row.slots = self._texts + 1, 0, 0
-        fields = (self._exit, wide, self._texts, 0, int(seed_))
+        fields = (self._exit, wide, self._texts, 0, int(np.int64(seed).astype(np.uint32)))
         ask = wire.Ask(wire.PROTOCOL, self._model, *fields, *drawn)
         text, new, states = EdgeText(), np.asarray(ids, np.int32), list[np.ndarray]()
         try:
             while len(text.token_ids) < max_new_tokens and not {*text.token_ids[-1:]} & {*ends}:
-                for x in self._row.run(new):
+                for x, real in self._row.run(new):
                     if self._link is not None:
-                        states.extend(np.asarray(x, np.float32))
-                where = new[-1], np.int32(self._row.ran - 1), seed_
-                token, log_probability, deeper = read_last(
-                    self._decoder,
-                    self._params,
-                    self._policy,
-                    method,
-                    self._row.last,
-                    *where,
-                    depth=self._exit,
+                        states.extend(np.asarray(x, np.float32)[:real])
+                token, log_probability, deeper = self._row.read(
+                    self._policy, method, new[-1], ask.seed
                 )
                 found = self._by_cloud(ask, states, text) if deeper else None
                 text.decided.append(self._exit if found is None else config.num_layers)

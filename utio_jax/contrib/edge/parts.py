@@ -20,7 +20,7 @@ from utio_jax.attention.cache import KVCache, init_cache, key_widths
 from utio_jax.core.decoder import Decoder, Params, apply_exit_lens, check_own_kv
 from utio_jax.core.files import hash_params
 from utio_jax.core.lens import Lensed
-from utio_jax.decoding.sampling import DRAW, PerRowSampling, draw, token_keys
+from utio_jax.decoding.sampling import DRAW, Greedy, PerRowSampling, draw, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.policies.base import Boundary, Policy
 from utio_jax.prompts.maps import KVMapped
@@ -83,7 +83,7 @@ class Row:
         self.cache = init_cache(layers, batch=1, slots=config.context_length, dtype=dtype)
         self.last, self.ran, self.slots = jnp.zeros(config.embed_dim, dtype), 0, 0
 
-    def compile(self) -> None:
+    def compile(self, policy: Policy | None = None) -> None:
         """Compiles every program that tokens of a row may need."""
         dim, start = self.last.size, self._layers["start"]
         for chunk in CHUNKS:
@@ -91,10 +91,11 @@ class Row:
             for width in self.widths:
                 self.ran = max(0, width - chunk)
                 self.run(inputs)
+        self.read(policy, PerRowSampling.of([Greedy()]), 0, 0)
         self.ran = self.slots = 0
 
-    def run(self, inputs: np.ndarray) -> list[Array]:
-        """Runs the next tokens: ids, or states at `start`; returns blocks of their states."""
+    def run(self, inputs: np.ndarray) -> list[tuple[Array, int]]:
+        """Runs the next tokens: ids, or states at `start`; returns blocks of states, sizes."""
         found, done = [], 0
         for real, wide in pieces(len(inputs)):
             block = np.zeros((wide, *inputs.shape[1:]), inputs.dtype)
@@ -104,9 +105,17 @@ class Row:
             x, self.last, self.cache = run_block(
                 *self._model, self.cache, block, *where, width=width, **self._layers
             )
-            found.append(x[:real])
+            found.append((x, real))
             done, self.ran, self.slots = done + real, self.ran + real, self.slots + wide
         return found
+
+    def read(
+        self, policy: Policy | None, sampling: PerRowSampling, token_id: int, seed: int
+    ) -> Any:
+        """Returns what `read_last` does, of the last token."""
+        where = np.int32(token_id), np.int32(self.ran - 1), np.uint32(seed)
+        depth = self._layers["stop"]
+        return read_last(*self._model, policy, sampling, self.last, *where, depth=depth)
 
 
 @partial(jax.jit, static_argnames=("decoder", "start", "stop", "width"), donate_argnames=("cache",))
