@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import utio_jax
-from utio_jax.contrib.recall.distance import (
+from utio_jax.contrib.recall import (
     RECALL_TASKS,
     Recall,
     RecallRows,

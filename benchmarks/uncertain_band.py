@@ -27,7 +27,7 @@ from scipy import stats
 
 import utio_jax
 from utio_jax.calibration.guarantee import Fitted
-from utio_jax.contrib.filter.fitting import fit_band, row_losses, stops_of
+from utio_jax.contrib.filter import fit_band, row_losses, stops_of
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import versions
 from utio_jax.core.flops import pass_flops, token_cost

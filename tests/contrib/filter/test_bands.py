@@ -15,8 +15,7 @@ from helpers.shared_kv import KINDS
 
 from utio_jax import Scores, score
 from utio_jax.calibration.guarantee import half_of
-from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
-from utio_jax.contrib.filter.fitting import stops_of
+from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses, stops_of
 from utio_jax.core.documents import Batch
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies.depth import uniform

@@ -21,7 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from utio_jax.contrib.lm_eval.harness import UtioLM
+from utio_jax.contrib.lm_eval import UtioLM
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate

@@ -15,7 +15,7 @@ from helpers.tasks import write_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from utio_jax.contrib.lm_eval.harness import UtioLM
+from utio_jax.contrib.lm_eval import UtioLM
 from utio_jax.decoding.base import Plain
 from utio_jax.models import load
 

@@ -15,7 +15,7 @@ from helpers import cases
 from helpers.policies import DEPTHS, SIGNALS, scores_of
 
 from utio_jax import SoftmaxGap, Thresholded, full_depth, uniform
-from utio_jax.contrib.online.online import (
+from utio_jax.contrib.online import (
     OnlineThresholds,
     adapt,
     observe,

@@ -17,6 +17,9 @@ from helpers.models import Model, plain_nll
 from utio_jax.contrib.recall import (
     RECALL_TASKS,
     Recall,
+    RecallCase,
+    RecallRows,
+    rate_interval,
     recall,
     recall_cases,
     recall_lost,
@@ -24,7 +27,6 @@ from utio_jax.contrib.recall import (
     stopped_part,
     table_policies,
 )
-from utio_jax.contrib.recall.distance import RecallCase, RecallRows, rate_interval
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.evaluate import continuations
