@@ -186,10 +186,10 @@ def test_bad_input_says_what_was_wanted(tiny: Any, batch: Batch, unchecked_shape
     with pytest.raises(ValueError, match="Wanted a margin of at least 0 nats for each of the exi"):
         band(1.0).policy([0.1])
     short = UncertainBand(limit=1.0, slopes=SLOPES[:2], offsets=OFFSETS, exits=EXITS)
-    with pytest.raises(ValueError, match=r"Wanted a slope and an offset .* \(2,\) and \(3,\)"):
+    with pytest.raises(ValueError, match="Wanted a slope and an offset for each of the exits"):
         short.policy([0.1, 0.1])
     scaled = UncertainBand(limit=1.0, slopes=SLOPES * 0.5, offsets=OFFSETS, exits=EXITS)
-    with pytest.raises(ValueError, match=r"Wanted a slope of 1 .* 4 layers.* Got 0.5 and 0.0"):
+    with pytest.raises(ValueError, match="of full depth 1 and 0.* Got .*0.5"):
         scaled.policy([0.1, 0.1])
     longer = dataclasses.replace(batch, lengths=LENGTHS + 1)
     with pytest.raises(ValueError, match="length"):

@@ -71,7 +71,8 @@ def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
     groups = np.repeat(np.arange(4), 100)
     assert len({*half_of(groups, 0)[::100].tolist()}) == 2
     seen = scores_of(400)
-    seen[~half_of(groups, 0), :-1] = 0.0  # Documents in which no exit says anything: they test.
+    tests = ~half_of(groups, 0)
+    seen[tests, :-1] = -seen[tests, -1:]  # Documents of which exits say the opposite: they test.
     fitted = fit(tiny, seen, groups=groups)
     assert fitted.tested == 200
     assert fitted.ladder[-1].risk > 0.5

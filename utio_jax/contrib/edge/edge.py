@@ -43,8 +43,7 @@ class EdgeText:
       cloud_layers: the same in the cloud.
       states_sent: tokens whose states were sent.
       sent: of the states so far, those that the cloud has.
-      bytes_up: of messages to the cloud, without what ZeroMQ adds.
-      bytes_down: of its answers.
+      bytes_up: of messages to the cloud, without what ZeroMQ adds; `bytes_down` of its answers.
       seconds_waited: for the cloud's answers.
       lost: why the cloud was lost; None: it was not.
     """

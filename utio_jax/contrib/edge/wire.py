@@ -90,10 +90,9 @@ class Link:
 
     def lost(self, why: str) -> CloudLostError:
         """Returns the error of a cloud that is not there, or no more."""
-        alone = ", or let tokens come from the exit while it is away: falls_back=True"
+        alone = "" if self.falls_back else ", or let tokens come from the exit: falls_back=True"
         return CloudLostError(
-            f"Wanted the cloud at {self.address}. It is lost: {why}. Start it again"
-            f"{'' if self.falls_back else alone}."
+            f"Wanted the cloud at {self.address}. It is lost: {why}. Start it again{alone}."
         )
 
 

@@ -13,6 +13,7 @@ is its id and its kind (first or second text): `[row, token, 2]`.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Tokenizer
 
-from utio_jax.contrib.encoders.rows import Encoded, RowBlocks, encode_rows, mean_of_tokens
+from utio_jax.contrib.encoders.rows import Encoded, encode_rows, mean_of_tokens
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
 from utio_jax.core.files import load_json
 from utio_jax.models.config_reader import Reader
@@ -86,6 +87,40 @@ class Bert:
     """
 
     config: BertConfig
+
+    def init(self, key: jax.Array) -> Params:
+        """Returns fresh parameters."""
+        config, dim, layers = self.config, self.config.embed_dim, self.config.num_layers
+        linear = lambda a, b, *lead: {"kernel": (*lead, a, b), "bias": (*lead, b)}  # noqa: E731
+        norm = lambda *lead: {"scale": (*lead, dim), "bias": (*lead, dim)}  # noqa: E731
+        heads = config.num_heads * config.head_dim
+        shapes: dict[str, Any] = {
+            "embedding": {
+                "words": (config.num_words, dim),
+                "positions": (config.context_length, dim),
+                "kinds": (config.num_kinds, dim),
+                "norm": norm(),
+            },
+            "layers": {
+                **{name: linear(dim, heads, layers) for name in ("q_proj", "k_proj", "v_proj")},
+                "o_proj": linear(heads, dim, layers),
+                "attention_norm": norm(layers),
+                "up_proj": linear(dim, config.mlp_dim, layers),
+                "down_proj": linear(config.mlp_dim, dim, layers),
+                "mlp_norm": norm(layers),
+            },
+        }
+        if config.labels:
+            shapes |= {"pooler": linear(dim, dim), "head": linear(dim, config.labels)}
+
+        def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+            if path[-1].key in ("scale", "bias"):
+                return jnp.full(shape, path[-1].key == "scale", jnp.float32)
+            name = zlib.crc32(jax.tree_util.keystr(path).encode())
+            return 0.02 * jax.random.normal(jax.random.fold_in(key, name), shape)
+
+        is_shape = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=is_shape)
 
     def layers(self, params: Params) -> LayerParams:
         return params["layers"]
@@ -185,7 +220,7 @@ BERT_RULES = (
 """Where the tensors of a BERT are; the last two of a classifier."""
 
 
-_run = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
+_run = jax.jit(encode_rows, static_argnums=0)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -241,16 +276,12 @@ class TextEncoder:
         return inputs, lengths
 
     def encode(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        policy: Policy | None = None,
-        *,
-        blocks: RowBlocks = RowBlocks(),
+        self, texts: Sequence[str | tuple[str, str]], policy: Policy | None = None
     ) -> Encoded:
         """Returns what `encode_rows` does of texts, or pairs of them; no policy: at full depth."""
         inputs, lengths = (jnp.asarray(y) for y in self.tokens(texts))
         policy = uniform(self.encoder.config.num_layers) if policy is None else policy
-        found = _run(self.encoder, self.params, inputs, lengths, policy, blocks=blocks)
+        found = _run(self.encoder, self.params, inputs, lengths, policy)
         # Cut on the host: slices on the device would compile anew for each number of texts.
         cut = lambda y: None if y is None else np.asarray(y)[: len(texts)]  # noqa: E731
         read = {name: cut(getattr(found, name)) for name in ("pooled", "logits", "depths")}
@@ -271,7 +302,6 @@ def load_encoder(
     *,
     exits: tuple[int, ...] = (),
     pooling: Pooling | None = None,
-    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> TextEncoder:
     """Reads a Hugging Face folder of a BERT: `config.json`, safetensors, perhaps a tokenizer.
 
@@ -305,7 +335,7 @@ def load_encoder(
         BERT_RULES,
         {name: shape for name, (*_, shape) in home.items()},
         lambda name: read_tensor(*home[name][:2]),
-        dtype=dtype,
+        dtype=jnp.float32,
         sharding=None,
         source=str(folder),
     )

@@ -71,11 +71,9 @@ def mean_of_tokens(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowBlocks:
-    """Blocks of rows that run a segment together: whole ones first, small ones for what remains.
+    """Blocks of rows that run a segment together: whole ones of `block` first, then small ones.
 
-    Attributes:
-      block: rows of a whole block, a multiple of `min_rows`.
-      min_rows: the unit of padding; fewer than this are padded in each segment.
+    `min_rows` is the unit of padding: fewer than this are padded in each segment.
     """
 
     block: int = 32

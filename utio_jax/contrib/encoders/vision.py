@@ -26,12 +26,8 @@ def vision_config(
 ) -> TransformerConfig:
     """Returns the sizes of a Vision Transformer; its MLPs are four times as wide as its states.
 
-    Args:
-      patch: pixels along an edge of a patch.
-      patches: of an image.
-      labels: classes.
-      channels: numbers per pixel.
-      sizes: `num_layers`, `embed_dim`, `num_heads`, and `exits`: depths with a classifier.
+    Patches have so many pixels along an edge, of `channels` numbers each. Other sizes are
+    `num_layers`, `embed_dim`, `num_heads`, and `exits`: depths with a classifier.
     """
     return TransformerConfig(
         vocab_size=labels,

@@ -85,24 +85,18 @@ class UncertainBand(SignalBase):
     def policy(self, margins: Sequence[float] | Float[Array, " boundary"]) -> Thresholded:
         """Returns the policy under which rows farther than a margin from the limit stop.
 
-        Args:
-          margins: in nats, one for each exit but the last; infinity: none stops there.
+        Margins are in nats, one for each exit but the last; infinity: none stops there.
 
         Raises:
           ValueError: another number of margins, or one below 0; a line too many or too few, or
             another one than the identity for full depth.
         """
-        lines = [np.shape(self.slopes), np.shape(self.offsets)]
-        if lines != [(len(self.exits),)] * 2:
+        lines = [np.asarray(each) for each in (self.slopes, self.offsets)]
+        shapes = [each.shape for each in lines]
+        if shapes != [(len(self.exits),)] * 2 or [float(each[-1]) for each in lines] != [1, 0]:
             raise ValueError(
-                f"Wanted a slope and an offset for each of the exits {self.exits}, full depth's 1 "
-                f"and 0 included. Got shapes {lines[0]} and {lines[1]}."
-            )
-        last = float(np.asarray(self.slopes)[-1]), float(np.asarray(self.offsets)[-1])
-        if last != (1.0, 0.0):
-            raise ValueError(
-                f"Wanted a slope of 1 and an offset of 0 for full depth, {self.exits[-1]} layers: "
-                f"its loss is what others estimate. Got {last[0]} and {last[1]}."
+                f"Wanted a slope and an offset for each of the exits {self.exits}, of full depth 1 "
+                f"and 0: its loss is what others estimate. Got {[each.tolist() for each in lines]}."
             )
         nats = np.asarray(margins, np.float32)
         if nats.shape != (len(self.exits) - 1,) or not (nats >= 0).all():
@@ -115,11 +109,7 @@ class UncertainBand(SignalBase):
     def judge(self, scores: Any) -> Judged:
         """Returns on which side of the limit each row lies, from what `score` has found.
 
-        Args:
-          scores: `utio_jax.Scores` under a policy of this signal, on the host or a device.
-
-        Raises:
-          ValueError: depths that this signal has no line for.
+        Raises ValueError for depths that this signal has no line for.
         """
         predicted, depths = np.asarray(scores.predicted), np.asarray(scores.depths).max(axis=1)
         losses = -np.asarray(scores.log_likelihood, np.float64)
@@ -139,13 +129,9 @@ class UncertainBand(SignalBase):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Rows beside a limit.
+    """Rows beside a limit: estimates of full depth's mean loss in nats, and layers that ran.
 
-    Attributes:
-      estimate: of the full-depth mean loss, in nats; it is that of rows that ran full depth. NaN
-        for rows that predict nothing, which are above no limit.
-      above: whether it exceeds the limit.
-      depths: layers that each row has run.
+    NaN for rows that predict nothing, which are above no limit.
     """
 
     estimate: Float[np.ndarray, " row"]
@@ -272,7 +258,7 @@ def fit_band(  # noqa: PLR0913 (options, each named)
     wrong = np.stack(
         [_wrong(estimates[:, ~fits], others[-1], limit, margins) for margins, _ in ladder]
     )
-    settings = [signal.policy(margins) for margins, _ in ladder]
+    settings = [signal.policy(margins.tolist()) for margins, _ in ladder]
     ratios, bound = [ratio for _, ratio in ladder], {"max_risk": max_disagreement}
     found = fit_ladder(settings, ratios, wrong, confidence=confidence, **bound)
     idle = found.chosen is not None and np.isinf(found.chosen.thresholds).all()

@@ -4,8 +4,6 @@
 What it is worth: hardly anything on the shipped model, see results/layer_sets.md.
 """
 
-from __future__ import annotations
-
 from utio_jax.contrib.layer_skipping.fitting import fit_prompt_sets
 from utio_jax.contrib.layer_skipping.policies import (
     LayerSets,

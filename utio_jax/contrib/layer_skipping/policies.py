@@ -165,12 +165,8 @@ def skip_decode(
     warm-up layers), and of the others each token runs the uppermost. A segment is run by tokens
     whose number reaches it, counted from above. Known before the pass, free.
 
-    Args:
-      depths: at which segments end; the first segment is the warm-up.
-      most: layers of the first token.
-      least: layers of a token at `span` and beyond.
-      span: tokens over which the number falls.
-      name: of the policy.
+    Segments end at `depths`, the first is the warm-up; the first token runs `most` layers, one at
+    `span` and beyond `least`.
 
     Raises:
       ValueError: numbers that do not fit each other or the depths.

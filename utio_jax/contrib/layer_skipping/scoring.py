@@ -133,12 +133,9 @@ run_sets = jax.jit(score_layer_sets, static_argnums=0, static_argnames=("kv", "e
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """What `generate_layer_sets` returns, one entry per prompt.
+    """New tokens of each prompt, their log-probabilities in nats, and decided layers.
 
-    Attributes:
-      token_ids: the new tokens.
-      log_probabilities: of these, in nats.
-      decided: layers that the token before each has run; the first one is the prompt's last token.
+    Layers are those that the token before each has run, at first the prompt's last one.
     """
 
     token_ids: Sequence[np.ndarray]

@@ -79,15 +79,11 @@ class UtioLM(TemplateLM):
         rows: int = 16,
         prefill: Prefill | None = None,
     ) -> None:
-        """Makes it.
+        """Takes a model with `decoder`, `params`, `tokenizer` and `encode(texts)`.
 
-        Args:
-          model: has `decoder`, `params`, `tokenizer` and `encode(texts)`.
-          mode: `Plain()`, `Adaptive(policy=..., kv=...)`, whose policy scores as well, or
-            `Lossless(...)`, which scores at full depth.
-          rows: of a batch.
-          prefill: how contexts are read, from `utio_jax.prompts.budget.prompt_prefill`; what
-            continues them runs in full. None: in full, too.
+        `Adaptive`'s policy scores as well; `Lossless` scores at full depth. A prefill, from
+        `utio_jax.prompts.budget.prompt_prefill`, says how contexts are read; what continues them
+        runs in full. Batches have `rows`.
 
         Raises:
           ValueError: rows < 1, the mode does not fit the model (policies that are not causal never

@@ -88,8 +88,8 @@ def start_online(
     scores, start = np.asarray(scores, np.float32), np.asarray(start, np.float32)
     if scores.ndim != 2 or start.shape != scores.shape[:1]:
         raise ValueError(
-            f"Wanted scores [boundary, token] and a threshold per boundary. Got shapes "
-            f"{scores.shape} and {start.shape}. Collect scores at the policy's own depths."
+            f"Wanted scores [boundary, token] and a threshold per boundary. Got {scores.shape} and "
+            f"{start.shape}. Collect scores at the policy's own depths."
         )
     _check(agreement, memory)
     if candidates < 3 or candidates % 2 == 0:
@@ -246,17 +246,10 @@ def adapt(  # noqa: PLR0913 (options, each named)
     has thresholds of -inf. A policy whose deepest exit is not full depth gets full depth as one
     more, in use once the target asks for it. One program per shape, whatever the thresholds.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      batches: the text, in order; the first sets the candidates.
-      policy: a `Thresholded`, whose thresholds are in use until there is evidence.
-      agreement: the share of all tokens whose prediction is to be full depth's, in (0, 1).
-      every: one batch in so many is observed: a full pass, and a head at every exit. The shipped
-        model pays 1.3 full passes for it.
-      memory: in tokens, of observed batches alone, see `OnlineThresholds`.
-      kv: what others see of frozen tokens.
-      executor: how live slots are run.
+    The policy's thresholds are in use until there is evidence; `agreement`, in (0, 1), is the share
+    of all tokens whose prediction is to be full depth's. One batch in `every` is observed: a full
+    pass, and a head at every exit (the shipped model pays 1.3 full passes). `memory` is in tokens,
+    of observed batches alone. The first batch sets the candidates.
 
     Raises:
       ValueError: no `Thresholded` policy, a number out of range, or a first batch without tokens.

@@ -34,13 +34,9 @@ class Scorer:
     """Scores documents as `score_documents` does, in passes of one shape per width."""
 
     def __init__(self, model: str, policy: Policy, *, rows: int = 16, **options: Any) -> None:
-        """Loads the model.
+        """Loads the model: a name, or a folder that every machine sees.
 
-        Args:
-          model: a name or a folder, as `utio_jax.load` takes it, that every machine sees.
-          policy: which tokens go how deep.
-          rows: of every pass.
-          options: of `score_documents`.
+        Every pass has so many `rows`; options are those of `score_documents`.
         """
         self._model, self._policy = load(model), policy
         self._options: dict[str, Any] = {"rows": rows, "same_rows": True, **options}
@@ -73,14 +69,10 @@ class Continuer:
     def __init__(
         self, model: str, *, mode: Mode = Plain(), slots: int = 8, seed: int = 0, **options: Any
     ) -> None:
-        """Loads the model, and compiles.
+        """Loads the model, a name or a folder that every machine sees, and compiles.
 
-        Args:
-          model: a name or a folder, as `utio_jax.load` takes it, that every machine sees.
-          mode: of decoding.
-          slots: prompts that run at once.
-          seed: of the draws; a prompt's own is made of it and its id.
-          options: of `Engine.submit`: `max_new_tokens`, `sampling`, and others.
+        So many `slots` run at once. A prompt's own seed is made of `seed` and its id. Options are
+        those of `Engine.submit`: `max_new_tokens`, `sampling`, and others.
         """
         self._model, self._seed = load(model), seed
         context = self._model.decoder.config.context_length

@@ -60,15 +60,9 @@ def replicas(
 ) -> Any:
     """Returns replicas of a server, for `ray.serve.run`.
 
-    Args:
-      make: makes the application, in each replica's process.
-      count: how many.
-      waiting: requests that Serve gives to a replica at once; those beyond its slots wait in its
-        own queue.
-      device: of each, as of any Ray actor: `num_gpus=1`, `num_cpus=2`, `resources={"TPU": 1}`.
-
-    Raises:
-      ImportError: Ray is not installed.
+    `make` makes the application, in each replica's process, whose device is that of any Ray actor:
+    `num_gpus=1`, `num_cpus=2`, `resources={"TPU": 1}`. Serve gives it so many `waiting` requests at
+    once; those beyond its slots wait in its own queue. Raises ImportError where Ray is missing.
     """
     try:
         from ray import serve

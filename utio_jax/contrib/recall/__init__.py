@@ -53,11 +53,8 @@ _SECOND = (
 class RecallCase:
     """One fact and what is asked about it, as token ids.
 
-    Attributes:
-      passage: running text, as long as fact and all other text before the question.
-      fact: states the answer's own tokens once.
-      question: what comes right before the answer.
-      answer: what is scored.
+    The passage is running text, as long as fact and all other text before the question; the fact
+    states the answer's own tokens once; the question comes right before the answer.
     """
 
     passage: Int[np.ndarray, " passage"]

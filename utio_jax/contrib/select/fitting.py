@@ -64,7 +64,6 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     confidence: float = 0.95,
     top: int = 1,
     mean: bool = True,
-    widths: tuple[int, ...] | None = None,
     groups: Int[np.ndarray, " query"] | None = None,
     at_most: int = 3,
     seed: int = 0,
@@ -94,7 +93,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         )
     if groups is not None and groups.shape != seen.shape[:1]:
         raise ValueError(f"Wanted a group for each of {len(seen)} queries. Got {groups.shape}.")
-    chance = Select(depths=depths, margins=np.zeros(len(depths)), top=top, widths=widths)
+    chance = Select(depths=depths, margins=np.zeros(len(depths)), top=top)
     sizes = np.asarray(chance.check(decoder, rows=seen.shape[2]))
     fits = halves(
         np.arange(len(seen)) if groups is None else groups,
@@ -120,8 +119,7 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         [replay(tried[:, _of(mine, depths)], margins, top=top)[1] for mine, margins, _ in ladder]
     )
     settings = [
-        Select(depths=mine, margins=margins, top=top, mean=mean, widths=widths)
-        for mine, margins, _ in ladder
+        Select(depths=mine, margins=margins, top=top, mean=mean) for mine, margins, _ in ladder
     ]
     costs, bound = [ratio for *_, ratio in ladder], {"max_risk": max_disagreement}
     return fit_ladder(settings, costs, lost, confidence=confidence, **bound)

@@ -37,11 +37,8 @@ _RUNGS = 24
 class StopTrace:
     """A prompt that was thought to its end, and what stopping at each cue would have changed.
 
-    Attributes:
-      tokens: thought before each cue's forced end, that cue included; ascending.
-      uncertainty: the window's mean there, in the measure's unit.
-      changed: whether the answer from there differs from the whole thinking's.
-      whole: tokens thought in full.
+    Tokens thought before each cue's forced end, that cue included; the window's mean uncertainty
+    there; whether the answer from there differs from the whole thinking's; tokens of that.
     """
 
     tokens: Int[np.ndarray, " cue"]
