@@ -35,7 +35,7 @@ def is_gain(row: Row) -> bool:
 def group(rows: Sequence[Row], *, without: Sequence[str] = ()) -> dict[str, list[Row]]:
     """Returns rows of one model in one setting, apart from the settings in `without`.
 
-    The names of the groups say what tells them apart.
+    Groups are named by the settings in which they differ.
     """
     skipped = (*_OF_METHOD, *without)
     settings = list[dict[str, object]]()

@@ -60,7 +60,7 @@ class VisionTransformer(Transformer):
         exits, labels = len(config.exits), config.vocab_size
         zeros = lambda *shape: jnp.zeros(shape, dtype)  # noqa: E731
         kernel = jax.random.normal(jax.random.fold_in(key, 2), (pixels, dim)) * pixels**-0.5
-        # As large as patches: of their mean, a class cannot be told without knowing where they are.
+        # As large as patches: their mean says nothing of a class without knowing where they are.
         places = 25 * params["positions"]["embedding"]
         return {
             "patches": {"kernel": kernel.astype(dtype), "bias": zeros(dim)},

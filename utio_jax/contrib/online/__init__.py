@@ -166,7 +166,7 @@ def thresholds(state: OnlineThresholds) -> Float[Array, " boundary"]:
     """Returns the cheapest candidate's thresholds before the first that misses the target.
 
     Those of the policy until half the memory is filled; all -inf, none stops, where even the
-    safest candidate that stops anyone misses the target.
+    safest candidate that stops any token misses the target.
     """
     meets = state.wrong[1:] + 1.0 <= (1.0 - state.agreement) * (state.seen + 1.0)
     chosen = state.candidates[jnp.sum(jnp.cumprod(meets))]

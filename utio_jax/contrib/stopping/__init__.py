@@ -83,17 +83,17 @@ def trace_stops(
     asked: list[tuple[int, int, float]] = []
     behind: list[list[int]] = []
     whole: list[int] = []
-    for new, told, noted in _in_batches(
+    for new, thought, noted in _in_batches(
         decoder, params, prompts, full, room=room, batch=batch, **options
     ):
         index = len(answers)
-        ended = told.start is not None and told.ended_by != "open"
-        answers.append(new[told.answer] if ended else None)
-        whole.append(told.tokens)
-        if not ended or told.start is None:
+        ended = thought.start is not None and thought.ended_by != "open"
+        answers.append(new[thought.answer] if ended else None)
+        whole.append(thought.tokens)
+        if not ended or thought.start is None:
             continue
-        for place in cues_of(sure, new[told.start : told.start + told.tokens]):
-            end = told.start + place
+        for place in cues_of(sure, new[thought.start : thought.start + thought.tokens]):
+            end = thought.start + place
             asked.append((index, place, float(noted[end - sure.window : end].mean())))
             behind.append([*prompts[index], *new[:end].tolist()])
     # Behind a thought that is cut, what is forced next is the end: a budget of no further token.
@@ -106,9 +106,9 @@ def trace_stops(
     room = len(rule.forced) + answer_tokens
     again = _in_batches(decoder, params, behind, cut, room=room, batch=batch, **options)
     rows: list[list[tuple[int, float, bool]]] = [[] for _ in answers]
-    for (index, place, mean), (new, told, _) in zip(asked, again, strict=True):
+    for (index, place, mean), (new, thought, _) in zip(asked, again, strict=True):
         answer = answers[index]
-        changed = answer is not None and not same(new[told.answer], answer)
+        changed = answer is not None and not same(new[thought.answer], answer)
         rows[index].append((place, mean, changed))
     return [
         StopTrace(
