@@ -149,8 +149,8 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
     if drafting.gain >= _WORTH_DRAFTING:
         said.append(
             f"Lossless decoding may: drafting {drafting.max_draft} tokens at depth {drafting.exit} "
-            f"is predicted to give {drafting.gain:.2f} times the tokens per layer (utio-jax generate "
-            "--mode lossless finds exit and length by itself)."
+            f"is predicted to give {drafting.gain:.2f} times the tokens per layer (utio-jax "
+            "generate --mode lossless finds exit and length by itself)."
         )
     else:
         said.append("Use the model in full; drafts would too seldom be right.")
