@@ -32,7 +32,6 @@ from utio_jax.contrib.encoders.rows import (
     Exits,
     RowBlocks,
     encode_rows,
-    encode_tokens,
     read_exits,
     score_exits,
 )
@@ -53,7 +52,6 @@ SIGNALS = {
 }
 
 run_rows = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
-run_tokens = jax.jit(encode_tokens, static_argnums=0, static_argnames=("kv", "executor"))
 run_exits = jax.jit(read_exits, static_argnums=0, static_argnames="depths")
 
 
@@ -139,7 +137,7 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
     for name, signal in SIGNALS.items():
         fitted = fit_row_exits(model, params, signal, x, lengths, depths=EXITS)
         scores = np.asarray(score_exits(model, params, exits, signal, depths=EXITS))
-        promised = [] if fitted.policy is None else [float(fitted.policy.thresholds[0])]
+        promised = [] if fitted.chosen is None else [float(fitted.chosen.thresholds[0])]
         for threshold in [*promised, *thresholds_of(scores, rungs=8)[:-1]]:
             policy = row_policy(signal, float(threshold), depths=EXITS)
             found = run_rows(model, params, held, ends, policy, blocks=RowBlocks())
@@ -150,25 +148,6 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
             chance = utio_jax.random_depths(shares, key=jax.random.key(0), depths=EXITS)
             alike = run_rows(model, params, held, ends, chance, blocks=RowBlocks())
             rows.append(row(f"random as {name}", alike, chance, threshold=float(threshold)))
-    rows += tokens(model, params, (held, ends), row)
-    return rows
-
-
-def tokens(model: Any, params: Any, held: Any, row: Any) -> list[dict[str, Any]]:
-    """Returns rows of per-token exits under `propagate`, over fixed thresholds, beside chance."""
-    rows = []
-    for name, thresholds in {
-        "entropy": (0.05, 0.2, 0.5, 1.0, 1.5),
-        "state_similarity": (0.05, 0.1, 0.2, 0.3, 0.5),
-    }.items():
-        for threshold in thresholds:
-            policy = row_policy(SIGNALS[name], threshold, depths=EXITS)
-            found = run_tokens(model, params, *held, policy)
-            rows.append(row(f"tokens by {name}", found, policy, threshold=threshold))
-            shares = [float((np.asarray(found.depths) == depth).mean()) for depth in EXITS]
-            chance = utio_jax.random_depths(shares, key=jax.random.key(0), depths=EXITS)
-            alike = run_tokens(model, params, *held, chance)
-            rows.append(row(f"tokens as {name}, random", alike, chance, threshold=threshold))
     return rows
 
 
@@ -229,7 +208,7 @@ def main() -> None:
     if args.times:
         fit, _ = data["calibrate"]
         given = jnp.asarray(patches_of(fit, 2)), jnp.full(len(fit), 16)
-        policy = fit_row_exits(model, params, utio_jax.Entropy(), *given, depths=EXITS).policy
+        policy = fit_row_exits(model, params, utio_jax.Entropy(), *given, depths=EXITS).chosen
         timed = [] if policy is None else times(model, params, policy, test, args.rounds)
         print(*map(json.dumps, timed), sep="\n")
         print(json.dumps({"command": "encoder_exits", "times": timed, "versions": versions()}))

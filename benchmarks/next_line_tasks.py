@@ -2,7 +2,7 @@
 """Writes two tasks for lm-evaluation-harness, on lines that the shipped model never saw.
 
     python benchmarks/next_line_tasks.py
-    python -m utio_jax.contrib.lm_eval --include-path . --tasks next_line_choice rest_of_line
+    simple_evaluate(model=UtioLM(load()), tasks=["next_line_choice.yaml"])
 
 `next_line_choice`: which of four lines of held-out standard-library files comes next (224 items);
 `rest_of_line`: how a line ends. Written into the working directory, where the harness looks for

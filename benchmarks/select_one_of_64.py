@@ -27,7 +27,7 @@ import numpy as np
 from scipy import stats
 
 import utio_jax
-from utio_jax.contrib.select.fitting import FittedSelect, Query, fit_select, replay, see_all
+from utio_jax.contrib.select.fitting import Query, fit_select, replay, see_all
 from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select
 from utio_jax.core.files import versions
 from utio_jax.models.training.corpus import Split, standard_library
@@ -223,7 +223,7 @@ def main() -> None:
         return
     decoder, params = model.decoder, model.params
     _, right, files, seen = scored(model, "calibrate", options.calibrate, depths, options)
-    fitted: FittedSelect = fit_select(
+    fitted = fit_select(
         decoder,
         params,
         seen,
@@ -241,14 +241,20 @@ def main() -> None:
         "calibrate": {
             "queries": len(seen),
             "files": len(set(files.tolist())),
-            "fitted": fitted.fitted,
             "tested": fitted.tested,
             "accuracy_full": round(float((best(seen[:, -1]) == right).mean()), 4),
         },
         "test": {"queries": len(tested), "files": len(set(test_files.tolist()))},
-        "ladder": [vars(rung) for rung in fitted.ladder],
+        "ladder": [
+            {
+                "depths": rung.setting.depths,
+                "margins": np.asarray(rung.setting.margins).tolist(),
+                **dict(zip(rung._fields[1:], rung[1:], strict=True)),
+            }
+            for rung in fitted.ladder
+        ],
     }
-    how = fitted.select
+    how = fitted.chosen
     if how is not None:
         result["chosen"] = {"depths": how.depths, "margins": np.asarray(how.margins).tolist()}
         plain = Select(depths=(), margins=np.zeros(0, np.float32))

@@ -3,7 +3,6 @@
 
     make out/llm/SmolLM2-135M-Instruct.Q4_1.gguf
     python benchmarks/stopping.py [--calibrate 64] [--test 40] [--max-changed 0.25]
-    python benchmarks/stopping.py --steady 4 2 --steady 4 3      # asks for the answer instead
 
 Questions are made here: which of four things is an animal, a fruit ...? A worked example shows the
 form: a sentence on each thing, then the answer. Thinking may end behind each sentence. No two
@@ -24,12 +23,11 @@ import numpy as np
 
 import utio_jax
 from utio_jax.contrib.stopping import (
-    Steady,
     StopTrace,
     fit_stop,
-    generate_steadily,
     replay_stops,
     trace_stops,
+    with_threshold,
 )
 from utio_jax.core.files import versions
 from utio_jax.decoding import Confidence, Lengths, Thinking
@@ -145,14 +143,6 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=32)
     parser.add_argument("--answer", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("out/stopping.npz"))
-    parser.add_argument(
-        "--steady",
-        type=int,
-        nargs=2,
-        action="append",
-        metavar=("EVERY", "PATIENCE"),
-        help="test questions alone: thought that ends where answers stay the same",
-    )
     args = parser.parse_args()
     model = utio_jax.load(args.model)
     encode = model.tokenizer.encode
@@ -167,9 +157,6 @@ def main() -> None:
         "lengths": Lengths(prompt_step=96, key_step=144),
         "batch": 16,
     }
-    if args.steady:
-        print(json.dumps(steadily(model, prompts[args.calibrate :], rule, args, right)))
-        return
     traces, seconds = traced(args, model, prompts, rule, options)
     tests = traces[args.calibrate :]
     fitted = fit_stop(traces[: args.calibrate], max_changed=args.max_changed, confidence=0.9)
@@ -178,12 +165,12 @@ def main() -> None:
         "traces": len(traces),
         "cues": float(np.mean([each.tokens.size for each in traces])),
         "trace_seconds": round(seconds, 1),
-        "threshold": fitted.threshold,
-        "ladder": [dataclasses.asdict(rung) for rung in fitted.ladder],
+        "threshold": fitted.chosen,
+        "ladder": [rung._asdict() for rung in fitted.ladder],
         "test_whole_tokens": whole,
     }
-    if fitted.threshold is not None:
-        tokens, changed = means(tests, fitted.threshold)
+    if fitted.chosen is not None:
+        tokens, changed = means(tests, fitted.chosen)
         fixed = min(
             (budgeted(tests, budget) for budget in range(1, args.budget + 1)),
             key=lambda each: abs(each[0] - tokens),
@@ -192,7 +179,14 @@ def main() -> None:
             "sure": (tokens, changed),
             "fixed_budget": fixed,
             "chance": by_chance(tests, tokens),
-            "run": run(model, prompts[args.calibrate :], fitted.rule(rule), args, options, right),
+            "run": run(
+                model,
+                prompts[args.calibrate :],
+                with_threshold(rule, fitted.chosen),
+                args,
+                options,
+                right,
+            ),
         }
     found["curve"] = curve(traces[args.calibrate :])
     print(json.dumps({**found, "versions": versions()}))
@@ -209,57 +203,6 @@ def curve(traces: list[StopTrace]) -> list[dict[str, Any]]:
         chance = by_chance(traces, tokens)
         rows.append({"sure": (tokens, changed), "fixed": near, "chance": chance})
     return rows
-
-
-def steadily(
-    model: Any, prompts: list[Any], rule: Thinking, args: Any, right: list[str]
-) -> dict[str, Any]:
-    """Returns what asking for the answer comes to, beside thinking in full, on test questions."""
-    rule = dataclasses.replace(rule, confidence=None, max_answer_tokens=args.answer)
-    answers, found = right[-len(prompts) :], {}
-
-    def same(one: np.ndarray, other: np.ndarray) -> bool:
-        return word(model, one) == word(model, other)
-
-    ways: dict[str, Steady | None] = {"full": None}
-    for every, patience in args.steady:
-        ways[f"every {every}, {patience} alike"] = Steady(
-            every=every, patience=patience, answer_tokens=args.answer, same=same
-        )
-    words: dict[str, list[str]] = {}
-    for name, steady in ways.items():
-        words[name], thought, asked, causes = [], 0, 0, []
-        for first in range(0, len(prompts), 8):
-            options: dict[str, Any] = {
-                "thinking": rule,
-                "max_new_tokens": args.budget + 8 + args.answer,
-                "eos_ids": (),
-                "lengths": Lengths(prompt_step=96, key_step=144),
-            }
-            some = prompts[first : first + 8]
-            if steady is None:
-                full = utio_jax.generate(model.decoder, model.params, some, **options)
-                rows = zip(full.token_ids, full.thought, strict=True)
-            else:
-                steadied = generate_steadily(
-                    model.decoder, model.params, some, steady=steady, **options
-                )
-                asked += sum(each.asked for each in steadied)
-                rows = ((each.token_ids, each.thought) for each in steadied)
-            for new, told in rows:
-                thought += told.tokens
-                causes.append(told.ended_by)
-                words[name].append(word(model, new[told.answer]))
-        found[name] = {
-            "thought": thought / len(prompts),
-            "asked": asked / len(prompts),
-            "changed": float(
-                np.mean([a != b for a, b in zip(words[name], words["full"], strict=True)])
-            ),
-            "right": float(np.mean([a == b for a, b in zip(words[name], answers, strict=True)])),
-            "ended": {cause: causes.count(cause) for cause in sorted({*causes})},
-        }
-    return found
 
 
 def run(

@@ -26,7 +26,8 @@ import numpy as np
 from scipy import stats
 
 import utio_jax
-from utio_jax.contrib.filter.fitting import FittedBand, fit_band, row_losses, stops_of
+from utio_jax.calibration.guarantee import Fitted
+from utio_jax.contrib.filter import fit_band, row_losses, stops_of
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import versions
 from utio_jax.core.flops import pass_flops, token_cost
@@ -67,19 +68,20 @@ def same(found: np.ndarray, full: np.ndarray) -> dict[str, Any]:
 
 
 def rows_of(
-    model: Any, fitted: FittedBand, batches: list[Batch], losses: np.ndarray, limit: float
+    model: Any, fitted: Fitted, batches: list[Batch], losses: np.ndarray, limit: float
 ) -> Iterator[dict[str, Any]]:
     """Yields the cascade and its controls on windows that nothing was fitted to."""
-    exits, signal = model.decoder.config.exits, fitted.signal
+    exits, signal = model.decoder.config.exits, fitted.ladder[0].setting.signal
     cost, full = token_cost(model.decoder, model.params), losses[-1] > limit
     whole = cost.layers(exits[-1], WIDTH) + cost.read(exits[-1])
     line = np.asarray(signal.offsets)[:, None] + np.asarray(signal.slopes)[:, None] * losses
-    if fitted.policy is not None:
+    if fitted.chosen is not None:
+        margins = -np.asarray(fitted.chosen.thresholds)
         above, depths, paid, dense = [], [], 0.0, len(batches) * ROWS * WIDTH * whole
         run = jax.jit(utio_jax.score, static_argnums=0, static_argnames="kv")
         for batch in batches:
             ids, ends = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-            found = run(model.decoder, model.params, ids, ends, fitted.policy, kv="drop")
+            found = run(model.decoder, model.params, ids, ends, fitted.chosen, kv="drop")
             judged = signal.judge(found)
             above.append(judged.above)
             depths.append(judged.depths)
@@ -90,10 +92,9 @@ def rows_of(
             "name": "band",
             "flops_ratio": round(paid / dense, 4),
             **same(np.concatenate(above), full),
-            "margins": [round(each, 3) for each in fitted.margins or ()],
+            "margins": [round(each, 3) for each in margins.tolist()],
             "stopped": counts,
         }
-        margins = np.asarray(fitted.margins)
         stops = stops_of(np.abs(line[:-1] - limit), margins)
         # As many at each exit, but drawn: those that stop are decided by the line of their exit.
         drawn = np.random.default_rng(0).permutation(stops)
@@ -143,10 +144,9 @@ def main() -> None:
                     "quantile": quantile,
                     "limit": round(limit, 4),
                     "max_disagreement": promise,
-                    "fitted": fitted.fitted,
                     "tested": fitted.tested,
                     "ladder": [
-                        [round(rung.flops_ratio, 4), round(rung.disagreement, 4), rung.p_value]
+                        [round(rung.cost, 4), round(rung.risk, 4), rung.p_value]
                         for rung in fitted.ladder
                     ],
                     "rows": found,

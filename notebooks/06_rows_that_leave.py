@@ -118,28 +118,29 @@ limit = float(np.quantile(losses[-1], 0.8))
 fitted = fit_band(
     decoder, params, losses, limit=limit, tokens=128, max_disagreement=0.05, groups=owner
 )
+signal: UncertainBand = fitted.chosen.signal
 tests, _ = windows("test", 6)
 run = jax.jit(utio_jax.score, static_argnums=0)
 judged, truth = [], []
 for batch in tqdm(tests, desc="test"):
     ids, ends = jnp.asarray(batch.token_ids), jnp.asarray(batch.lengths)
-    judged.append(fitted.signal.judge(run(decoder, params, ids, ends, fitted.policy)))
+    judged.append(signal.judge(run(decoder, params, ids, ends, fitted.chosen)))
     truth.append(row_losses(decoder, params, [batch])[-1] > limit)
 right = np.concatenate([j.above for j in judged]) == np.concatenate(truth)
 depths = np.concatenate([j.depths for j in judged])
-print(f"{fitted.tested} windows tested the promise; of {right.size} others")
+print(f"{fitted.tested} windows tested the guarantee; of {right.size} others")
 print(f"{right.mean():.1%} end on the right side, after {depths.mean():.1f} layers on average")
 
 # %%
-signal: UncertainBand = fitted.signal
+margins = -np.asarray(fitted.chosen.thresholds)
 exits = list(decoder.config.exits)
-first = next(i for i, margin in enumerate(fitted.margins) if np.isfinite(margin))
+first = next(i for i, margin in enumerate(margins) if np.isfinite(margin))
 slope, offset = float(signal.slopes[first]), float(signal.offsets[first])
 figure, axes = plt.subplots(figsize=(5, 3.2))
 axes.scatter(losses[first], losses[-1], s=5, alpha=0.5)
 ends = np.asarray([losses[first].min(), losses[first].max()])
 axes.plot(ends, offset + slope * ends, color="black", linewidth=1)
-low, high = ((limit + side * fitted.margins[first] - offset) / slope for side in (-1, 1))
+low, high = ((limit + side * margins[first] - offset) / slope for side in (-1, 1))
 axes.axvspan(low, high, color="tab:orange", alpha=0.3, label="goes deeper")
 axes.axhline(limit, color="tab:red", linewidth=1, label="limit")
 axes.set_xlabel(f"loss after {exits[first]} layers, nats per token")
@@ -206,7 +207,7 @@ fitted = fit_row_exits(
 )
 images, kinds = draw(256)
 x, lengths = jnp.asarray(patches_of(images, 4)), jnp.full(256, 16)
-policy = fitted.policy if fitted.policy is not None else utio_jax.uniform(6, exits=(2, 4, 6))
+policy = fitted.chosen if fitted.chosen is not None else utio_jax.uniform(6, exits=(2, 4, 6))
 found = jax.jit(encode_rows, static_argnums=0)(vision, weights, x, lengths, policy)
 full = read_exits(vision, weights, x, lengths, depths=(2, 4, 6)).logits[-1].argmax(-1)
 depth, classes = np.asarray(found.depths), np.asarray(found.logits).argmax(-1)

@@ -12,16 +12,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from helpers.results import SCORE, synthetic_results, write
 from matplotlib.patches import Rectangle
 
-from utio_jax.bench.pictures import draw_losses, draw_speedups, group
+from utio_jax.bench.pictures import draw_speedups, group
 from utio_jax.bench.results import read_results
 from utio_jax.bench.rows import PARTS, Row
 from utio_jax.cli.main import main
-from utio_jax.evaluation.ledger import convex_hull
 
 HOSTILE = "<script>alert('x')</script> | `a` $x^$ [b](javascript:c) <img src=http://d>\n# e"
 
@@ -93,7 +91,7 @@ def test_every_part_and_every_row_is_on_a_page_that_needs_nothing_else(
         assert lines == sum(row.part == part for row in rows)
     assert not {"script", "link", "iframe", "object"} & set(found.tags)
     sources = [value for name, value in found.attributes if name == "src"]
-    assert len(sources) == found.tags["figure"] >= 6
+    assert len(sources) == found.tags["figure"] >= 3
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not [value for name, value in found.attributes if name == "href"]
     assert "http:" not in page
@@ -230,28 +228,9 @@ def test_bars_are_as_high_as_the_measured_speedups(rows: list[Row]) -> None:
     assert len(crosses) == sum(not row.own for row in rows) == 1
 
 
-def test_losses_lie_over_flops_and_times_with_a_hull_of_the_exits(rows: list[Row]) -> None:
-    rows = [row for row in some(rows, "score") if row.setting["batch"] == 16]
-    figure = draw_losses(rows)
-    assert figure is not None
-    left, right = figure.axes[:2]
-    shares = {method: (ratio, loss) for method, (ratio, loss, *_) in SCORE.items()}
-    exits = [(1.0, 0.0), *(at for method, at in shares.items() if method.startswith("uniform"))]
-    lines = {str(line.get_label()): line for line in left.lines}
-    hull = next(line for label, line in lines.items() if label.startswith("uniform_hull"))
-    wanted = [convex_hull(exits)(x) for x in np.asarray(hull.get_xdata())]
-    np.testing.assert_allclose(np.asarray(hull.get_ydata()), np.asarray(wanted, np.float64))
-    learned = sorted(at for method, at in shares.items() if method.startswith("learned"))
-    np.testing.assert_allclose(np.asarray(lines["learned"].get_xydata()), learned)
-    (times,) = [line for line in right.lines if line.get_label() == "learned"]
-    measured = [row for row in rows if row.method.startswith("learned") and row.speedup]
-    wanted = sorted(1 / row.speedup.median for row in measured if row.speedup)
-    np.testing.assert_allclose(np.asarray(times.get_xdata()), wanted)
-
-
-def test_groups_are_named_by_what_tells_them_apart(rows: list[Row]) -> None:
+def test_groups_are_named_by_their_differences(rows: list[Row]) -> None:
     full = [row for row in rows if row.method == "full dense"]
-    assert [draw(full) for draw in (draw_speedups, draw_losses)] == [None, None]
+    assert draw_speedups(full) is None
     names = group([row for row in rows if row.part == "score"], without=("batch",))
     assert list(names) == [
         "shipped, prompt 512, layers 16",

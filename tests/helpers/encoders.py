@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from utio_jax.contrib.encoders.protocol import mean_of_tokens
+from utio_jax.contrib.encoders.rows import mean_of_tokens
 from utio_jax.models.transformer import Transformer
 
 

@@ -117,9 +117,9 @@ def test_the_examples_of_the_docs_run(
 ) -> None:
     root = FOLDER.parents[1]
     monkeypatch.chdir(root)
-    text = (root / "docs" / "gguf_and_chat.md").read_text()
+    text = (root / "docs" / "what_to_expect.md").read_text().partition("## GGUF files, and chat")[2]
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    exec(compile("\n".join(blocks), "gguf_and_chat.md", "exec"), {"__name__": "__main__"})
+    exec(compile("\n".join(blocks), "what_to_expect.md", "exec"), {"__name__": "__main__"})
     first, second, *rendered = capsys.readouterr().out.splitlines()
     assert first == "The capital of France is Paris."
     assert "Rome" in second

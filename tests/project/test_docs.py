@@ -47,9 +47,8 @@ def blocks_of(page: str, language: str) -> list[str]:
         ("docs/contrib/recall.md", 1),
         ("docs/contrib/recurrent.md", 1),
         ("docs/contrib/select.md", 1),
-        ("docs/contrib/stopping.md", 1),
         ("docs/engine.md", 3),
-        ("docs/shared_kv.md", 1),
+        ("docs/prompts.md", 1),
     ],
 )
 def test_a_guide_runs_from_top_to_bottom(

@@ -29,7 +29,7 @@ from utio_jax import (
     uniform,
 )
 from utio_jax.attention.cache import init_cache
-from utio_jax.contrib.edge.parts import part_of
+from utio_jax.contrib.edge.parts import Row
 from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
 from utio_jax.models import TINY, Transformer
 from utio_jax.prompts.fit import fit_kv_maps
@@ -231,7 +231,7 @@ def test_what_knows_layers_with_their_own_alone_refuses_others(model: Model) -> 
     sets = random_sets([0.5], key=jax.random.key(0), depths=(2, 4))
     for call in (
         lambda: fit_kv_maps(decoder, params, [], stops=(2,)),
-        lambda: part_of(decoder, params, stop=2),
+        lambda: Row(decoder, params, start=0, stop=2),
         lambda: score_layer_sets(decoder, params, ids, lengths, sets),
     ):
         with pytest.raises(ValueError, match=r"keys and values of their own.*\(kv_source\)"):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of benchmark rows: speed-ups by batch, and loss over work and over time."""
+"""Pictures of benchmark rows: speed-ups by batch."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -13,18 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from utio_jax.bench.plots import colour_of, draw_pareto, plain
+from utio_jax.bench.plots import plain
 from utio_jax.bench.rows import Row
-from utio_jax.evaluation.ledger import convex_hull
 
 _RED = "#b0413e"
 # Of the method, not of the place in which it is measured.
 _OF_METHOD = ("budget", "buckets")
-
-
-def family(row: Row) -> str:
-    """Returns the method without budget or depth: learned of learned@0.6, uniform of uniform:8."""
-    return row.method.replace(":", "@").split("@")[0]
 
 
 def is_gain(row: Row) -> bool:
@@ -35,7 +28,7 @@ def is_gain(row: Row) -> bool:
 def group(rows: Sequence[Row], *, without: Sequence[str] = ()) -> dict[str, list[Row]]:
     """Returns rows of one model in one setting, apart from the settings in `without`.
 
-    The names of the groups say what tells them apart.
+    Groups are named by the settings in which they differ.
     """
     skipped = (*_OF_METHOD, *without)
     settings = list[dict[str, object]]()
@@ -128,54 +121,6 @@ def _speedup_bars(axes: Axes, rows: Sequence[Row], colours: Mapping[str, tuple])
 
 def _hatch(method: str) -> str:
     return "///" if method.startswith(("uniform", "random")) else ""
-
-
-def draw_losses(rows: Sequence[Row]) -> Figure | None:
-    """Draws loss increase over executed FLOPs (left) and measured time (right), with the hulls.
-
-    A row of panels per model and setting. Full depth is (1, 0) by definition. Mixing two exits
-    mixes their FLOPs and their times linearly, so both sides have a hull of single exits.
-    """
-    rows = [row for row in rows if row.own and row.quality and row.flops_ratio is not None]
-    rows = [row for row in rows if row.method not in ("full", "full dense", "plain")]
-    panels = {
-        name: members
-        for name, members in group(rows).items()
-        if any(family(row) != "uniform" for row in members)
-    }
-    if not panels:
-        return None
-    names = list(dict.fromkeys(name for row in rows if (name := family(row)) != "uniform"))
-    figure, grid = _small_multiples(2 * len(panels), 2, height=3.3)
-    for number, (name, members) in enumerate(panels.items()):
-        left, right = grid[2 * number : 2 * number + 2]
-        work = {row.key: row.flops_ratio for row in members if row.flops_ratio is not None}
-        time = {row.key: 1 / row.speedup.median for row in members if row.speedup is not None}
-        for axes, cost in ((left, work), (right, time)):
-            _draw_losses(axes, [row for row in members if row.key in cost], cost, names)
-        right.sharey(left)
-        left.set_xlabel("executed FLOPs / full depth's", fontsize=8)
-        right.set_xlabel("measured time / full depth's", fontsize=8)
-        left.set_title(plain(name), fontsize=9, loc="left")
-    figure.supylabel("loss increase over full depth (%)", fontsize=9)
-    colours = {name: colour_of(name, names) for name in ("uniform", *names)}
-    lines = [Line2D([], [], color=c, marker="o", label=plain(n)) for n, c in colours.items()]
-    _legend_above(figure, lines)
-    return figure
-
-
-def _draw_losses(
-    axes: Axes, rows: Sequence[Row], cost: Mapping[str, float], names: Sequence[str]
-) -> None:
-    exits, curves = [(1.0, 0.0, "full")], {name: list[tuple[float, float]]() for name in names}
-    for row in rows:
-        x, loss = cost[row.key], (row.quality or {})["nll_increase_pct"] or 0.0
-        if family(row) == "uniform":
-            exits.append((x, loss, f"{re.split('[:@]', row.method)[-1]} layers"))
-        else:
-            curves[family(row)].append((x, loss))
-    ordered = {name: sorted(points) for name, points in curves.items()}
-    draw_pareto(axes, sorted(exits), ordered, hull=convex_hull([(x, y) for x, y, _ in exits]))
 
 
 def _small_multiples(number: int, columns: int, *, height: float) -> tuple[Figure, list[Axes]]:

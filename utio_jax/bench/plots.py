@@ -6,12 +6,11 @@ Figures are made without pyplot: the backend stays, and notebooks show what is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -89,31 +88,6 @@ def plot_pareto(
         for name in names
         if name not in ("uniform", "full", "uniform_hull")
     }
-    draw_pareto(axes, exits, curves, hull=hull)
-    axes.set(
-        xlabel="executed FLOPs / FLOPs of the full pass (padding, gates and frozen K/V included)",
-        ylabel="loss increase over full depth (%)",
-        title=title,
-    )
-    axes.legend(frameon=False)
-    return saved(figure, file)
-
-
-def draw_pareto(
-    axes: Axes,
-    exits: Sequence[tuple[float, float, str]],
-    curves: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    hull: Callable[[float], float | None],
-) -> None:
-    """Draws single exits, their hull, and a curve per policy.
-
-    Args:
-      axes: to draw on.
-      exits: cost, loss increase (%) and name of each single exit and of full depth.
-      curves: cost and loss increase of each policy at its budgets, by its name.
-      hull: loss increase of mixed exits at a cost; None where there are none so cheap.
-    """
     points = [point for curve in curves.values() for point in curve]
     # The shallowest exits would squeeze everything of interest into the bottom edge.
     shown = [y for x, y in points for y in (y, hull(x) or 0.0)] or [y for _, y, _ in exits]
@@ -162,6 +136,13 @@ def draw_pareto(
     bottom = min([-0.06 * top, *(1.1 * y for _, y in points)])
     axes.set(ylim=(bottom, top), xlim=(left, right))
     axes.grid(alpha=0.25)
+    axes.set(
+        xlabel="executed FLOPs / FLOPs of the full pass (padding, gates and frozen K/V included)",
+        ylabel="loss increase over full depth (%)",
+        title=title,
+    )
+    axes.legend(frameon=False)
+    return saved(figure, file)
 
 
 def plot_margins(

@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from utio_jax.bench.pictures import draw_losses, draw_speedups, model_name
+from utio_jax.bench.pictures import draw_speedups, model_name
 from utio_jax.bench.results import read_results
 from utio_jax.bench.rows import PARTS, Row
 from utio_jax.bench.timing import Spread
@@ -43,9 +43,7 @@ _READING = (
     "A speed-up is the median of paired ratios over the baseline, the fastest full-depth program, "
     "with first and third quartiles; the ideal has neither padding nor gates, and efficiency is "
     "measured over ideal. What fell back or did not run has no speed-up, and says why. In bars, "
-    "the ideal is black; hatched are the controls, truncation (uniform) and chance (random). The "
-    "dashed hull of single exits is what mixing them at random reaches: a policy is worth its name "
-    "below it."
+    "the ideal is black; hatched are the controls, truncation (uniform) and chance (random)."
 )
 
 _ABOUT = {
@@ -100,7 +98,6 @@ def _run(file: Path, run: Mapping[str, Any]) -> list[str]:
         for model in dict.fromkeys(row.model for row in members):
             of_model = [row for row in members if row.model == model]
             found += _picture(draw_speedups(of_model), f"Speed-up by batch: {model}")
-            found += _picture(draw_losses(of_model), f"Loss over work and time: {model}")
         found.append(_row_table(members))
     return found
 

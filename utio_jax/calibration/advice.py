@@ -13,13 +13,13 @@ from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import TokenCost, token_cost
 
-# Loss in % over full depth up to which somebody may want the saving.
+# Loss in % over full depth up to which the saving may be wanted.
 _ACCEPTABLE_PCT = 5.0
 
 # Of the most probable tokens that an exit shares with full depth: below, equal losses say little.
 _ACCEPTABLE_AGREEMENT = 0.5
 
-# Drafting must promise so much more than plain decoding to be worth a try.
+# Drafting must be predicted to give so much more than plain decoding to be worth a try.
 _WORTH_DRAFTING = 1.05
 
 _MAX_DRAFT = 8
@@ -172,8 +172,8 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
     if drafting.gain >= _WORTH_DRAFTING:
         said.append(
             f"Lossless decoding may: drafting {drafting.max_draft} tokens at depth {drafting.exit} "
-            f"promises {drafting.gain:.2f} times the tokens per layer (utio-jax generate --mode "
-            "lossless finds exit and length by itself)."
+            f"is predicted to give {drafting.gain:.2f} times the tokens per layer (utio-jax "
+            "generate --mode lossless finds exit and length by itself)."
         )
     else:
         said.append("Use the model in full; drafts would too seldom be right.")

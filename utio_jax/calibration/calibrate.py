@@ -160,7 +160,7 @@ def _check_same(done: Calibration, info: Mapping[str, Any], policies: Sequence[s
     """Checks that policies can be added to a calibration.
 
     Raises:
-      ValueError: it is of something else, or what it promises for so many policies would no longer
+      ValueError: it is of something else, or its guarantee for so many policies would no longer
         hold for more.
     """
     other = {key: done.info.get(key) for key in info if done.info.get(key) != info[key]}
@@ -169,11 +169,11 @@ def _check_same(done: Calibration, info: Mapping[str, Any], policies: Sequence[s
             f"Wanted to add to a calibration with { ({key: info[key] for key in other}) }. Got one "
             f"with {other}. Name another --out, or remove what is there first."
         )
-    promised = info["goal"].get("policies")
+    shared = info["goal"].get("policies")
     every = [*dict.fromkeys((*done.info["goals"], *policies))]
-    if promised is not None and len(every) > promised:
+    if shared is not None and len(every) > shared:
         raise ValueError(
-            f"Wanted a promise for the {promised} policies that share it. Got {len(every)} with "
+            f"Wanted a guarantee for the {shared} policies that share it. Got {len(every)} with "
             f"those that were fitted before: {', '.join(every)}. Fit all of them at once, or name "
             "another --out."
         )

@@ -38,7 +38,7 @@ from utio_jax.policies.signals import (
 )
 
 CANDIDATES = 16
-"""Likely next tokens whose logits a gate sees: 64 tell more, and take a layer's time."""
+"""Likely next tokens whose logits a gate sees: 64 are better, and take a layer's time."""
 
 GATE_TOKENS = 800_000
 """Of a text of the gates' own: with 160 dimensions and five exits 1.3 GB of states in float16."""
@@ -137,8 +137,8 @@ class SignalFitter:
             targets.append(root.sum(axis=2) / after[rows].sum(axis=1))
         if not sum(mean.shape[1] for mean in means):
             raise ValueError(
-                f"Wanted rows of more than {prompt + 1} tokens, whose first {prompt} tell of the "
-                "rest. Got none. Give a longer text, or leave prompt_router out."
+                f"Wanted rows of more than {prompt + 1} tokens, whose first {prompt} say "
+                "something of the rest. Got none. Give a longer text, or leave prompt_router out."
             )
         gates = fit_linear_gates(np.concatenate(means, axis=1), np.concatenate(targets, axis=1))
         return PromptRouter(gates=gates, exits=self.exits, prompt=prompt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calibration is asked for: a budget, a bound on the loss, or a promise about disagreement."""
+"""Goals of calibration: a budget, a bound on the loss, or a guarantee about disagreement."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class MaxDisagreement:
     Disagreement is the share of predicted tokens whose most probable token is not full depth's.
     The guarantee of `fit_with_guarantee`: over the draw of the documents, what is
     chosen breaks the bound with a probability of at most `1 - confidence`. Several policies are
-    tested on the same documents, and the cheapest is what anybody picks: the one whose test was
-    luckiest, perhaps. So the promise is one for all of them: each is tested at `1 - confidence`
+    tested on the same documents, and the cheapest is what one picks: the one whose test was
+    luckiest, perhaps. So the guarantee is one for all of them: each is tested at `1 - confidence`
     over `policies` (Bonferroni).
 
     Attributes:

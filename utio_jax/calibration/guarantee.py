@@ -17,6 +17,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -98,6 +100,61 @@ def fit_with_guarantee(
         means=tuple(risks.mean(axis=1).tolist()),
         units=units,
         needed=needed,
+    )
+
+
+class Rung(NamedTuple):
+    """A setting of a ladder that was tested.
+
+    Attributes:
+      setting: what it is, as the caller has it: a policy, a threshold.
+      cost: over full depth's, by the caller's count.
+      risk: its mean over the units.
+      p_value: of that being above the bound by the draw of the units alone.
+    """
+
+    setting: Any
+    cost: float
+    risk: float
+    p_value: float
+
+
+class Fitted(NamedTuple):
+    """What `fit_ladder` found.
+
+    Attributes:
+      chosen: the cheapest setting that has the guarantee; None: nothing short of full depth has.
+      ladder: what was tested, safest first.
+      tested: units that it was tested on.
+    """
+
+    chosen: Any
+    ladder: tuple[Rung, ...]
+    tested: int
+
+
+def fit_ladder(
+    settings: Sequence[Any],
+    costs: Sequence[float],
+    risks: Float[np.ndarray, "candidate unit"] | Bool[np.ndarray, "candidate unit"],
+    *,
+    max_risk: float,
+    confidence: float,
+) -> Fitted:
+    """Returns the cheapest of some settings by `fit_with_guarantee`, and all of them beside it.
+
+    Args:
+      settings: safest first.
+      costs: of each.
+      risks: of each, by unit.
+      max_risk: the bound, in (0, 1).
+      confidence: in (0, 1).
+    """
+    found = fit_with_guarantee(risks, max_risk=max_risk, confidence=confidence)
+    return Fitted(
+        chosen=None if found.chosen is None else settings[found.chosen],
+        ladder=tuple(map(Rung, settings, costs, found.means, found.p_values)),
+        tested=found.units,
     )
 
 

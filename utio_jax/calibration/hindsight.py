@@ -58,7 +58,7 @@ def hindsight_policies(
     key_widths = executor.key_widths(width)
     full = depth_flops(cost, exits, width=width, key_widths=key_widths)[-1]
     fits: list[tuple[float, Thresholds]] = []
-    for last in range(2, len(exits) + 1):  # Nobody pays for K/V beyond the deepest exit in use.
+    for last in range(2, len(exits) + 1):  # No token pays for K/V beyond the deepest exit in use.
         depths = exits[:last]
         shares = depth_flops(cost, depths, width=width, key_widths=key_widths) / full
         if budget < shares[0]:

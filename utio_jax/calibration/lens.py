@@ -205,12 +205,12 @@ def _descend(
 
     maps: Any = {"matrix": lens.matrix, "bias": lens.bias}
     state, rng = optimizer.init(maps), np.random.default_rng(config.seed)
-    told = 0.0
+    shown = 0.0
     for step in range(config.steps):
         maps, state, found = update(maps, state, params, jnp.asarray(states[:, draw(rng)]))
-        # Seldom: to be told the divergence, the host waits for the device.
-        if time.perf_counter() - told >= _SECONDS_BETWEEN or step + 1 == config.steps:
+        # Seldom: to know the divergence, the host waits for the device.
+        if time.perf_counter() - shown >= _SECONDS_BETWEEN or step + 1 == config.steps:
             nats = float(found) / len(lens.exits)
             say(f"lens: step {step + 1} of {config.steps}, {nats:.4f} nats from full depth")
-            told = time.perf_counter()
+            shown = time.perf_counter()
     return Lens(matrix=maps["matrix"], bias=maps["bias"], exits=lens.exits)

@@ -178,7 +178,7 @@ class ThresholdSearch:
     def _propose(self, signal: Signal, first: int, budget: float) -> Thresholds | None:
         """Returns the thresholds of least harm whose floor is the `first`-th exit, or deeper.
 
-        Tries each later exit as the deepest: nobody then pays for K/V beyond it.
+        Tries each later exit as the deepest: no token then pays for K/V beyond it.
         """
         best: tuple[float, tuple[int, ...]] | None = None
         for last in range(len(self.exits), first + 1, -1):

@@ -100,7 +100,7 @@ def _sweep(
     gate_price: np.ndarray,
 ) -> np.ndarray:
     boundaries = len(scores)
-    # From "nobody leaves", always: where everybody leaves at once, no later boundary has a token to
+    # From "none leaves", always: where all leave at once, no later boundary has a token to
     # learn from, and the sweeps would stay there.
     cuts = np.full(boundaries, -np.inf)
     for _ in range(4):

@@ -66,8 +66,8 @@ def evaluate(  # noqa: PLR0913 (options, each named)
       policies: by a name of the caller's choice; one, or one for each batch.
       kv: what others see of frozen tokens.
       executor: how live slots are run; the full pass uses it too. `"auto"`: see `score`.
-      attention: by the same names, who attends sparsely, or who does in each batch; nobody under
-        the others, nor in the full pass.
+      attention: by the same names, which tokens attend sparsely, or which do in each batch; none
+        under the others, nor in the full pass.
       mesh: splits the rows of a batch over its axis "data", and batches over its processes. Empty
         rows that fill up a batch count as cost; what the comparison with full depth takes, a head
         per predicted token and pass, is not the policy's, and does not.
@@ -240,11 +240,11 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       documents: token ids `[token]` each; longer than the context: in windows. One of fewer than
         two tokens predicts nothing: its arrays are empty and its sums 0, tokens and cost apart.
-      policy: who runs how deep.
+      policy: which tokens go how deep.
       rows: per pass at most, over all devices of a process.
       kv: what others see of frozen tokens.
       executor: how live slots are run; `"auto"`: see `score`.
-      attention: who attends sparsely, in batches that do not fall back; None: nobody.
+      attention: which tokens attend sparsely, in batches that do not fall back; None: none.
       mesh: splits rows over its axis "data", and batches over its processes.
       shards: where each batch's results are kept, for a run that goes on after an interruption.
       fractions: expected share of tokens at each of the policy's depths, see `check_worthwhile`.

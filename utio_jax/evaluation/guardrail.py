@@ -34,7 +34,7 @@ def check_worthwhile(
       width: tokens per row.
       executor: how it would run.
       fractions: expected share of tokens at each of the policy's depths; by default the best case,
-        in which everybody stops at the first.
+        in which all tokens stop at the first.
       min_tokens: smallest pass that is routed at all. FLOPs say nothing of what short passes
         wait for.
     """

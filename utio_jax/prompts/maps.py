@@ -44,7 +44,7 @@ class KVMap:
 
     Attributes:
       kernel: from a normalised state to keys (index 0) and values (1).
-      bias: likewise.
+      bias: of these maps.
     """
 
     kernel: Float[Array, "dim layer 2 kv_head head_dim"]

@@ -191,7 +191,7 @@ def train_kv_maps(
         return {"maps": new, "average": average, "optimizer": optimizer_state}, each
 
     say(f"maps: training on {len(windows)} windows of {config.width} tokens")
-    began, told = time.perf_counter(), 0.0
+    began, shown = time.perf_counter(), 0.0
     seconds = lambda: before + time.perf_counter() - began  # noqa: E731
     while done < config.steps and not (config.minutes and seconds() > 60 * config.minutes):
         window = _batch(windows, done, config)
@@ -203,10 +203,10 @@ def train_kv_maps(
                 "train without resuming."
             )
         done += 1
-        if time.perf_counter() - told >= _SECONDS_BETWEEN or done == config.steps:
+        if time.perf_counter() - shown >= _SECONDS_BETWEEN or done == config.steps:
             nats = ", ".join(f"{kl:.4f} from stop {stop}" for stop, kl in found.items())
             say(f"maps: step {done} of {config.steps}, KL {nats}")
-            told = time.perf_counter()
+            shown = time.perf_counter()
         if done % config.save_every == 0:
             run.save(state, done, seconds())
     spent = seconds()

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import MicroBatches, StateSimilarity, Thresholded, given_depths
+from utio_jax import StateSimilarity, Thresholded, given_depths
 from utio_jax.contrib.encoders.bert import TextEncoder, load_encoder
-from utio_jax.contrib.encoders.rows import RowBlocks, encode_rows, encode_tokens, read_exits
+from utio_jax.contrib.encoders.rows import RowBlocks, encode_rows, read_exits
 from utio_jax.core.files import load_tensors, save_tensors
 
 # Made by transformers, where `make parity` runs this.
@@ -170,14 +170,6 @@ def test_classes_are_those_of_bert_and_rows_leave(tmp_path: Path) -> None:
         )
         wanted = pooled @ tensors["classifier.weight"].T + tensors["classifier.bias"]
         np.testing.assert_allclose(found.logits[row], wanted, atol=1e-4)
-    full = np.where(np.arange(16) < LENGTHS[:, None], 3, 1)
-    policy = given_depths(jnp.asarray(full), depths=(1, 2, 3))
-    run = jax.jit(encode_tokens, static_argnums=0, static_argnames="executor")
-    small = MicroBatches(min_bucket=4, block=4, query_block=4, key_step=16)
-    by_tokens = run(model.encoder, model.params, *given, policy, executor=small)
-    exits = read_exits(model.encoder, model.params, *given, depths=(3,))
-    assert exits.logits is not None
-    np.testing.assert_allclose(by_tokens.logits, exits.logits[0], atol=1e-4)
 
 
 def test_ids_that_the_model_has_not_are_no_other_words(tmp_path: Path) -> None:

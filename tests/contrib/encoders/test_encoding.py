@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that leave an encoder early: what they come out with, who leaves, and what really runs."""
+"""Rows that leave an encoder early: what they come out with, which leave, and what runs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,15 @@ from utio_jax import (
     Chance,
     Entropy,
     MaxProbability,
-    MicroBatches,
     Patience,
     StateSimilarity,
     Thresholded,
     given_depths,
-    random_depths,
     uniform,
 )
 from utio_jax.contrib.encoders.rows import (
     RowBlocks,
     encode_rows,
-    encode_tokens,
     read_exits,
     score_exits,
 )
@@ -180,7 +177,7 @@ def rows_that_run(depths: np.ndarray, blocks: RowBlocks) -> list[int]:
 @pytest.mark.parametrize(
     "depths",
     [[1] * ROWS, [3] * ROWS, [3] + [1] * 10, [1, 2, 3, 0, 2, 2, 3, 1, 1, 2, 3], [0] * ROWS],
-    ids=["all leave", "none leaves", "one stays", "mixed", "nobody is there"],
+    ids=["all leave", "none leaves", "one stays", "mixed", "no rows"],
 )
 def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
     vision: Model, depths: list[int], count_compiles: Any
@@ -210,7 +207,7 @@ def test_only_rows_that_are_left_run_and_new_ones_compile_nothing(
     assert compiles.count == 0
 
 
-def test_who_shares_the_batch_and_what_pads_it_change_nothing(vision: Model) -> None:
+def test_what_shares_the_batch_and_what_pads_it_change_nothing(vision: Model) -> None:
     inputs, lengths = draw(), jnp.asarray(LENGTHS)
     for signal in (StateSimilarity(), Chance(key=jax.random.key(3))):
         exits = run_exits(vision.decoder, vision.params, inputs, lengths, depths=EXITS)
@@ -240,26 +237,6 @@ def test_flops_are_those_of_rows_that_run(vision: Model) -> None:
     policy = Thresholded(signal=StateSimilarity(), thresholds=jnp.full(2, jnp.inf), depths=EXITS)
     asked = run(policy).flops(vision.decoder, vision.params, policy)
     assert asked == layer + head + 2 * 8 * 6 * 16, "a signal that remembers looks at every exit"
-
-
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
-def test_tokens_with_depths_of_their_own_equal_the_oracle(vision: Model, kv: Any) -> None:
-    inputs, lengths = draw(), jnp.asarray(LENGTHS)
-    policy = random_depths([0.3, 0.3, 0.4], key=jax.random.key(0), depths=EXITS)
-    small = MicroBatches(min_bucket=4, block=16, query_block=8, key_step=8)
-    found = jax.jit(encode_tokens, static_argnums=0, static_argnames=("kv", "executor"))(
-        vision.decoder, vision.params, inputs, lengths, policy, kv=kv, executor=small
-    )
-    x = run_reference(vision.decoder, vision.params, inputs, lengths, found.depths, kv=kv)
-    assert len(np.unique(np.asarray(found.depths)[0])) > 1
-    for row, length in enumerate(LENGTHS):
-        if length:
-            pooled = np.asarray(x)[row, :length].mean(axis=0)
-            np.testing.assert_allclose(found.pooled[row], pooled, atol=1e-4)
-            wanted = vision.decoder.classify(vision.params, jnp.asarray(pooled)[None], 3)
-            assert found.logits is not None
-            np.testing.assert_allclose(found.logits[row], wanted[0], atol=1e-4)
-    assert int(found.work.heads[-1]) == ROWS
 
 
 def test_all_exits_of_all_rows_are_differentiable(vision: Model) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds of rows that leave early: what they promise is counted row by row."""
+"""Thresholds of rows that leave early: the guarantee is counted row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from helpers.models import Model, live_params
 from utio_jax import Entropy, Patience, StateSimilarity
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.encoders import fit_row_exits
-from utio_jax.contrib.encoders.row_exits import leave, row_policy, thresholds_of
+from utio_jax.contrib.encoders.row_exits import leave, thresholds_of
 from utio_jax.contrib.encoders.rows import encode_rows, read_exits
 from utio_jax.contrib.encoders.vision import VisionTransformer, vision_config
 from utio_jax.models.presets import TINY
@@ -58,33 +58,32 @@ def test_every_rung_is_what_running_it_gives(vision: Model, signal: Any) -> None
     passed = []
     run = jax.jit(encode_rows, static_argnums=0)
     for rung in fitted.ladder[:: max(1, len(fitted.ladder) // 4)]:
-        policy = row_policy(signal, rung.threshold, depths=EXITS)
-        depths = np.asarray(run(model, params, inputs, lengths, policy).depths)[tested]
-        assert rung.layers == pytest.approx(depths.mean())
+        depths = np.asarray(run(model, params, inputs, lengths, rung.setting).depths)[tested]
+        assert rung.cost == pytest.approx(depths.mean())
         at = [EXITS.index(depth) for depth in depths.tolist()]
         lost = classes[at, np.flatnonzero(tested)] != classes[-1, tested]
-        assert rung.disagreement == pytest.approx(lost.mean())
+        assert rung.risk == pytest.approx(lost.mean())
     for rung in fitted.ladder:
         if rung.p_value > 0.05:
             break
         passed.append(rung)
-    assert [rung.layers for rung in fitted.ladder] == sorted(
-        (rung.layers for rung in fitted.ladder), reverse=True
+    assert [rung.cost for rung in fitted.ladder] == sorted(
+        (rung.cost for rung in fitted.ladder), reverse=True
     ), "safest first"
-    if fitted.policy is None:
+    if fitted.chosen is None:
         assert not passed
     else:
-        assert float(fitted.policy.thresholds[0]) == pytest.approx(passed[-1].threshold)
-        assert fitted.policy.depths == EXITS
+        assert fitted.chosen is passed[-1].setting
+        assert fitted.chosen.depths == EXITS
 
 
-def test_something_is_promised_and_nothing_where_it_cannot_be(vision: Model) -> None:
+def test_there_is_a_guarantee_and_none_where_there_cannot_be(vision: Model) -> None:
     inputs, lengths = drawn()
     fit = (vision.decoder, vision.params, Entropy(), inputs, lengths)
-    assert fit_row_exits(*fit, depths=EXITS, max_disagreement=0.3).policy is not None
+    assert fit_row_exits(*fit, depths=EXITS, max_disagreement=0.3).chosen is not None
     strict = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.03)
     for rung in strict.ladder:
-        assert (rung.p_value <= 0.05) == (rung.disagreement == 0), "97 rows of 100 need a clean run"
+        assert (rung.p_value <= 0.05) == (rung.risk == 0), "97 rows of 100 need a clean run"
 
 
 def test_embeddings_agree_by_their_cosine() -> None:
@@ -92,8 +91,8 @@ def test_embeddings_agree_by_their_cosine() -> None:
     inputs = jnp.asarray(np.random.default_rng(0).integers(0, 64, (ROWS, 4)), jnp.int32)
     fit = (model, live_params(model), StateSimilarity(), inputs, jnp.full(ROWS, 4))
     loose = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.1, min_cosine=-1.1)
-    assert all(rung.disagreement == 0 for rung in loose.ladder)
-    assert loose.policy is not None
+    assert all(rung.risk == 0 for rung in loose.ladder)
+    assert loose.chosen is not None
     pooled = np.asarray(read_exits(*fit[:2], *fit[3:], depths=EXITS).pooled)
     tested = ~half_of(np.arange(ROWS), 0)
     cosines = (pooled[0] * pooled[-1]).sum(-1)
@@ -101,7 +100,7 @@ def test_embeddings_agree_by_their_cosine() -> None:
     middle = float(np.median(cosines))
     fitted = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.1, min_cosine=middle)
     last = fitted.ladder[-1]  # Nearly all leave at the first exit.
-    assert abs(last.disagreement - (cosines < middle)[tested].mean()) < 0.05
+    assert abs(last.risk - (cosines < middle)[tested].mean()) < 0.05
 
 
 def test_rungs_and_where_rows_leave() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from helpers import cases
 from helpers.counting import Counting, read_counts
+from helpers.layer_sets import reference_layer_sets
 from helpers.marks import quick_where
 
 from utio_jax import CapacityPrefix, Entropy, MicroBatches, given_depths
@@ -20,7 +21,6 @@ from utio_jax.contrib.layer_skipping import (
     LayerSets,
     given_sets,
     random_sets,
-    reference_layer_sets,
     score_layer_sets,
     skip_decode,
 )

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
+from helpers.layer_sets import reference_layer_sets
 
 from utio_jax.calibration.studies import study_exits
-from utio_jax.contrib.layer_skipping import fit_prompt_sets, reference_layer_sets
+from utio_jax.contrib.layer_skipping import fit_prompt_sets
 from utio_jax.contrib.layer_skipping.fitting import _threshold, skipping_harm
 from utio_jax.contrib.layer_skipping.scoring import run_sets
 from utio_jax.core.documents import Batch

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.layer_sets import reference_layer_sets
 from helpers.models import random_gates
 
 from utio_jax import Entropy
@@ -16,7 +17,6 @@ from utio_jax.contrib.layer_skipping import (
     LayerSets,
     generate_layer_sets,
     given_sets,
-    reference_layer_sets,
     skip_decode,
 )
 from utio_jax.policies.learned import PromptRouter

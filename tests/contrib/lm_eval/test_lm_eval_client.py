@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-eval's `local-completions`, with its remote tokenizer, finds what our own command finds."""
+"""lm-eval's `local-completions`, with its remote tokenizer, finds what the adapter finds."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 from helpers.serving import CONTEXT, Running, served_model, small_folder
 from helpers.tasks import write_tasks
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from utio_jax.contrib.lm_eval.__main__ import _settings, main
+from utio_jax.contrib.lm_eval import UtioLM
 from utio_jax.decoding.base import Plain
+from utio_jax.models import load
 
 QUESTIONS = [
     {"context": "def first(values):\n    return values", "choices": ["[0]", " banana", "!!"]},
@@ -51,34 +52,33 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:ResourceWarning")
-def test_every_item_is_what_our_own_command_finds(
-    server: Running, folder: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_item_is_what_the_adapter_finds(
+    server: Running, folder: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "ours.json"
-    names = ["choose", "read", "write"]
-    arguments = ["--model", str(folder), "--mode", "full", "--batch", "4"]
-    arguments += ["--tasks", *names, "--include-path", str(tasks), "--out", str(out)]
-    assert main(arguments) == 0
-    ours = json.loads(out.read_text())["samples"]
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    with _settings(offline=True):
-        found: Any = simple_evaluate(
-            model="local-completions",
-            model_args={
-                "base_url": f"{server.url}/v1/completions",
-                "model": "small",
-                "max_length": CONTEXT,
-                "num_concurrent": 4,
-            },
-            tasks=[*names],
-            task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
-            bootstrap_iters=0,
-        )
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    def run(model: Any, **options: Any) -> Any:
+        manager = TaskManager(include_path=str(tasks), include_defaults=False)
+        names: list[Any] = ["choose", "read", "write"]
+        options |= {"task_manager": manager, "bootstrap_iters": 0}
+        return simple_evaluate(model=model, tasks=names, **options)
+
+    ours = run(UtioLM(load(folder), rows=4))
+    found = run(
+        "local-completions",
+        model_args={
+            "base_url": f"{server.url}/v1/completions",
+            "model": "small",
+            "max_length": CONTEXT,
+            "num_concurrent": 4,
+        },
+    )
     assert server.counters()['utio_http_requests_total{path="/tokenize",status="200"}'] > 0
-    for name in names:
-        theirs = found["samples"][name]
-        assert [each["doc_id"] for each in theirs] == [each["doc_id"] for each in ours[name]]
-        for their, our in zip(theirs, ours[name], strict=True):
+    for name, theirs in found["samples"].items():
+        mine = ours["samples"][name]
+        assert [each["doc_id"] for each in theirs] == [each["doc_id"] for each in mine]
+        for their, our in zip(theirs, mine, strict=True):
             for one, other in zip(their["filtered_resps"], our["filtered_resps"], strict=True):
                 if name == "write":
                     assert one == other
@@ -88,5 +88,5 @@ def test_every_item_is_what_our_own_command_finds(
                     score, greedy = one
                     assert score == pytest.approx(other[0], rel=1e-4)
                     assert str(greedy) == str(other[1])
-    metrics = json.loads(out.read_text())["results"]
-    assert found["results"]["choose"]["acc,none"] == metrics["choose"]["acc,none"]
+    one, other = (each["results"]["choose"]["acc,none"] for each in (found, ours))
+    assert one == other

@@ -15,7 +15,7 @@ from helpers import cases
 from helpers.policies import DEPTHS, SIGNALS, scores_of
 
 from utio_jax import SoftmaxGap, Thresholded, full_depth, uniform
-from utio_jax.contrib.online.online import (
+from utio_jax.contrib.online import (
     OnlineThresholds,
     adapt,
     observe,
@@ -368,7 +368,7 @@ def test_batches_are_drawn_as_they_are_asked_for(tiny: Any) -> None:
 def test_bad_arguments_are_refused(tiny: Any, unchecked_shapes: None) -> None:
     scores, start = np.zeros((2, 5)), np.zeros(2)
     for changed, message in (
-        ({"scores": np.zeros(5)}, "Wanted scores \\[boundary, token\\].*Got shapes \\(5,\\).*Coll"),
+        ({"scores": np.zeros(5)}, "Wanted scores \\[boundary, token\\].*Got \\(5,\\).*Coll"),
         ({"start": np.zeros(3)}, "a threshold per boundary.*\\(2, 5\\) and \\(3,\\).*own depths"),
         ({"agreement": 1.0}, "Wanted agreement between 0 and 1.*Got 1.0. Use for example"),
         ({"agreement": 0.99}, "memory of at least 4000.*Got memory=1000. Remember more, or ask"),

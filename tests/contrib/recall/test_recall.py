@@ -17,6 +17,9 @@ from helpers.models import Model, plain_nll
 from utio_jax.contrib.recall import (
     RECALL_TASKS,
     Recall,
+    RecallCase,
+    RecallRows,
+    rate_interval,
     recall,
     recall_cases,
     recall_lost,
@@ -24,7 +27,6 @@ from utio_jax.contrib.recall import (
     stopped_part,
     table_policies,
 )
-from utio_jax.contrib.recall.distance import RecallCase, RecallRows
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import uniform
 from utio_jax.prompts.evaluate import continuations
@@ -227,6 +229,13 @@ def test_intervals_are_over_cases_and_nothing_recalled_has_no_share() -> None:
     assert row["lost"] is row["recalled"] is row["recall_lost_pct"] is row["exact_interval"] is None
 
 
+def test_a_rate_has_clopper_and_pearsons_interval() -> None:
+    # None of eight: 1 - 0.025 ** (1 / 8). Ten of 20: Clopper & Pearson's table.
+    assert rate_interval(np.arange(8) < 0) == pytest.approx((0, 0.36942), abs=1e-5)
+    assert rate_interval(np.arange(20) < 10) == pytest.approx((0.27196, 0.72804), abs=1e-5)
+    assert rate_interval(np.arange(4) < 2) is None
+
+
 def test_impossible_cases_are_refused(
     long: Model, rows: RecallRows, filler: list[np.ndarray], unchecked_shapes: None
 ) -> None:
@@ -234,6 +243,10 @@ def test_impossible_cases_are_refused(
         cases_of("poem", filler)
     with pytest.raises(ValueError, match="at least one case"):
         cases_of("line", filler, count=0)
+    with pytest.raises(ValueError, match="at least 96 tokens of running text"):
+        recall_cases("name", filler, encode, prompt_tokens=90, count=1)
+    with pytest.raises(ValueError, match="documents of at least .* Got at most 400"):
+        recall_cases("name", filler, encode, prompt_tokens=900, count=1)
     (case,) = cases_of("name", filler, count=1)
     for distance in (-1, case.farthest + 1):
         with pytest.raises(ValueError, match=f"from 0 to {case.farthest}"):

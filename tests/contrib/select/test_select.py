@@ -131,7 +131,6 @@ def test_random_margins_on_other_models(tiny: Model, tiny_swiglu: Model, kind: s
             margins=rng.choice([0.0, 0.1, 0.5, 2.0, np.inf], len(depths)).astype(np.float32),
             top=int(rng.integers(1, 4)),
             mean=bool(rng.integers(2)),
-            widths=[None, (2, 6)][rng.integers(2)],
         )
         assert_right(run(model, how), tokens, how)
 
@@ -157,14 +156,14 @@ def test_padding_and_absent_candidates_change_nothing(tiny: Model) -> None:
     assert np.isnan(padded.scores[[0, -1]]).all()
 
 
-def test_only_whoever_is_left_runs_in_the_narrowest_batch_that_holds_them(
+def test_only_those_left_run_in_the_narrowest_batch_that_holds_them(
     tiny: Model, tokens: dict[int, np.ndarray], count_compiles: Any
 ) -> None:
     decoder = Counting(TINY)
     model = Model(decoder, tiny.params)
-    widths, runs, keys = (1, 2, 4, 6), WIDTH - 1, SLOTS + WIDTH - 1
+    widths, runs, keys = (1, 2, 3, 6), WIDTH - 1, SLOTS + WIDTH - 1
     for margins in [(0.0, 0.0), (0.3, 0.1), (2.0, 0.05)]:
-        how = Select(depths=DEPTHS, margins=margins_of(*margins), widths=widths)
+        how = Select(depths=DEPTHS, margins=margins_of(*margins))
         context = read_context(decoder, model.params, CONTEXT, slots=SLOTS)
         read_counts()
         found = select(decoder, model.params, context, CANDIDATES, LENGTHS, how)
@@ -220,8 +219,6 @@ def test_flops_are_those_of_rows_that_run(tiny: Model) -> None:
         ({"margins": margins_of(1.0, -1.0)}, "at least 0"),
         ({"margins": margins_of(1.0, np.nan)}, "at least 0"),
         ({"top": 7}, "a top from 1 to the 6 candidates"),
-        ({"widths": (4, 2, 6)}, "ascending"),
-        ({"widths": (2, 4)}, "Add 6"),
     ],
     ids=str,
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Margins with a promise: replayed as written, cheapest that passes, kept on queries not seen."""
+"""Margins with a guarantee: replayed as written, cheapest that passes, kept on queries not seen."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from helpers.models import Model
 
-from utio_jax.contrib.select.fitting import FittedSelect, fit_select, replay, see_all
+from utio_jax.calibration.guarantee import Fitted, half_of
+from utio_jax.contrib.select.fitting import fit_select, replay, see_all
 from utio_jax.contrib.select.selecting import Select, read_context, select
 
 DEPTHS = (0, 1, 2)
@@ -24,7 +25,7 @@ def scores_of(
     return np.concatenate([early, full], axis=1).astype(np.float32)
 
 
-def fit(tiny: Model, seen: np.ndarray, **options: object) -> FittedSelect:
+def fit(tiny: Model, seen: np.ndarray, **options: object) -> Fitted:
     given = {"depths": DEPTHS, "tokens": 8, "slots": 16, "max_disagreement": 0.05} | options
     return fit_select(tiny.decoder, tiny.params, seen, **given)  # type: ignore[arg-type]
 
@@ -51,43 +52,40 @@ def test_a_replay_is_the_loop_as_written(top: int) -> None:
 def test_the_cheapest_that_passes_is_chosen_and_costs_what_it_says(tiny: Model) -> None:
     seen = scores_of(400)
     fitted = fit(tiny, seen)
-    ratios = [rung.flops_ratio for rung in fitted.ladder]
+    ratios = [rung.cost for rung in fitted.ladder]
     assert ratios == sorted(ratios, reverse=True)
     passed = [rung.p_value <= 0.05 for rung in fitted.ladder]
     last = passed.index(False) - 1 if False in passed else len(passed) - 1
-    assert fitted.select is not None
-    assert fitted.select.depths == fitted.ladder[last].depths
-    assert np.asarray(fitted.select.margins).tolist() == list(fitted.ladder[last].margins)
+    assert fitted.chosen is fitted.ladder[last].setting
     assert 0 < last < len(fitted.ladder) - 1
-    assert fitted.ladder[last].flops_ratio < fitted.ladder[0].flops_ratio < 1
-    assert (fitted.fitted, fitted.tested) == (200, 200)
+    assert fitted.ladder[last].cost < fitted.ladder[0].cost < 1
+    assert fitted.tested == 200
 
 
 def test_exits_that_know_nothing_are_not_used(tiny: Model) -> None:
     blind = fit(tiny, scores_of(400, noise=(50.0, 50.0, 50.0)))
-    assert blind.select is None or blind.ladder[0].flops_ratio > 0.9
+    assert blind.chosen is None or blind.ladder[0].cost > 0.9
 
 
 def test_queries_of_one_document_stay_on_one_side(tiny: Model) -> None:
     groups = np.repeat(np.arange(4), 100)
-    one = fit(tiny, scores_of(400), groups=groups)
-    assert one.fitted == one.tested == 200
-    # Three documents whose winners are always farther behind than any of the fourth: whichever
-    # half has some, the halves are told apart by whole documents.
+    assert len({*half_of(groups, 0)[::100].tolist()}) == 2
     seen = scores_of(400)
-    seen[groups == 0, :-1] = 0.0
-    assert fit(tiny, seen, groups=groups).fitted == 200
+    tests = ~half_of(groups, 0)
+    seen[tests, :-1] = -seen[tests, -1:]  # Documents of which exits say the opposite: they test.
+    fitted = fit(tiny, seen, groups=groups)
+    assert fitted.tested == 200
+    assert fitted.ladder[-1].risk > 0.5
 
 
-@pytest.mark.check
-def test_the_promise_holds_over_draws_of_queries(tiny: Model) -> None:
+def test_the_guarantee_holds_over_draws_of_queries(tiny: Model) -> None:
     everywhere = scores_of(20_000, seed=99)
     broken = 0
     for draw in range(60):
         fitted = fit(tiny, scores_of(300, seed=draw), seed=draw, at_most=2)
-        if fitted.select is not None:
-            chosen = [*(DEPTHS.index(d) for d in fitted.select.depths), 3]
-            broken += replay(everywhere[:, chosen], fitted.select.margins)[1].mean() > 0.05
+        if fitted.chosen is not None:
+            chosen = [*(DEPTHS.index(d) for d in fitted.chosen.depths), 3]
+            broken += replay(everywhere[:, chosen], fitted.chosen.margins)[1].mean() > 0.05
     assert broken <= 7  # 60 draws at 5 %: 8 or more have a chance of 1 %.
 
 

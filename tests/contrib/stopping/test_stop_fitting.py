@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds of confidence: what traces foretell comes true, and the promise holds."""
+"""Thresholds of confidence: replayed as decoding does it, and the guarantee holds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ import pytest
 from helpers.generation import SMALL, lively_model, run
 from scipy import stats
 
-from utio_jax.contrib.stopping import StopTrace, fit_stop, replay_stops, trace_stops
+from utio_jax.contrib.stopping import (
+    StopTrace,
+    fit_stop,
+    replay_stops,
+    trace_stops,
+    with_threshold,
+)
 from utio_jax.decoding import Confidence, Thinking
 
 SURE = Confidence(threshold=0.0, window=2, cue_ids=tuple(range(0, 64, 3)), min_tokens=3)
 RULE = Thinking(end_ids=(62, 63), forced_ids=(1, 2), max_tokens=14, confidence=SURE)
 
 
-def test_what_traces_foretell_is_what_decoding_does() -> None:
+def test_replayed_traces_are_what_decoding_does() -> None:
     model = lively_model()
     prompts = np.random.default_rng(1).integers(0, 64, (6, 4)).tolist()
     options: dict[str, Any] = {"eos_ids": (), "lengths": SMALL}
@@ -65,8 +71,8 @@ def drawn(rng: np.random.Generator, count: int) -> list[StopTrace]:
     return found
 
 
-def test_a_fitted_threshold_changes_as_few_answers_as_was_promised() -> None:
-    """A threshold's true risk is that of 3,000 traces; the promise is broken in 10 % at most."""
+def test_a_fitted_threshold_changes_as_few_answers_as_it_should() -> None:
+    """A threshold's true risk is that of 3,000 traces; the guarantee is missed in 10 % at most."""
     rng = np.random.default_rng(0)
     many = drawn(rng, 3_000)
     grid = np.linspace(0, 1, 21)
@@ -76,31 +82,30 @@ def test_a_fitted_threshold_changes_as_few_answers_as_was_promised() -> None:
         fit_stop(drawn(rng, 60), max_changed=0.2, confidence=0.9, seed=seed) for seed in range(30)
     ]
     for fitted in found:
-        if fitted.threshold is not None:
+        if fitted.chosen is not None:
             used += 1
-            broken += bool(np.interp(fitted.threshold, grid, risks) > 0.2 + 0.02)
+            broken += bool(np.interp(fitted.chosen, grid, risks) > 0.2 + 0.02)
     assert used > 20
     assert broken <= stats.binom.ppf(0.999, 30, 0.1)
     fitted = found[-1]
-    assert [rung.threshold for rung in fitted.ladder] == sorted(
-        rung.threshold for rung in fitted.ladder
-    )
-    assert fitted.fitted == fitted.tested == 30
-    ratios = [rung.tokens_ratio for rung in fitted.ladder]
+    settings = [rung.setting for rung in fitted.ladder]
+    assert settings == sorted(settings)
+    assert fitted.tested == 30
+    ratios = [rung.cost for rung in fitted.ladder]
     assert ratios == sorted(ratios, reverse=True)
-    rule = fitted.rule(RULE)
-    assert rule.confidence == dataclasses.replace(SURE, threshold=fitted.threshold)
+    rule = with_threshold(RULE, fitted.chosen)
+    assert rule.confidence == dataclasses.replace(SURE, threshold=fitted.chosen)
 
 
-def test_where_nothing_keeps_the_promise_thinking_goes_to_its_end() -> None:
+def test_where_no_threshold_has_the_guarantee_thinking_goes_to_its_end() -> None:
     rng = np.random.default_rng(0)
     always = [dataclasses.replace(each, changed=each.changed | True) for each in drawn(rng, 60)]
     fitted = fit_stop(always, max_changed=0.2, confidence=0.9)
-    assert fitted.threshold is None
-    assert fitted.rule(RULE).confidence is None
+    assert fitted.chosen is None
+    assert with_threshold(RULE, fitted.chosen).confidence is None
     never = [dataclasses.replace(each, changed=each.changed & False) for each in drawn(rng, 60)]
     fitted = fit_stop(never, max_changed=0.2, confidence=0.9)
-    assert fitted.threshold == fitted.ladder[-1].threshold
+    assert fitted.chosen == fitted.ladder[-1].setting
     with pytest.raises(ValueError, match="Wanted at least 58 traces for max_changed=0.1"):
         fit_stop(never[:40])
     none = [

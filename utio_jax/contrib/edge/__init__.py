@@ -8,21 +8,8 @@ try:
 except ModuleNotFoundError as error:
     raise missing_library(error, "utio_jax.contrib.edge") from error
 
-from utio_jax.contrib.edge.cloud import Cloud, CloudStats
-from utio_jax.contrib.edge.edge import Edge, EdgeRecord, EdgeText
-from utio_jax.contrib.edge.parts import Part, Widths, identify, part_of
+from utio_jax.contrib.edge.cloud import Cloud
+from utio_jax.contrib.edge.edge import Edge, EdgeText
 from utio_jax.contrib.edge.wire import CloudLostError, Link
 
-__all__ = [
-    "Cloud",
-    "CloudLostError",
-    "CloudStats",
-    "Edge",
-    "EdgeRecord",
-    "EdgeText",
-    "Link",
-    "Part",
-    "Widths",
-    "identify",
-    "part_of",
-]
+__all__ = ["Cloud", "CloudLostError", "Edge", "EdgeText", "Link"]

@@ -2,9 +2,9 @@
 """Decoding on an edge: shallow layers here, deep ones of a cloud for tokens that need them.
 
     policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.asarray([0.5]), depths=(8, 16))
-    edge = Edge(decoder, params, policy=policy, link=Link(host="10.0.0.7", port=9000, key=key))
-    found = edge.generate(prompt, max_new_tokens=64)
-    found.token_ids, found.decided, found.record.bytes_up
+    link = Link(address="tcp://10.0.0.7:9000", key=key)
+    found = Edge(decoder, params, policy=policy, link=link).generate(prompt, max_new_tokens=64)
+    found.token_ids, found.decided, found.bytes_up
 
 After CE-CoLLM (Jin and Wu, arXiv 2411.02829). Without a link the edge stands alone: every token
 comes from the exit, as from the model truncated there.
@@ -21,126 +21,76 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.contrib.edge.parts import Widths, all_shapes, identify, part_of, read_last, run_part
-from utio_jax.contrib.edge.wire import (
-    FORMATS,
-    MISSING,
-    PROTOCOL,
-    TOKEN,
-    Ask,
-    CloudLostError,
-    Connection,
-    Link,
-    pack_states,
-)
+from utio_jax.contrib.edge import wire
+from utio_jax.contrib.edge.parts import Row, first_layers, identify
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.loop import canonical, check_prompts, round_up
+from utio_jax.decoding.loop import canonical, check_prompts
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, rows_of
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.loop import check_policy
 
 
-@dataclasses.dataclass(kw_only=True)
-class EdgeRecord:
-    """What one text took, here, in the cloud and between the two.
+@dataclasses.dataclass
+class EdgeText:
+    """One text of an edge, and what it took.
 
     Attributes:
-      tokens: new ones.
-      at_exit: of these, emitted from the exit.
-      by_cloud: given by the cloud.
-      fallbacks: of those at the exit, the ones that the cloud would have been asked for, had it not
-        been lost.
+      token_ids: new ones, the one that ended the text included.
+      decided: layers behind the distribution that each was taken from: the exit's, or all.
+      log_probabilities: of each in nats, before any sampling method.
+      fallbacks: tokens of the exit that a lost cloud would have been asked for.
       edge_layers: token slots that ran a layer on the edge, prompt and padding included.
-      cloud_layers: likewise in the cloud.
+      cloud_layers: the same in the cloud.
       states_sent: tokens whose states were sent.
-      bytes_up: of messages to the cloud, without what ZeroMQ adds.
-      bytes_down: likewise from it.
+      sent: of the states so far, those that the cloud has.
+      bytes_up: of messages to the cloud, without what ZeroMQ adds; `bytes_down` of its answers.
       seconds_waited: for the cloud's answers.
       lost: why the cloud was lost; None: it was not.
     """
 
-    tokens: int = 0
-    at_exit: int = 0
-    by_cloud: int = 0
+    token_ids: list[int] = dataclasses.field(default_factory=list)
+    decided: list[int] = dataclasses.field(default_factory=list)
+    log_probabilities: list[float] = dataclasses.field(default_factory=list)
     fallbacks: int = 0
     edge_layers: int = 0
     cloud_layers: int = 0
     states_sent: int = 0
+    sent: int = 0
     bytes_up: int = 0
     bytes_down: int = 0
     seconds_waited: float = 0.0
     lost: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EdgeText:
-    """What `Edge.generate` returns.
-
-    Attributes:
-      token_ids: new tokens, `[new]`, the one that ended the text included.
-      decided: layers behind the distribution that each was taken from, `[new]`: the exit's, or all.
-      log_probabilities: of each in nats, `[new]`, before any sampling method.
-      finish_reason: `"eos"`, `"stop"` or `"length"`.
-      record: what it took.
-    """
-
-    token_ids: np.ndarray
-    decided: np.ndarray
-    log_probabilities: np.ndarray
-    finish_reason: str
-    record: EdgeRecord
-
-
 class Edge:
-    """The shallow part of a model, and its exit. Decodes one text at a time.
-
-    Attributes:
-      exit: layers that run here.
-      link: to the cloud; None: it stands alone.
-      policy: which tokens go deeper. Another one of the same signal compiles nothing.
-    """
+    """The shallow part of a model, and its exit. Decodes one text at a time."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        params: Params,
-        *,
-        policy: Policy,
-        link: Link | None = None,
-        slots: int | None = None,
-        widths: Widths = Widths(),
-        identity: str | None = None,
+        self, decoder: Decoder, params: Params, *, policy: Policy, link: wire.Link | None = None
     ) -> None:
-        """Takes the shallow layers. Nothing is connected before there is a text.
+        """Takes the shallow layers of all. Nothing is connected before there is a text.
 
-        Args:
-          decoder: the model.
-          params: its parameters, all layers included; those behind the exit are not kept.
-          policy: which tokens go deeper: causal, of depths `(exit, num_layers)`.
-          link: to a cloud; None: none is ever asked.
-          slots: tokens that a text can have, prompt included; None: the model's context.
-          widths: shapes that compile.
-          identity: what `identify` says of the model, where that is known; None: it is called, and
-            reads all weights.
-
-        Raises:
-          ValueError: a policy or a size that does not fit the model.
+        The policy says which tokens go deeper: causal, of depths `(exit, num_layers)`, or else a
+        ValueError. Without a link no cloud is ever asked.
         """
-        context, depths = decoder.config.context_length, _depths_of(policy, decoder)
-        slots = context if slots is None else slots
-        if not 1 <= slots <= context:
+        layers, depths = decoder.config.num_layers, check_policy(policy, decoder)
+        if len(depths) != 2 or depths[1] != layers or not policy.causal:
             raise ValueError(
-                f"Wanted 1 to {context} slots, the model's context. Got slots={slots}."
+                f"Wanted a causal policy of two depths, the edge's exit and the model's {layers} "
+                f"layers. Got policy {policy.name!r} with depths={depths}. For example: "
+                "Thresholded(signal=SoftmaxGap(), thresholds=..., "
+                f"depths=({layers // 2}, {layers}))."
             )
-        self.exit, self.link, self.policy = depths[0], link, policy
-        self._widths, self._slots = widths, slots
-        self._room = round_up(slots, widths.key_step)
-        self._part = part_of(decoder, params, stop=self.exit)
-        self._cache = self._part.empty_cache(self._room)
-        self._model = identity or ("" if link is None else identify(decoder, params))
-        self._connection: Connection | None = None
+        self._exit, self._link = depths[0], link
+        self._policy = None if link is None else canonical(policy)
+        self._decoder, self._params = decoder, first_layers(decoder, params, self._exit)
+        self._row, self._texts = self._new_row(), 0
+        self._model = b"" if link is None else identify(decoder, params)
+        self._connection: wire.Connection | None = None
         self._hangs_up: Callable[[], object] = lambda: None
-        self._texts = 0
+
+    def _new_row(self) -> Row:
+        return Row(self._decoder, self._params, start=0, stop=self._exit)
 
     def __enter__(self) -> Any:
         return self
@@ -155,10 +105,7 @@ class Edge:
 
     def warmup(self) -> None:
         """Compiles every program that texts may need."""
-        all_shapes(self._part, self._widths, self._room)
-        row = _Row(self, [0], rows_of([SamplingParams()]), 0, 1)
-        row.run()
-        row.read()
+        self._row.compile(self._policy)
 
     def generate(
         self,
@@ -168,183 +115,103 @@ class Edge:
         sampling: SamplingParams = SamplingParams(),
         seed: int = 0,
         eos_ids: Sequence[int] | None = None,
-        on_token: Callable[[int], bool | None] = lambda token: None,
+        on_token: Callable[[int], object] = lambda token: None,
     ) -> EdgeText:
         """Returns the text behind a prompt.
 
         The prompt, too, runs here up to the exit; the policy is asked first about its last token.
-
-        Args:
-          prompt: token ids, at least one.
-          max_new_tokens: at most.
-          sampling: how tokens are drawn. Draws are those of `utio_jax.generate`.
-          seed: of the draws.
-          eos_ids: tokens that end the text; None takes the model's own, `()` none.
-          on_token: called with each token's id as it comes; what returns True ends the text.
+        Draws, by `sampling` and `seed`, are those of `utio_jax.generate`. `eos_ids` end the text,
+        by default the model's own; `on_token` is called with each token's id as it comes.
 
         Raises:
-          ValueError: an empty prompt, ids outside the vocabulary, more tokens than edge or cloud
-            have room for, a policy that does not fit, a cloud with another key, model, exit or
-            protocol, or states that the link's type cannot hold.
+          ValueError: an empty prompt, ids outside the vocabulary, more tokens than the context of
+            edge or cloud, a cloud with another key, model, exit or protocol, or states that the
+            link's type cannot hold.
           CloudLostError: the cloud is lost, and the link does not fall back.
         """
-        config = self._part.decoder.config
+        config = self._decoder.config
         (ids,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
-        depths = _depths_of(self.policy, self._part.decoder)
-        if depths[0] != self.exit:
-            raise ValueError(
-                f"Wanted a policy of depths=({self.exit}, {depths[1]}), those of this edge, which "
-                f"has no other layers. Got policy {self.policy.name!r} with depths={depths}. Make "
-                "another Edge for it."
-            )
-        total = ids.size + max_new_tokens
-        if total > self._slots:
-            raise ValueError(
-                f"Wanted prompt and new tokens within the {self._slots} that a row of the edge "
-                f"holds. Got {total}. Cut the prompt or max_new_tokens, or start the edge with "
-                "more slots."
-            )
         ends = config.eos_ids if eos_ids is None else tuple(eos_ids)
-        method = check_sampling(sampling, rows=1) or rows_of([sampling])
-        self._texts += 1
-        row = _Row(self, ids.tolist(), method, int(np.int64(seed).astype(np.uint32)), total)
-        found, reason = list[tuple[int, int, float]](), ""
+        check_sampling(sampling, rows=1)
+        method = rows_of([sampling])
+        drawn = [np.asarray(getattr(method, name))[0].item() for name in wire.Ask._fields[-4:]]
+        wide = 4
+        if self._link is not None:
+            wide = np.dtype(wire.FORMATS[self._link.states]).itemsize
+        self._texts, self._row.ran, self._row.slots = self._texts + 1, 0, 0
+        fields = (self._exit, wide, self._texts, 0, int(np.int64(seed).astype(np.uint32)))
+        ask = wire.Ask(wire.PROTOCOL, self._model, *fields, *drawn)
+        text, new, states = EdgeText(), np.asarray(ids, np.int32), list[np.ndarray]()
         try:
-            while not reason:
-                row.run()
-                found.append(row.next_token())
-                token = found[-1][0]
-                row.ids.append(token)
-                stopped = on_token(token) is True
-                if token in ends:
-                    reason = "eos"
-                elif stopped or len(found) == max_new_tokens:
-                    reason = "stop" if stopped else "length"
+            while len(text.token_ids) < max_new_tokens and not {*text.token_ids[-1:]} & {*ends}:
+                for x, real in self._row.run(new):
+                    if self._link is not None:
+                        states.extend(np.asarray(x, np.float32)[:real])
+                token, log_probability, deeper = self._row.read(
+                    self._policy, method, new[-1], ask.seed
+                )
+                found = self._by_cloud(ask, states, text) if deeper else None
+                text.decided.append(self._exit if found is None else config.num_layers)
+                token, log_probability = found or (int(token), float(log_probability))
+                text.token_ids.append(token)
+                text.log_probabilities.append(log_probability)
+                new = np.asarray([token], np.int32)
+                on_token(token)
         except BaseException:  # The cache may have been donated, an answer may be on its way.
-            self._cache = self._part.empty_cache(self._room)
+            self._row = self._new_row()
             self.close()
             raise
-        tokens, decided, log_probabilities = zip(*found, strict=True)
-        row.record.tokens, row.record.at_exit = len(found), decided.count(self.exit)
-        row.record.by_cloud = len(found) - row.record.at_exit
-        return EdgeText(
-            token_ids=np.asarray(tokens, np.int32),
-            decided=np.asarray(decided, np.int32),
-            log_probabilities=np.asarray(log_probabilities, np.float32),
-            finish_reason=reason,
-            record=row.record,
-        )
+        text.edge_layers = self._row.slots * self._exit
+        return text
 
-    def _connected(self, link: Link) -> Connection:
-        if self._connection is None:
-            self._connection = Connection(link)
-            self._hangs_up = weakref.finalize(self, self._connection.close)
-        return self._connection
+    def _by_cloud(
+        self, ask: wire.Ask, states: list[np.ndarray], text: EdgeText
+    ) -> tuple[int, float] | None:
+        """Returns the cloud's token and its log-probability; None where the cloud is lost."""
+        link, began = self._link, time.monotonic()
+        assert link is not None
+        try:
+            if text.lost is None:
+                return self._ask(link, ask, states, text)
+        except wire.CloudLostError as error:
+            self.close()
+            text.lost = str(error)
+            if not link.falls_back:
+                raise
+        finally:
+            text.seconds_waited += time.monotonic() - began
+        text.fallbacks += 1
+        return None
 
-
-class _Row:
-    """One text while it is decoded."""
-
-    def __init__(
-        self, edge: Edge, ids: list[int], sampling: SamplingParams, seed: int, slots: int
-    ) -> None:
-        self.ids, self.record = ids, EdgeRecord()
-        self._edge, self._sampling, self._seed, self._slots = edge, sampling, seed, slots
-        self._policy = None if edge.link is None else canonical(edge.policy)
-        self._states: list[np.ndarray] = []
-        self._ran = self._sent = 0
-        self._last: Any = None
-
-    def run(self) -> None:
-        """Runs tokens that have not run yet up to the exit."""
-        edge = self._edge
-        for real, wide in edge._widths.pieces(len(self.ids) - self._ran):
-            block = np.zeros(wide, np.int32)
-            block[:real] = self.ids[self._ran : self._ran + real]
-            where = np.int32(self._ran), np.int32(real)
-            width = edge._widths.keys(edge._room, self._ran + real)
-            ran = run_part(edge._part, edge._cache, block, *where, width=width)
-            edge._cache, self._last = ran.cache, ran.last
-            self._ran += real
-            self.record.edge_layers += wide * edge.exit
-            if edge.link is not None:
-                self._states.extend(np.asarray(ran.states, np.float32)[:real])
-
-    def read(self) -> Any:
-        """Returns what the exit says comes next, and whether the cloud should be asked."""
-        token, position = np.int32(self.ids[-1]), np.int32(self._ran - 1)
-        row = self._sampling, self._last, token, position, np.uint32(self._seed)
-        return read_last(self._edge._part, self._policy, *row)
-
-    def next_token(self) -> tuple[int, int, float]:
-        """Returns the next token, the layers behind it, and its log-probability."""
-        found, link, edge = self.read(), self._edge.link, self._edge
-        if link is not None and bool(found.goes):
-            if self.record.lost is None:
-                began = time.monotonic()
-                try:
-                    token, log_probability = self._ask(link)
-                    return token, edge._part.decoder.config.num_layers, log_probability
-                except CloudLostError as error:
-                    edge.close()
-                    self.record.lost = str(error)
-                    if not link.falls_back:
-                        raise
-                finally:
-                    self.record.seconds_waited += time.monotonic() - began
-            self.record.fallbacks += 1
-        return int(found.token_id), edge.exit, float(found.log_probability)
-
-    def _ask(self, link: Link) -> tuple[int, float]:
+    def _ask(
+        self, link: wire.Link, ask: wire.Ask, states: list[np.ndarray], text: EdgeText
+    ) -> tuple[int, float]:
         """Returns the cloud's token and its log-probability, once it has all states."""
-        edge, record, method = self._edge, self.record, self._sampling
-        config = edge._part.decoder.config
-        fields = (method.temperature, method.top_k, method.top_p, method.min_p)
+        if self._connection is None:
+            self._connection = wire.Connection(link)
+            self._hangs_up = weakref.finalize(self, self._connection.context.destroy, 0)
+        config, first = self._decoder.config, text.sent
         for _ in range(3):  # It may have forgotten the text once, or been started again.
-            header = Ask(
-                PROTOCOL,
-                edge._model.encode(),
-                edge.exit,
-                FORMATS.index(link.states),
-                edge._texts,
-                self._slots,
-                self._sent,
-                self._seed,
-                *(np.asarray(field)[0].item() for field in fields),
-            ).pack()
-            states = pack_states(np.stack(self._states[self._sent :]), link.states)
-            answer = edge._connected(link).ask(header, states)
-            record.bytes_up += len(header) + len(states)
-            record.bytes_down += len(answer)
-            record.states_sent += len(self._states) - self._sent
+            data = wire.pack_states(np.stack(states[first:]), link.states)
+            answer = self._connection.ask(ask._replace(first=first), data)
+            text.bytes_up += wire.ASK.size + len(data)
+            text.bytes_down += len(answer)
+            text.states_sent += len(states) - first
             kind, said = answer[:1], answer[1:].decode(errors="replace")
             if kind == b"r":
                 raise ValueError(
-                    f"Wanted the cloud at {link.host}:{link.port} to work with. It says: {said}"
+                    f"Wanted the cloud at {link.address} to answer. It refuses: {said}"
                 )
             if kind == b"f":
                 raise link.lost(said)
-            if kind == b"m" and len(answer) == MISSING.size:
-                self._sent = min(MISSING.unpack(answer)[1], len(self._states) - 1)
+            if kind == b"m" and len(answer) == wire.MISSING.size:
+                first = min(wire.MISSING.unpack(answer)[1], len(states) - 1)
                 continue
-            if kind == b"t" and len(answer) == TOKEN.size:
-                _, token, log_probability, slots = TOKEN.unpack(answer)
+            if kind == b"t" and len(answer) == wire.TOKEN.size:
+                _, token, log_probability, slots = wire.TOKEN.unpack(answer)
                 if token < config.vocab_size and not math.isnan(log_probability):
-                    self._sent = len(self._states)
-                    record.cloud_layers += slots * (config.num_layers - edge.exit)
+                    text.sent = len(states)
+                    text.cloud_layers += slots * (config.num_layers - self._exit)
                     return token, log_probability
             raise link.lost(f"it answers nonsense ({answer[:40]!r})")
         raise link.lost("it forgets the text as soon as it has been sent: it has too few rows")
-
-
-def _depths_of(policy: Policy, decoder: Decoder) -> tuple[int, ...]:
-    """Returns a policy's depths, once it is known to be one that an edge can have."""
-    layers, depths = decoder.config.num_layers, check_policy(policy, decoder)
-    if len(depths) != 2 or depths[1] != layers or not policy.causal:
-        raise ValueError(
-            f"Wanted a causal policy of two depths, the edge's exit and the model's {layers} "
-            f"layers. Got policy {policy.name!r} with depths={depths}. For example: "
-            "Thresholded(signal=SoftmaxGap(), thresholds=..., "
-            f"depths=({layers // 2}, {layers}))."
-        )
-    return depths

@@ -13,6 +13,7 @@ is its id and its kind (first or second text): `[row, token, 2]`.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +25,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Tokenizer
 
-from utio_jax.contrib.encoders.protocol import mean_of_tokens
-from utio_jax.contrib.encoders.rows import Encoded, RowBlocks, encode_rows
+from utio_jax.contrib.encoders.rows import Encoded, encode_rows, mean_of_tokens
 from utio_jax.core.decoder import DecoderConfig, LayerParams, Params, Places
 from utio_jax.core.files import load_json
 from utio_jax.models.config_reader import Reader
@@ -90,28 +90,15 @@ class Bert:
 
     def init(self, key: jax.Array) -> Params:
         """Returns fresh parameters."""
-        config, dim = self.config, self.config.embed_dim
-        keys = iter(jax.random.split(key, 16))
-
-        def linear(into: int, out: int, *lead: int) -> dict[str, jax.Array]:
-            kernel = 0.02 * jax.random.normal(next(keys), (*lead, into, out))
-            return {"kernel": kernel, "bias": jnp.zeros((*lead, out))}
-
-        def norm(*lead: int) -> dict[str, jax.Array]:
-            return {"scale": jnp.ones((*lead, dim)), "bias": jnp.zeros((*lead, dim))}
-
-        tables = {
-            "words": config.num_words,
-            "positions": config.context_length,
-            "kinds": config.num_kinds,
-        }
-        heads, layers = config.num_heads * config.head_dim, config.num_layers
-        params: dict[str, Any] = {
+        config, dim, layers = self.config, self.config.embed_dim, self.config.num_layers
+        linear = lambda a, b, *lead: {"kernel": (*lead, a, b), "bias": (*lead, b)}  # noqa: E731
+        norm = lambda *lead: {"scale": (*lead, dim), "bias": (*lead, dim)}  # noqa: E731
+        heads = config.num_heads * config.head_dim
+        shapes: dict[str, Any] = {
             "embedding": {
-                **{
-                    name: 0.02 * jax.random.normal(next(keys), (rows, dim))
-                    for name, rows in tables.items()
-                },
+                "words": (config.num_words, dim),
+                "positions": (config.context_length, dim),
+                "kinds": (config.num_kinds, dim),
                 "norm": norm(),
             },
             "layers": {
@@ -124,8 +111,16 @@ class Bert:
             },
         }
         if config.labels:
-            params |= {"pooler": linear(dim, dim), "head": linear(dim, config.labels)}
-        return params
+            shapes |= {"pooler": linear(dim, dim), "head": linear(dim, config.labels)}
+
+        def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+            if path[-1].key in ("scale", "bias"):
+                return jnp.full(shape, path[-1].key == "scale", jnp.float32)
+            name = zlib.crc32(jax.tree_util.keystr(path).encode())
+            return 0.02 * jax.random.normal(jax.random.fold_in(key, name), shape)
+
+        is_shape = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
+        return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=is_shape)
 
     def layers(self, params: Params) -> LayerParams:
         return params["layers"]
@@ -200,11 +195,9 @@ def _linear(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     return out + jnp.broadcast_to(params["bias"], out.shape)
 
 
-def _norm_rules(source: str, target: str) -> tuple[Rule, Rule]:
-    return (
-        Rule(f"{source}.weight", (f"{target}.scale",)),
-        Rule(f"{source}.bias", (f"{target}.bias",)),
-    )
+def _norm_rules(source: str, target: str) -> list[Rule]:
+    parts = {"weight": "scale", "bias": "bias"}
+    return [Rule(f"{source}.{a}", (f"{target}.{b}",)) for a, b in parts.items()]
 
 
 _LAYER = "bert.encoder.layer.{layer}."
@@ -227,7 +220,7 @@ BERT_RULES = (
 """Where the tensors of a BERT are; the last two of a classifier."""
 
 
-_run = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
+_run = jax.jit(encode_rows, static_argnums=0)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -283,22 +276,12 @@ class TextEncoder:
         return inputs, lengths
 
     def encode(
-        self,
-        texts: Sequence[str | tuple[str, str]],
-        policy: Policy | None = None,
-        *,
-        blocks: RowBlocks = RowBlocks(),
+        self, texts: Sequence[str | tuple[str, str]], policy: Policy | None = None
     ) -> Encoded:
-        """Returns what `encode_rows` does of texts, or pairs of them.
-
-        Args:
-          texts: of one batch.
-          policy: which rows leave when; None: full depth for all.
-          blocks: in which rows run.
-        """
+        """Returns what `encode_rows` does of texts, or pairs of them; no policy: at full depth."""
         inputs, lengths = (jnp.asarray(y) for y in self.tokens(texts))
         policy = uniform(self.encoder.config.num_layers) if policy is None else policy
-        found = _run(self.encoder, self.params, inputs, lengths, policy, blocks=blocks)
+        found = _run(self.encoder, self.params, inputs, lengths, policy)
         # Cut on the host: slices on the device would compile anew for each number of texts.
         cut = lambda y: None if y is None else np.asarray(y)[: len(texts)]  # noqa: E731
         read = {name: cut(getattr(found, name)) for name in ("pooled", "logits", "depths")}
@@ -319,7 +302,6 @@ def load_encoder(
     *,
     exits: tuple[int, ...] = (),
     pooling: Pooling | None = None,
-    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> TextEncoder:
     """Reads a Hugging Face folder of a BERT: `config.json`, safetensors, perhaps a tokenizer.
 
@@ -327,12 +309,8 @@ def load_encoder(
     adds is read, too: how rows are pooled, whether normalised, the longest. A pooler without a
     classifier, and a masked-LM head, are left out.
 
-    Args:
-      folder: where they are.
-      exits: depths at which rows may leave; they decide nothing by themselves.
-      pooling: what a row's state is. None: what `1_Pooling` says, or the mean; a classifier reads
-        its first token.
-      dtype: of the parameters.
+    Rows may leave at `exits`, which decide nothing by themselves. Without `pooling` it is what
+    `1_Pooling` says, or the mean; a classifier reads its first token.
 
     Raises:
       ValueError: another architecture, or options that cannot be run, all of them named; files or
@@ -346,9 +324,8 @@ def load_encoder(
     home = {
         name.removeprefix("bert.") if "classifier." in name else name: place
         for name, place in home.items()
-        if labels or ".pooler." not in name
+        if (labels or ".pooler." not in name) and not name.startswith("cls.")
     }
-    home = {name: place for name, place in home.items() if not name.startswith("cls.")}
     found = _folder_pooling(folder) if pooling is None else pooling
     config = _read_bert_config(
         stored, folder, exits=exits, labels=labels, pooling="cls" if labels else found or "mean"
@@ -358,7 +335,7 @@ def load_encoder(
         BERT_RULES,
         {name: shape for name, (*_, shape) in home.items()},
         lambda name: read_tensor(*home[name][:2]),
-        dtype=dtype,
+        dtype=jnp.float32,
         sharding=None,
         source=str(folder),
     )

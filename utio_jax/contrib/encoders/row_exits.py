@@ -2,64 +2,28 @@
 """Thresholds for rows that leave an encoder early, with a guarantee: most keep full depth's class.
 
     fitted = fit_row_exits(encoder, params, Entropy(), inputs, lengths, depths=(2, 4, 6, 8))
-    found = encode_rows(encoder, params, inputs, lengths, fitted.policy)
+    found = encode_rows(encoder, params, inputs, lengths, fitted.chosen)
 
 One threshold for all exits, as DeeBERT and PABEE have it. A row's scores depend on nothing but the
 row, so one pass over all exits says what any threshold would have done. Half of the rows make a
-ladder of thresholds, safest first; the other half tests it by `fit_with_guarantee`,
-where a row is one unit, its risk 0 or 1.
+ladder of thresholds, safest first; the other half tests it by `fit_ladder`: a row is one unit, its
+risk 0 or 1.
 """
 
 from __future__ import annotations
-
-import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from utio_jax.calibration.guarantee import fit_with_guarantee, halves
-from utio_jax.contrib.encoders.protocol import Encoder
-from utio_jax.contrib.encoders.rows import Exits, read_exits, score_exits
+from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.contrib.encoders.rows import Encoder, Exits, read_exits, score_exits
 from utio_jax.core.decoder import Inputs, Params, check_depths
 from utio_jax.policies.base import Signal
 from utio_jax.policies.depth import Thresholded
 
 _RUNGS = 24
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowRung:
-    """A threshold that was tried.
-
-    Attributes:
-      threshold: in the signal's unit.
-      layers: mean that a row runs, of the testing half.
-      disagreement: share of that half which comes out otherwise than at full depth.
-      p_value: of that being above the bound by the draw of the rows alone.
-    """
-
-    threshold: float
-    layers: float
-    disagreement: float
-    p_value: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FittedRowExits:
-    """What `fit_row_exits` found.
-
-    Attributes:
-      policy: the cheapest that has the guarantee; None: nothing short of full depth does.
-      ladder: what was tested, safest first.
-      tested: rows that it was tested on.
-    """
-
-    policy: Thresholded | None
-    ladder: tuple[RowRung, ...]
-    tested: int
 
 
 def fit_row_exits(  # noqa: PLR0913 (options, each named)
@@ -74,23 +38,16 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     confidence: float = 0.95,
     min_cosine: float = 0.95,
     seed: int = 0,
-) -> FittedRowExits:
-    """Returns the cheapest threshold at which rows come out as at full depth, at a confidence.
+) -> Fitted:
+    """Returns the policy of the cheapest threshold at which rows come out as at full depth.
+
+    At a confidence; the cost of a rung is the mean of layers that rows of the testing half run.
 
     A row of a classifier disagrees where its class is another; one of an encoder without a
     classifier, where its embedding's cosine with full depth's is below `min_cosine`.
 
-    Args:
-      encoder: the model.
-      params: its parameters.
-      signal: scores rows, see `encode_rows`.
-      inputs: rows on which nothing else was fitted, each drawn on its own.
-      lengths: real tokens per row, at least 1.
-      depths: where rows may leave, ending at full depth.
-      max_disagreement: share of rows that may come out otherwise, in (0, 1).
-      confidence: in (0, 1).
-      min_cosine: see above.
-      seed: of the draw of the halves.
+    Nothing else may have been fitted on these rows, none empty, each drawn on its own. At most
+    `max_disagreement` of all may come out otherwise; `seed` draws the halves.
 
     Raises:
       ValueError: fewer rows than the guarantee takes, empty ones, or depths that do not end at the
@@ -109,27 +66,16 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
         confidence=confidence,
         seed=seed,
     )
-    exits, scores = _see(encoder, params, signal, inputs, lengths, depths=depths)
+    exits = _read(encoder, params, jnp.asarray(inputs), jnp.asarray(lengths), depths=depths)
+    scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
     differs = _differs(exits, min_cosine)
-    ladder = thresholds_of(scores[:, fits])
-    left = [leave(scores[:, ~fits], float(threshold)) for threshold in ladder]
+    ladder = [
+        row_policy(signal, each, depths=depths) for each in thresholds_of(scores[:, fits]).tolist()
+    ]
+    left = [leave(scores[:, ~fits], float(each.thresholds[0])) for each in ladder]
     lost = np.stack([np.take_along_axis(differs[:, ~fits], at[None], 0)[0] for at in left])
-    result = fit_with_guarantee(lost, max_risk=max_disagreement, confidence=confidence)
-    rungs = tuple(
-        RowRung(
-            threshold=float(threshold),
-            layers=float(np.asarray(depths)[at].mean()),
-            disagreement=mean,
-            p_value=p_value,
-        )
-        for threshold, at, mean, p_value in zip(
-            ladder, left, result.means, result.p_values, strict=True
-        )
-    )
-    policy = None
-    if result.chosen is not None:
-        policy = row_policy(signal, float(ladder[result.chosen]), depths=depths)
-    return FittedRowExits(policy=policy, ladder=rungs, tested=int((~fits).sum()))
+    layers = [float(np.asarray(depths)[at].mean()) for at in left]
+    return fit_ladder(ladder, layers, lost, max_risk=max_disagreement, confidence=confidence)
 
 
 def row_policy(signal: Signal, threshold: float, *, depths: tuple[int, ...]) -> Thresholded:
@@ -153,19 +99,6 @@ def leave(scores: Float[np.ndarray, "boundary row"], threshold: float) -> Int[np
     """Returns the boundary at which each row leaves: the first whose score is not above."""
     stops = np.concatenate([scores <= threshold, np.ones((1, scores.shape[1]), np.bool_)])
     return stops.argmax(axis=0)
-
-
-def _see(
-    encoder: Encoder,
-    params: Params,
-    signal: Signal,
-    inputs: Any,
-    lengths: Any,
-    *,
-    depths: tuple[int, ...],
-) -> tuple[Exits, np.ndarray]:
-    exits = _read(encoder, params, jnp.asarray(inputs), jnp.asarray(lengths), depths=depths)
-    return exits, np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
 
 
 _read = jax.jit(read_exits, static_argnums=0, static_argnames="depths")

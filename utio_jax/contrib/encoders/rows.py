@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders: rows that leave as a whole when their class or embedding is known, or token by token.
+"""Encoders: rows that leave as a whole when their class or embedding is known.
 
     found = encode_rows(encoder, params, inputs, lengths, policy)   # rows leave at exits
     found.logits, found.pooled, found.depths                        # [row, ...]
@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.attention.products import NOWHERE
-from utio_jax.contrib.encoders.protocol import Classifier, Encoder
 from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths, check_own_kv
 from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
 from utio_jax.core.layer import layer_at
@@ -35,19 +34,46 @@ from utio_jax.core.lens import Wrapped
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work, stack_work
 from utio_jax.policies.base import Boundary, Policy, Signal
-from utio_jax.staircase.base import Executor, Tokens, over_blocks
-from utio_jax.staircase.loop import check_policy, staircase
-from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.reference import FrozenKV, apply_layer, dense_states, positions_of
+from utio_jax.staircase.base import Tokens, over_blocks
+from utio_jax.staircase.loop import check_policy
+from utio_jax.staircase.reference import apply_layer, dense_states, positions_of
+
+
+@runtime_checkable
+class Encoder(Decoder, Protocol):
+    """A `Decoder` with `causal=False` in its config, whose rows have a pooled state."""
+
+    def pool(
+        self, params: Params, x: Float[Array, "row token dim"], real: Bool[Array, "row token"]
+    ) -> Float[Array, "row dim"]:
+        """Returns each row's pooled state: of its real tokens alone, whatever the padding holds."""
+        ...
+
+
+@runtime_checkable
+class Classifier(Encoder, Protocol):
+    """An encoder with a classifier, or one for each exit."""
+
+    def classify(
+        self, params: Params, pooled: Float[Array, "row dim"], depth: int
+    ) -> Float[Array, "row label"]:
+        """Returns logits of rows that have run `depth` layers (static), or raises ValueError."""
+        ...
+
+
+def mean_of_tokens(
+    x: Float[Array, "row token dim"], real: Bool[Array, "row token"]
+) -> Float[Array, "row dim"]:
+    """Returns the mean of each row's real tokens; zeros for a row without any."""
+    total = jnp.sum(jnp.where(real[:, :, None], x, 0), axis=1)
+    return total / jnp.maximum(jnp.sum(real, axis=1), 1).astype(x.dtype)[:, None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowBlocks:
-    """Blocks of rows that run a segment together: whole ones first, small ones for what remains.
+    """Blocks of rows that run a segment together: whole ones of `block` first, then small ones.
 
-    Attributes:
-      block: rows of a whole block, a multiple of `min_rows`.
-      min_rows: the unit of padding; fewer than this are padded in each segment.
+    `min_rows` is the unit of padding: fewer than this are padded in each segment.
     """
 
     block: int = 32
@@ -72,14 +98,13 @@ class Encoded:
     Attributes:
       pooled: each row's pooled state where it left; of rows of length 0, nothing to be used.
       logits: the classifier's there; None of an encoder without one.
-      depths: layers that each row has run, or of `encode_tokens` each token; 0 for what is absent.
-      work: what was executed, padding included, by segment; `heads` are rows that were classified,
-        of `encode_tokens` also tokens that were read.
+      depths: layers that each row has run; 0 of rows of length 0.
+      work: what was executed, padding included, by segment; `heads` are rows that were classified.
     """
 
     pooled: Float[Array | np.ndarray, "row dim"]
     logits: Float[Array | np.ndarray, "row label"] | None
-    depths: Int[Array | np.ndarray, "*lead"]
+    depths: Int[Array | np.ndarray, " row"]
     work: Work
 
     def flops(self, encoder: Encoder, params: Params, policy: Policy | None = None) -> float:
@@ -121,15 +146,9 @@ def encode_rows(
     jit it with `encoder` and `blocks` static. A classifier reads every row at every exit that it
     reaches, once.
 
-    Args:
-      encoder: the model; policies that look at predictions need a `Classifier`.
-      params: its parameters.
-      inputs: right-padded rows of token ids, or `[row, token, *input_shape]`.
-      lengths: real tokens per row; 0: there is no such row.
-      policy: decides at each of its depths which rows go on; a row is one token to it, whose state
-        is the pooled one, and whose state before the first layer the pooled embedding. Signals that
-        look token ids up do not fit.
-      blocks: in which rows run.
+    Inputs are right-padded rows of token ids, or `[row, token, *input_shape]`; one of length 0 is
+    none. A row is one token to the policy, whose state is the pooled one, and whose state before
+    the first layer the pooled embedding: signals that look token ids up do not fit.
 
     Raises:
       TypeError: no policy, but the name of one.
@@ -153,7 +172,14 @@ def encode_rows(
                 encoder, params, tokens, (x, pooled, logits), live, (start, stop), blocks
             )
         asks = False if stop == depths[-1] else policy.asks(index)
-        spent = _work(blocks, live, tokens.x.shape[1], stop - start, reads=logits is not None)
+        ran, width = blocks.rows_run(live), tokens.x.shape[1]
+        slots = ran * width * (stop - start)
+        spent = Work.of(
+            queries=slots,
+            keys_values=slots,
+            key_slots=slots.astype(jnp.float32) * width,
+            heads=ran * (logits is not None),
+        )
         stops = live
         if stop != depths[-1]:
             seen = _boundary(encoder, params, pooled, logits, live, stop)
@@ -163,43 +189,6 @@ def encode_rows(
         depth, live = jnp.where(stops, stop, depth), live & ~stops
         work.append(spent)
     return Encoded(pooled=pooled, logits=logits, depths=depth, work=stack_work(work))
-
-
-def encode_tokens(
-    encoder: Encoder,
-    params: Params,
-    inputs: Inputs,
-    lengths: Int[Array, " row"],
-    policy: Policy,
-    *,
-    kv: FrozenKV = "propagate",
-    executor: Executor = MicroBatches(),
-) -> Encoded:
-    """Returns each row's embedding and class, from tokens of which each has a depth of its own.
-
-    That is `utio_jax.staircase`, pooled over tokens where each has stopped, and read by the
-    classifier of full depth. A policy that looks at predictions sees `unembed` of each token.
-
-    Args:
-      encoder: the model.
-      params: its parameters.
-      inputs: right-padded rows of token ids, or `[row, token, *input_shape]`.
-      lengths: real tokens per row.
-      policy: decides at each of its depths which tokens go on.
-      kv: what others see of a token that has stopped.
-      executor: how live tokens are run.
-
-    Raises:
-      ValueError: as `encode_rows`.
-    """
-    check_inputs(encoder, inputs, lengths)
-    found = staircase(encoder, params, inputs, lengths, policy, kv=kv, executor=executor)
-    _, real = positions_of(inputs, lengths)
-    pooled = encoder.pool(params, found.x, real)
-    logits = _reader(encoder, params)(pooled, encoder.config.num_layers)
-    last = Work.of(heads=jnp.int32(0 if logits is None else inputs.shape[0]))
-    work = jax.tree.map(lambda many, one: jnp.append(many, one), found.work, last)
-    return Encoded(pooled=pooled, logits=logits, depths=found.depths, work=work)
 
 
 @pytree
@@ -225,14 +214,7 @@ def read_exits(
     *,
     depths: tuple[int, ...],
 ) -> Exits:
-    """Returns all rows at all depths, by the plain full-width program; differentiable.
-
-    Args:
-      encoder: the model.
-      params: its parameters.
-      inputs: right-padded rows of token ids, or `[row, token, *input_shape]`.
-      lengths: real tokens per row.
-      depths: in layers, ascending. Static.
+    """Returns all rows at all depths (static, ascending), by the plain program; differentiable.
 
     Raises:
       ValueError: as `encode_rows`.
@@ -254,13 +236,7 @@ def score_exits(
     """Returns a signal's scores of all rows at all depths but the last, as if none had left.
 
     A row's scores do not depend on others, nor on which have left: all thresholds follow from them.
-
-    Args:
-      encoder: the model.
-      params: its parameters.
-      exits: of `read_exits` at these depths.
-      signal: scores rows.
-      depths: in layers, ending where all rows leave. Static.
+    `exits` are those of `read_exits` at these depths, of which the last is where all rows leave.
     """
     rows = exits.pooled.shape[1]
     all_rows = jnp.ones(rows, jnp.bool_)
@@ -283,7 +259,7 @@ def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
     Raises:
       ValueError: see `encode_rows`.
     """
-    config = encoder.config
+    config, shape = encoder.config, tuple(inputs.shape)
     if config.causal or not isinstance(encoder, Encoder):
         raise ValueError(
             "Wanted an encoder: causal=False in its config, and a method pool. Got "
@@ -291,32 +267,26 @@ def check_inputs(encoder: Encoder, inputs: Any, lengths: Any) -> None:
             "utio_jax.score."
         )
     check_own_kv(encoder, what="rows that leave an encoder")
-    shape, wanted = tuple(inputs.shape), config.input_shape
-    most = config.context_length
-    if len(shape) < 2 or shape[2:] != wanted or shape[1] > most:
-        axes = ", ".join(map(str, ("row", "token", *wanted)))
+    most, axes = config.context_length, ("row", "token", *config.input_shape)
+    if len(shape) < 2 or shape[2:] != config.input_shape or shape[1] > most:
         raise ValueError(
-            f"Wanted inputs [{axes}] of at most {most} tokens, the model's context. Got {shape}."
+            f"Wanted inputs [{', '.join(map(str, axes))}] of at most {most} tokens, the model's "
+            f"context. Got {shape}."
         )
     if tuple(lengths.shape) != shape[:1]:
+        raise ValueError(f"Wanted one length per row, {shape[:1]}. Got {tuple(lengths.shape)}.")
+    if isinstance(lengths, Tracer):
+        return
+    ends = np.asarray(lengths)
+    if ends.size and (ends.min() < 0 or ends.max() > shape[1]):
         raise ValueError(
-            f"Wanted one length per row, shape {shape[:1]}. Got shape {tuple(lengths.shape)}."
+            f"Wanted lengths between 0 and {shape[1]}. Got {ends.min()} to {ends.max()}."
         )
-    if not isinstance(lengths, Tracer):
-        ends = np.asarray(lengths)
-        if ends.size and (ends.min() < 0 or ends.max() > shape[1]):
-            raise ValueError(
-                f"Wanted lengths between 0 and {shape[1]}. Got {ends.min()} to {ends.max()}."
-            )
-        limits = getattr(config, "id_limits", () if wanted else (config.vocab_size,))
-        if limits and not isinstance(inputs, Tracer):
-            _check_ids(np.asarray(inputs).reshape(*shape[:2], len(limits)), ends, limits)
-
-
-def _check_ids(
-    ids: Int[np.ndarray, "row token id"], lengths: np.ndarray, limits: tuple[int, ...]
-) -> None:
-    real = ids[np.arange(ids.shape[1]) < lengths[:, None]]
+    limits = getattr(config, "id_limits", () if shape[2:] else (config.vocab_size,))
+    if not limits or isinstance(inputs, Tracer):
+        return
+    ids = np.asarray(inputs).reshape(*shape[:2], len(limits))
+    real = ids[np.arange(shape[1]) < ends[:, None]]
     if real.size and (real.min() < 0 or (real.max(axis=0) >= limits).any()):
         raise ValueError(
             f"Wanted ids from 0 to below {', '.join(map(str, limits))}, as the model has. Got "
@@ -367,20 +337,6 @@ def _run_rows(
 
     total = jnp.sum(live, dtype=jnp.int32)
     return over_blocks(total, (blocks.block, blocks.min_rows), step, states)
-
-
-def _work(
-    blocks: RowBlocks, live: Bool[Array, " row"], width: int, layers: int, *, reads: bool
-) -> Work:
-    """Returns what a segment of the live rows executes."""
-    rows = blocks.rows_run(live)
-    slots = rows * width * layers
-    return Work.of(
-        queries=slots,
-        keys_values=slots,
-        key_slots=slots.astype(jnp.float32) * width,
-        heads=rows * reads,
-    )
 
 
 def _boundary(

@@ -16,49 +16,31 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.contrib.encoders.protocol import mean_of_tokens
+from utio_jax.contrib.encoders.rows import mean_of_tokens
 from utio_jax.core.decoder import Params
 from utio_jax.models.transformer import LayerNorm, Transformer, TransformerConfig
 
 
 def vision_config(
-    *,
-    patch: int,
-    patches: int,
-    labels: int,
-    num_layers: int,
-    embed_dim: int,
-    num_heads: int,
-    exits: tuple[int, ...] = (),
-    channels: int = 1,
+    *, patch: int, patches: int, labels: int, channels: int = 1, **sizes: Any
 ) -> TransformerConfig:
     """Returns the sizes of a Vision Transformer; its MLPs are four times as wide as its states.
 
-    Args:
-      patch: pixels along an edge of a patch.
-      patches: of an image.
-      labels: classes.
-      num_layers: of the whole.
-      embed_dim: width, a multiple of `num_heads`.
-      num_heads: of attention.
-      exits: depths with a classifier, ending at `num_layers`; empty: that alone.
-      channels: numbers per pixel.
+    Patches have so many pixels along an edge, of `channels` numbers each. Other sizes are
+    `num_layers`, `embed_dim`, `num_heads`, and `exits`: depths with a classifier.
     """
     return TransformerConfig(
         vocab_size=labels,
-        num_layers=num_layers,
-        embed_dim=embed_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=embed_dim // num_heads,
+        num_kv_heads=sizes["num_heads"],
+        head_dim=sizes["embed_dim"] // sizes["num_heads"],
         context_length=patches,
-        exits=exits,
-        mlp_dim=4 * embed_dim,
+        mlp_dim=4 * sizes["embed_dim"],
         activation="gelu",
         norm="layer",
         positions="learned",
         causal=False,
         input_shape=(patch * patch * channels,),
+        **sizes,
     )
 
 
@@ -76,20 +58,18 @@ class VisionTransformer(Transformer):
         params = super().init(key, dtype)
         pixels, dim = config.input_shape[0], config.embed_dim
         exits, labels = len(config.exits), config.vocab_size
+        zeros = lambda *shape: jnp.zeros(shape, dtype)  # noqa: E731
         kernel = jax.random.normal(jax.random.fold_in(key, 2), (pixels, dim)) * pixels**-0.5
-        # As large as patches: of their mean, a class cannot be told without knowing where they are.
+        # As large as patches: their mean says nothing of a class without knowing where they are.
         places = 25 * params["positions"]["embedding"]
         return {
-            "patches": {"kernel": kernel.astype(dtype), "bias": jnp.zeros(dim, dtype)},
+            "patches": {"kernel": kernel.astype(dtype), "bias": zeros(dim)},
             "positions": {"embedding": places},
             "layers": params["layers"],
             "heads": {
-                "norm": {
-                    "scale": jnp.ones((exits, dim), dtype),
-                    "bias": jnp.zeros((exits, dim), dtype),
-                },
-                "kernel": jnp.zeros((exits, dim, labels), dtype),
-                "bias": jnp.zeros((exits, labels), dtype),
+                "norm": {"scale": jnp.ones((exits, dim), dtype), "bias": zeros(exits, dim)},
+                "kernel": zeros(exits, dim, labels),
+                "bias": zeros(exits, labels),
             },
         }
 
@@ -127,12 +107,8 @@ class VisionTransformer(Transformer):
 def patches_of(images: np.ndarray, patch: int) -> np.ndarray:
     """Returns images cut into patches `[image, patch, pixel]`, left to right and top to bottom.
 
-    Args:
-      images: `[image, height, width]`, or with channels behind.
-      patch: pixels along an edge.
-
-    Raises:
-      ValueError: edges that are no multiples of that.
+    Images are `[image, height, width]`, or with channels behind. Raises ValueError where edges are
+    no multiples of a patch's.
 
     >>> patches_of(np.arange(16).reshape(1, 4, 4), 2)[0, 1].tolist()
     [2, 3, 6, 7]

@@ -1,9 +1,300 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters text by its loss with a cascade: only rows near the limit run deeper."""
+"""Filtering by loss with a cascade: rows stop once it is clear on which side of a limit they lie.
+
+    losses = row_losses(decoder, params, batches)             # [exit, row], from one full pass
+    fitted = fit_band(decoder, params, losses, limit=1.2, tokens=128)
+    found = score(decoder, params, token_ids, lengths, fitted.chosen, kv="drop")
+    fitted.chosen.signal.judge(found).above    # [row]: is the row's mean loss above the limit?
+
+As filters of corpora by perplexity, monitors and moderation ask. At each exit a row's mean loss
+there says what full depth's will be, by a line that is fitted for each exit; rows whose estimate is
+farther from the limit than a margin are decided, and only the band around the limit goes deeper.
+A row's loss at an exit depends on nothing but the row, so one pass over all exits says what any
+margins would have done. Half of the rows fit lines and a ladder of margins; the other half tests it
+by `fit_ladder`, where a row is one unit, its risk 0 or 1.
+"""
 
 from __future__ import annotations
 
-from utio_jax.contrib.filter.fitting import FittedBand, fit_band, row_losses
-from utio_jax.contrib.filter.signal import Judged, UncertainBand
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-__all__ = ["FittedBand", "Judged", "UncertainBand", "fit_band", "row_losses"]
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
+from utio_jax.core.arrays import next_token_nll
+from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.documents import Batch, check_tokens
+from utio_jax.core.flops import token_cost
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies.base import Boundary
+from utio_jax.policies.depth import Thresholded
+from utio_jax.policies.signals import SignalBase, exit_index
+from utio_jax.staircase.score import exit_nll, labels_of
+
+
+@pytree
+class UncertainBand(SignalBase):
+    """Minus the distance, in nats, between the limit and a row's estimated full-depth mean loss.
+
+    All tokens of a row have one score, so rows stop as a whole. It looks at the whole row, hence is
+    not causal: for scoring alone. Rows that have stopped are not read, so `kv="drop"` gives what
+    `kv="propagate"` gives and costs less. Rows that predict nothing have the limit itself for an
+    estimate.
+
+    Attributes:
+      limit: mean negative log-likelihood per predicted token, in nats.
+      slopes: of the line from an exit's mean loss to full depth's, one for each exit.
+      offsets: its value at 0, in nats.
+      exits: in layers; the last one is full depth, whose line is the identity. Static.
+    """
+
+    limit: Float[Array | np.ndarray, ""] | float
+    slopes: Float[Array | np.ndarray, " exit"]
+    offsets: Float[Array | np.ndarray, " exit"]
+    exits: tuple[int, ...] = static()
+    name: str = static(default="uncertain_band")
+    causal: bool = static(default=False)
+
+    def start(
+        self, token_ids: Int[Array, "batch token"], positions: Int[Array, "batch token"]
+    ) -> Int[Array, "batch token"]:
+        return jnp.pad(token_ids[:, 1:], ((0, 0), (0, 1)))
+
+    def __call__(
+        self, index: int, boundary: Boundary, memory: Int[Array, "batch token"]
+    ) -> tuple[Float[Array, "batch token"], Int[Array, "batch token"]]:
+        # A row's tokens are live together, so that one with a live successor predicts it.
+        live = boundary.live
+        predicts = live & jnp.pad(live[:, 1:], ((0, 0), (0, 1)))
+        means = _row_means(boundary.map_logits(next_token_nll, memory), predicts)
+        place = exit_index(self.exits, boundary.depth, self.name)
+        estimate = self.offsets[place] + self.slopes[place] * means
+        distance = jnp.where(predicts.any(axis=1), jnp.abs(estimate - self.limit), 0.0)
+        return jnp.broadcast_to(-distance[:, None], live.shape), memory
+
+    def reads_logits(self, index: int) -> bool:
+        return True
+
+    def policy(self, margins: Sequence[float] | Float[Array, " boundary"]) -> Thresholded:
+        """Returns the policy under which rows farther than a margin from the limit stop.
+
+        Margins are in nats, one for each exit but the last; infinity: none stops there.
+
+        Raises:
+          ValueError: another number of margins, or one below 0; a line too many or too few, or
+            another one than the identity for full depth.
+        """
+        lines = [np.asarray(each) for each in (self.slopes, self.offsets)]
+        shapes = [each.shape for each in lines]
+        if shapes != [(len(self.exits),)] * 2 or [float(each[-1]) for each in lines] != [1, 0]:
+            raise ValueError(
+                f"Wanted a slope and an offset for each of the exits {self.exits}, of full depth 1 "
+                f"and 0: its loss is what others estimate. Got {[each.tolist() for each in lines]}."
+            )
+        nats = np.asarray(margins, np.float32)
+        if nats.shape != (len(self.exits) - 1,) or not (nats >= 0).all():
+            raise ValueError(
+                f"Wanted a margin of at least 0 nats for each of the exits {self.exits[:-1]}. Got "
+                f"{nats.tolist()}. Use infinity where no row shall stop."
+            )
+        return Thresholded(signal=self, thresholds=jnp.asarray(-nats), depths=self.exits)
+
+    def judge(self, scores: Any) -> Judged:
+        """Returns on which side of the limit each row lies, from what `score` has found.
+
+        Raises ValueError for depths that this signal has no line for.
+        """
+        predicted, depths = np.asarray(scores.predicted), np.asarray(scores.depths).max(axis=1)
+        losses = -np.asarray(scores.log_likelihood, np.float64)
+        counts = predicted.sum(axis=1)
+        means = np.where(predicted, losses, 0).sum(axis=1) / np.maximum(counts, 1)
+        known = np.isin(depths[counts > 0], self.exits)
+        if not known.all():
+            raise ValueError(
+                f"Wanted rows that stopped at the exits {self.exits}. Got some at "
+                f"{sorted({*depths[counts > 0][~known].tolist()})}. Score them under its policy."
+            )
+        place = np.searchsorted(self.exits, depths).clip(max=len(self.exits) - 1)
+        lines = [np.asarray(each, np.float64)[place] for each in (self.offsets, self.slopes)]
+        estimate = np.where(counts > 0, lines[0] + lines[1] * means, np.nan)
+        return Judged(estimate=estimate, above=estimate > float(self.limit), depths=depths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Rows beside a limit: estimates of full depth's mean loss in nats, and layers that ran.
+
+    NaN for rows that predict nothing, which are above no limit.
+    """
+
+    estimate: Float[np.ndarray, " row"]
+    above: Bool[np.ndarray, " row"]
+    depths: Int[np.ndarray, " row"]
+
+
+def _row_means(values: jax.Array, counted: jax.Array) -> Float[Array, " batch"]:
+    total = jnp.sum(jnp.where(counted, values, 0.0), axis=1)
+    return total / jnp.maximum(jnp.sum(counted, axis=1), 1)
+
+
+_DEVIATIONS = tuple(np.linspace(5, 0, 41).tolist())
+"""Margins on a ladder, in standard deviations of what an exit's line leaves open; safest first."""
+
+
+def row_losses(
+    decoder: Decoder, params: Params, batches: Sequence[Batch]
+) -> Float[np.ndarray, "exit row"]:
+    """Returns each row's mean loss at each exit, nats per predicted token; NaN where none is.
+
+    Rows might stop at the model's exits; those of one width compile one program.
+
+    Raises:
+      ValueError: ids outside the vocabulary, lengths outside the rows, or no batch.
+    """
+    if not batches:
+        raise ValueError("Wanted at least one batch of rows. Got none.")
+    found = []
+    for batch in batches:
+        vocab_size = decoder.config.vocab_size
+        ids, lengths = check_tokens(batch.token_ids, batch.lengths, vocab_size=vocab_size)
+        found.append(np.asarray(_means(decoder, params, ids, lengths)))
+    return np.concatenate(found, axis=1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _means(decoder: Decoder, params: Params, ids: Any, lengths: Any) -> jax.Array:
+    _, predicted = labels_of(ids, lengths)
+    total = exit_nll(decoder, params, ids, lengths).sum(axis=2)
+    return total / predicted.sum(axis=1)[None, :]
+
+
+def fit_band(  # noqa: PLR0913 (options, each named)
+    decoder: Decoder,
+    params: Params,
+    losses: Float[np.ndarray, "exit row"],
+    *,
+    limit: float,
+    tokens: int,
+    max_disagreement: float = 0.02,
+    confidence: float = 0.95,
+    groups: Int[np.ndarray, " row"] | None = None,
+    at_most: int = 3,
+    seed: int = 0,
+) -> Fitted:
+    """Returns the cheapest policy by which rows end on full depth's side, at a confidence.
+
+    A rung's cost is in FLOPs over full depth's for all rows, heads included, on the fitting half:
+    what `score` executes under `kv="drop"`, padding apart.
+
+    The guarantee is about rows like these, each drawn on its own, with a limit that was set before:
+    the test takes rows for independent. Many rows of one document are not, and keeping them in one
+    half (`groups`) does not make them so: of one document, draw one or a few.
+    Lines from an exit's loss to full depth's are least squares. Margins are so many standard
+    deviations of what a line leaves open, the same number at all exits in use; which exits that
+    are, up to `at_most`, is what costs least.
+
+    Losses are those of rows on which nothing else was fitted, from `row_losses`; the limit, in nats
+    per token, divides them; `tokens` is their width, for the cost. At most `max_disagreement` of
+    all rows may end on the other side.
+
+    Raises:
+      ValueError: losses of another shape than the model's exits say or not finite, or fewer rows
+        than the guarantee takes.
+    """
+    exits = decoder.config.exits
+    if losses.ndim != 2 or losses.shape[0] != len(exits) or len(exits) < 2:
+        raise ValueError(
+            f"Wanted losses [exit, row] at the model's exits {exits}, two at least. Got shape "
+            f"{losses.shape}. Make them with row_losses."
+        )
+    if not np.isfinite(losses).all():
+        raise ValueError(
+            "Wanted finite losses. Got NaN or infinities. Leave out rows that predict nothing: "
+            "those of less than two tokens."
+        )
+    if groups is not None and groups.shape != losses.shape[1:]:
+        raise ValueError(f"Wanted a group for each of {losses.shape[1]} rows. Got {groups.shape}.")
+    rows = np.arange(losses.shape[1])
+    fits = halves(
+        rows if groups is None else groups,
+        units="rows",
+        max_risk=max_disagreement,
+        confidence=confidence,
+        seed=seed,
+    )
+    mine, others = losses[:, fits], losses[:, ~fits]
+    lines = [np.polyfit(each, mine[-1], 1) for each in mine[:-1]]
+    slopes, offsets = np.transpose([*lines, (1.0, 0.0)])
+    signal = UncertainBand(
+        limit=np.asarray(limit, np.float32),
+        slopes=slopes.astype(np.float32),
+        offsets=offsets.astype(np.float32),
+        exits=exits,
+    )
+    estimates = offsets[:, None] + slopes[:, None] * losses
+    open_ = (estimates[:-1, fits] - mine[-1]).std(axis=1)
+    cost = token_cost(decoder, params)
+
+    def price(stops: np.ndarray, asked: np.ndarray) -> float:
+        """Returns the mean over rows, of full depth's; an exit that is asked costs a head."""
+        heads = np.cumsum(np.asarray(cost.read(np.asarray(exits))) * np.append(asked, True))
+        whole = cost.layers(np.asarray(exits), tokens) + heads
+        return float(whole[stops].mean() / (cost.layers(exits[-1], tokens) + cost.read(exits[-1])))
+
+    ladder: list[tuple[np.ndarray, float]] = []
+    for factor in _DEVIATIONS:
+        margins, ratio = _cheapest(
+            np.abs(estimates[:-1, fits] - limit), factor * open_, price, at_most
+        )
+        if not ladder or ratio < ladder[-1][1]:
+            ladder.append((margins, ratio))
+    wrong = np.stack(
+        [_wrong(estimates[:, ~fits], others[-1], limit, margins) for margins, _ in ladder]
+    )
+    settings = [signal.policy(margins.tolist()) for margins, _ in ladder]
+    ratios, bound = [ratio for _, ratio in ladder], {"max_risk": max_disagreement}
+    found = fit_ladder(settings, ratios, wrong, confidence=confidence, **bound)
+    idle = found.chosen is not None and np.isinf(found.chosen.thresholds).all()
+    return found._replace(chosen=None) if idle else found  # That is full depth.
+
+
+def stops_of(
+    distances: Float[np.ndarray, "boundary row"], margins: Float[np.ndarray, " boundary"]
+) -> Int[np.ndarray, " row"]:
+    """Returns the exit at which each row stops: the first farther from the limit than its margin.
+
+    Distances of estimates from the limit, in nats, and margins are of each exit but the last.
+    """
+    stops = distances >= margins[:, None]
+    return np.concatenate([stops, np.ones((1, stops.shape[1]), np.bool_)]).argmax(axis=0)
+
+
+def _cheapest(
+    distances: np.ndarray, margins: np.ndarray, price: Callable[..., float], at_most: int
+) -> tuple[np.ndarray, float]:
+    """Returns margins, infinite at exits not in use, and what they cost."""
+    best, cheapest = np.full(len(margins), np.inf), 1.0
+    for size in range(1, min(at_most, len(margins)) + 1):
+        for some in itertools.combinations(range(len(margins)), size):
+            asked = np.isin(np.arange(len(margins)), some)
+            tried = np.where(asked, margins, np.inf)
+            ratio = price(stops_of(distances, tried), asked)
+            if ratio < cheapest:
+                best, cheapest = tried, ratio
+    return best, cheapest
+
+
+def _wrong(
+    estimates: np.ndarray, full: np.ndarray, limit: float, margins: np.ndarray
+) -> Bool[np.ndarray, " row"]:
+    """Returns which rows end on the other side than at full depth."""
+    stops = stops_of(np.abs(estimates[:-1] - limit), margins)
+    last = np.take_along_axis(estimates, stops[None], 0)[0]
+    return (last > limit) != (full > limit)

@@ -4,8 +4,6 @@
 What it is worth: hardly anything on the shipped model, see results/layer_sets.md.
 """
 
-from __future__ import annotations
-
 from utio_jax.contrib.layer_skipping.fitting import fit_prompt_sets
 from utio_jax.contrib.layer_skipping.policies import (
     LayerSets,
@@ -13,7 +11,6 @@ from utio_jax.contrib.layer_skipping.policies import (
     random_sets,
     skip_decode,
 )
-from utio_jax.contrib.layer_skipping.reference import reference_layer_sets
 from utio_jax.contrib.layer_skipping.scoring import generate_layer_sets, score_layer_sets
 
 __all__ = [
@@ -22,7 +19,6 @@ __all__ = [
     "generate_layer_sets",
     "given_sets",
     "random_sets",
-    "reference_layer_sets",
     "score_layer_sets",
     "skip_decode",
 ]

@@ -40,13 +40,9 @@ def fit_prompt_sets(
     error on rows left out, up to one at which all rows choose alike. One threshold for all gates
     meets the number of layers on the same text.
 
-    Args:
-      decoder: the model; its exits are where segments end.
-      params: its parameters.
-      studies: of a text, by `utio_jax.calibration.studies.study_exits`.
-      layers: to run on average, of tokens behind the prompt.
-      prompt: tokens of a row that run everything, and choose.
-      executor: how live slots are run.
+    Segments end at the model's exits. Tokens behind the prompt, the first `prompt` of a row, which
+    run everything and choose, run so many `layers` on average. Studies are of a text, by
+    `utio_jax.calibration.studies.study_exits`.
 
     Raises:
       ValueError: fewer layers than the first segment has, or more than there are, or no row with
@@ -126,12 +122,8 @@ def skipping_harm(
 def _threshold(scores: np.ndarray, layers: np.ndarray, *, wanted: float) -> float:
     """Returns a threshold at which rows run as many layers on average as may be, up to `wanted`.
 
-    It lies midway between two scores, so that rounding moves no row over it.
-
-    Args:
-      scores: `[boundary, row]`.
-      layers: of each segment behind the first.
-      wanted: layers, those of the first segment not counted.
+    It lies midway between two scores `[boundary, row]`, so that rounding moves no row over it.
+    Layers are those of each segment behind the first, which is not counted.
     """
     if wanted >= layers.sum():
         return -np.inf

@@ -118,11 +118,8 @@ def given_sets(
 ) -> LayerSets:
     """Returns the policy of sets that the caller has decided beforehand.
 
-    Args:
-      runs: which tokens run which segment; those of the first one are not read: all run it. With
-        one column per row, all tokens of the row run the same, new ones too.
-      depths: at which segments end.
-      name: of the policy.
+    Those of the first segment are not read: all run it. With one column per row, all tokens of the
+    row run the same, new ones too. Segments end at `depths`.
 
     Raises:
       ValueError: not as many segments as depths.
@@ -143,13 +140,8 @@ def random_sets(
 ) -> LayerSets:
     """Returns the control: each token runs each segment by chance, whatever it is.
 
-    A draw depends on the key, the segment, the token's position and its id alone: causal.
-
-    Args:
-      shares: probability of each segment but the first, which all tokens run.
-      key: a PRNG key.
-      depths: at which segments end.
-      name: of the policy.
+    A draw depends on the key, the segment, the token's position and its id alone: causal. Shares
+    are probabilities of each segment but the first, which all tokens run.
     """
     chance = jnp.asarray(shares, jnp.float32)
     # Draws lie in [0, 1), and run where they exceed: none may at 0, all must at 1.
@@ -173,12 +165,8 @@ def skip_decode(
     warm-up layers), and of the others each token runs the uppermost. A segment is run by tokens
     whose number reaches it, counted from above. Known before the pass, free.
 
-    Args:
-      depths: at which segments end; the first segment is the warm-up.
-      most: layers of the first token.
-      least: layers of a token at `span` and beyond.
-      span: tokens over which the number falls.
-      name: of the policy.
+    Segments end at `depths`, the first is the warm-up; the first token runs `most` layers, one at
+    `span` and beyond `least`.
 
     Raises:
       ValueError: numbers that do not fit each other or the depths.

@@ -7,8 +7,7 @@
     [0, 4)   # # # # # # # #
 
 The loop of `utio_jax.staircase.loop`, with tokens that come back. States never move
-(`utio_jax.staircase.base`), so that a token sits out a segment by having no slot in it. It equals
-`reference_layer_sets`.
+(`utio_jax.staircase.base`), so that a token sits out a segment by having no slot in it.
 """
 
 from __future__ import annotations
@@ -68,18 +67,9 @@ def score_layer_sets(
 ) -> SetScores:
     """Returns every token's log-likelihood with the set of segments that the policy gives it.
 
-    Pure; jit it with `decoder`, `kv` and `executor` static.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: right-padded rows, no wider than the model's context.
-      lengths: real tokens per row.
-      policy: decides at the end of each segment which tokens run the next one.
-      kv: what others see of a token in layers that it passes by: the K/V of its state
-        (`"propagate"`), or nothing (`"drop"`).
-      executor: how live slots are run.
-      whole: first tokens of each row that run everything, whatever the policy says.
+    Pure; jit it with `decoder`, `kv` and `executor` static. Of a token that passes a layer by,
+    others see there the K/V of its state (`kv="propagate"`), or nothing (`"drop"`). The first
+    `whole` tokens of a row run everything, whatever the policy says.
 
     Raises:
       ValueError: unknown kv, a policy that ends before the model does, or rows that do not fit it.
@@ -143,12 +133,9 @@ run_sets = jax.jit(score_layer_sets, static_argnums=0, static_argnames=("kv", "e
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Written:
-    """What `generate_layer_sets` returns, one entry per prompt.
+    """New tokens of each prompt, their log-probabilities in nats, and decided layers.
 
-    Attributes:
-      token_ids: the new tokens.
-      log_probabilities: of these, in nats.
-      decided: layers that the token before each has run; the first one is the prompt's last token.
+    Layers are those that the token before each has run, at first the prompt's last one.
     """
 
     token_ids: Sequence[np.ndarray]
@@ -168,15 +155,8 @@ def generate_layer_sets(
     """Returns the most probable continuations, each new token with a set of segments of its own.
 
     Slow and obvious: no cache, every round is a pass over all that is there. Prompts run in full;
-    a `PromptRouter` has them before it, and chooses by them for the new tokens.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      prompts: token ids of each.
-      policy: causal.
-      max_new_tokens: of each prompt; nothing ends a text earlier.
-      executor: how live slots are run.
+    a `PromptRouter` has them before it, and chooses by them for the new tokens. Nothing ends a
+    text earlier than `max_new_tokens`.
 
     Raises:
       ValueError: a policy that looks at later tokens, or prompts that do not fit the model.

@@ -1,5 +1,348 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapter to EleutherAI's lm-evaluation-harness: `harness.UtioLM`, and a command that runs tasks.
+"""A model for EleutherAI's lm-evaluation-harness: in full, at a depth per token, or lossless.
+
+    from lm_eval.evaluator import simple_evaluate
+
+    model = UtioLM(load(), mode=Adaptive(policy=load().calibration.policy("learned", 0.6)))
+    simple_evaluate(model=model, tasks=["my_task.yaml"])["results"], model.report()
+
+`report` names what was executed of each kind of request, and what it cost. Under `Adaptive` the
+numbers are the routed model's; log-likelihoods under `Lossless` are full depth's.
 
 Needs the extra `lm-eval`.
 """
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows
+
+from utio_jax.core.documents import Batch, batches_of, row_widths
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.loop import Lengths
+from utio_jax.decoding.prefill import Prefill
+from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.decoding.text import generate_until
+from utio_jax.evaluation.evaluate import Quality, evaluate
+from utio_jax.evaluation.generation import Spent, spent_on
+from utio_jax.policies.base import Policy
+from utio_jax.staircase.prompts import PromptImportance
+from utio_jax.staircase.reference import check_kv
+from utio_jax.staircase.score import Comparison, full_depth
+
+_METHODS = ("temperature", "top_k", "top_p", "min_p")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """How one prompt is to be continued."""
+
+    prompt: np.ndarray
+    stops: tuple[str, ...]
+    max_new_tokens: int
+    sampling: SamplingParams
+
+
+class UtioLM(TemplateLM):
+    """A `utio_jax.models.Model` under the harness, in batches of few shapes.
+
+    Results do not depend on what shares a batch: routing is never given up for a shape at which it
+    does not pay, as `score_documents` would.
+
+    Attributes:
+      scored: sums over texts that were scored.
+      spent: costs of texts that were written.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        mode: Mode = Plain(),
+        rows: int = 16,
+        prefill: Prefill | None = None,
+    ) -> None:
+        """Takes a model with `decoder`, `params`, `tokenizer` and `encode(texts)`.
+
+        `Adaptive`'s policy scores as well; `Lossless` scores at full depth. A prefill, from
+        `utio_jax.prompts.budget.prompt_prefill`, says how contexts are read; what continues them
+        runs in full. Batches have `rows`.
+
+        Raises:
+          ValueError: rows < 1, the mode does not fit the model (policies that are not causal never
+            do), the model has no tokenizer, or one that cannot be used, or contexts are to be read
+            otherwise than by `PromptImportance`, or in another mode than `Plain`.
+        """
+        super().__init__()
+        if rows < 1:
+            raise ValueError(f"Wanted at least 1 row per pass. Got rows={rows}.")
+        mode.check(model.decoder)
+        if prefill is not None:
+            if mode.depth_policy is not None or mode.block > 1:
+                raise ValueError(
+                    "Wanted Plain() with a prefill: continuations of contexts that were read "
+                    f"shallowly run in full. Got mode {mode.name!r}. Leave out one of the two."
+                )
+            if not isinstance(prefill.policy, PromptImportance):
+                raise ValueError(
+                    "Wanted a prefill by importance, from prompt_prefill(decoder, params, budget). "
+                    f"Got {prefill!r:.120}."
+                )
+            prefill.check(model.decoder, kv=mode.prompt_kv)
+        self.prefill = prefill
+        self.model, self.mode, self.rows = model, mode, rows
+        self.tokenizer = model.tokenizer
+        self.opening = _opening(model)
+        self.scored, self.spent = Quality(), Spent()
+        self._counts: dict[str, list[int]] = {}
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a request at most, the predicted ones included: the model's context."""
+        return self.model.decoder.config.context_length
+
+    @property
+    def eot_token_id(self) -> int | None:  # type: ignore[override]
+        """The model's end of text; None where it has none."""
+        return next(iter(self.model.decoder.config.eos_ids), None)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What the first token of a text is predicted from: what opens texts, or ends them.
+
+        Raises:
+          ValueError: the model has neither.
+        """
+        found = next(iter(self.opening), self.eot_token_id)
+        if found is None:
+            raise ValueError(
+                "Wanted a token that a text's first token is predicted from. The model's tokenizer "
+                "opens texts with none, and its config names no eos_token_id. Give every request a "
+                "context, or name one."
+            )
+        return int(found)
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Returns token ids, opened as the model's texts are, unless the string already is."""
+        ids = self.tokenizer.encode(string, add_special_tokens=False).ids
+        known = len(self.opening)
+        if add_special_tokens is False or ids[:known] == self.opening:
+            return ids
+        return [*self.opening, *ids]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        items = []
+        for texts, context, continuation in requests:
+            if not continuation:
+                raise ValueError(
+                    f"Wanted continuations of at least one token. {texts[1]!r} adds none to "
+                    f"{texts[0][-40:]!r}."
+                )
+            if len(continuation) >= self.max_length:
+                raise ValueError(
+                    f"Wanted continuations that fit the model's context of {self.max_length} "
+                    f"tokens behind one token at least. {texts[1][:40]!r} has "
+                    f"{len(continuation)}. Shorten it, or use a model with more context."
+                )
+            truncated = len(context) + len(continuation) > self.max_length
+            self._count("loglikelihood", truncated=truncated)
+            whole = [*context, *continuation][-self.max_length :]
+            items.append((np.asarray(whole, np.int32), len(continuation)))
+        return self._score(items, "loglikelihood")
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Returns each text's log-likelihood; longer texts in windows, each token once."""
+        items, ends = [], []
+        for request in requests:
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                self.tok_encode(text, add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length - 1,
+                context_len=1,
+            )
+            for known, new in windows:
+                items.append((np.asarray([*known, new[-1]], np.int32), len(new)))
+            self._count("loglikelihood_rolling")
+            ends.append(len(items))
+        scores = [score for score, _ in self._score(items, "loglikelihood_rolling")]
+        return [sum(scores[a:b]) for a, b in itertools.pairwise([0, *ends])]
+
+    def _score(self, items: list[tuple[np.ndarray, int]], what: str) -> list[tuple[float, bool]]:
+        """Returns the log-likelihood of each item's last tokens, and whether all are greedy."""
+        decoder, params = self.model.decoder, self.model.params
+        policy, kv = full_depth(decoder), "propagate"
+        if self.mode.depth_policy is not None:
+            policy = self.mode.depth_policy
+            kv = check_kv(self.mode.prompt_kv, ("propagate", "drop"))
+        shallow = self.prefill is not None and what == "loglikelihood"
+        if shallow:
+            assert self.prefill is not None
+            kv = self.prefill.kv or kv
+
+        def policy_of(batch: Batch) -> Policy:
+            """Returns the policy that knows where each row's context ends."""
+            assert self.prefill is not None
+            new = [items[item][1] if item >= 0 else 0 for item in batch.window]
+            ends = jnp.asarray(batch.lengths - np.asarray(new), jnp.int32)
+            return dataclasses.replace(self.prefill.policy, prompt_tokens=ends)  # type: ignore[type-var]
+
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(items)
+
+        def observe(_: str, batch: Batch, comparison: Comparison, __: np.ndarray) -> None:
+            for row, item in enumerate(batch.window):
+                if item >= 0:
+                    last = int(batch.lengths[row]) - 1  # It predicts nothing.
+                    mine = slice(last - items[item][1], last)
+                    nll = np.asarray(comparison.nll)[row, mine].sum(dtype=np.float64)
+                    found[item] = -float(nll), bool(np.all(comparison.greedy[row, mine]))
+
+        batches = list(
+            batches_of(
+                [ids for ids, _ in items],
+                rows=self.rows,
+                widths=row_widths(self.max_length),
+                vocab_size=decoder.config.vocab_size,
+            )
+        )
+        parts = [([each], policy_of(each)) for each in batches] if shallow else []
+        for part, chosen in parts or [(batches, policy)] * bool(batches):
+            options: dict[str, Any] = {"kv": kv, "observe": observe}
+            self.scored += evaluate(decoder, params, part, {"": chosen}, **options)[""]
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Returns the new text of each prompt, cut before its stop strings."""
+        asked = [self._request(*request.args) for request in requests]
+        texts = [""] * len(asked)
+        # Longest first, as prompts of about one length share a batch and its shape.
+        order = sorted(
+            range(len(asked)), key=lambda i: (asked[i].max_new_tokens, -asked[i].prompt.size)
+        )
+        for _, group in itertools.groupby(order, key=lambda i: asked[i].max_new_tokens):
+            members = list(group)
+            for start in range(0, len(members), self.rows):
+                chosen = members[start : start + self.rows]
+                for index, text in zip(chosen, self._write(asked, chosen), strict=True):
+                    texts[index] = text
+        return texts
+
+    def _request(self, context: str, options: dict[str, Any]) -> _Request:
+        """Reads what the harness asks of one prompt."""
+        wanted: dict[str, Any] = dict(normalize_gen_kwargs(options))
+        stops, size = tuple(wanted.pop("until")), wanted.pop("max_gen_toks")
+        if size >= self.max_length:
+            raise ValueError(
+                f"Wanted max_gen_toks below the model's context of {self.max_length} tokens, so "
+                f"that a prompt fits. Got {size}; the harness' default is 256. Set max_gen_toks in "
+                "the task's generation_kwargs."
+            )
+        draws = wanted.pop("do_sample")
+        methods = {name: wanted.pop(name) for name in _METHODS if name in wanted}
+        if wanted:
+            raise ValueError(
+                f"Wanted generation_kwargs among until, max_gen_toks, do_sample, "
+                f"{', '.join(_METHODS)}. Got {', '.join(map(str, wanted))}."
+            )
+        sampling = SamplingParams(**{"temperature": 1.0, **methods}) if draws else SamplingParams()
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        room = self.max_length - size
+        self._count("generate_until", truncated=len(prompt) > room)
+        return _Request(
+            prompt=np.asarray(prompt[-room:], np.int32),
+            stops=stops,
+            max_new_tokens=size,
+            sampling=sampling,
+        )
+
+    def _write(self, asked: list[_Request], chosen: list[int]) -> tuple[str, ...]:
+        """Returns new text for one batch of requests, all of one `max_new_tokens`."""
+        decoder, params = self.model.decoder, self.model.params
+        requests = [asked[index] for index in chosen]
+        prompts, stops = [each.prompt for each in requests], [each.stops for each in requests]
+        sampling = [each.sampling for each in requests]
+        # Text is decoded without special pieces: one that is a stop string has to be an id.
+        pieces = self.tokenizer.get_added_tokens_decoder().items()
+        special = {piece.content: index for index, piece in pieces if piece.special}
+        ends = [{special[stop] for stop in mine if stop in special} for mine in stops]
+        longest = max(prompt.size for prompt in prompts)
+        widths = row_widths(self.max_length)
+        found = generate_until(
+            self.tokenizer,
+            decoder,
+            params,
+            prompts,
+            stop_strings=stops,
+            mode=self.mode,
+            sampling=sampling,
+            max_new_tokens=requests[0].max_new_tokens,
+            eos_ids=[sorted({*decoder.config.eos_ids, *mine}) for mine in ends],
+            seeds=chosen,
+            prefill=self.prefill,
+            lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
+        )
+        self.spent += spent_on(decoder, params, self.mode, prompts, found.generated)
+        return found.texts
+
+    def _count(self, kind: str, *, truncated: bool = False) -> None:
+        counts = self._counts.setdefault(kind, [0, 0])
+        counts[0] += 1
+        counts[1] += truncated
+
+    def report(self) -> dict[str, Any]:
+        """Returns tokens, FLOPs over full depth's, and of each kind of request how it was run.
+
+        `executed` is `full`, `adaptive`, `lossless`, or `prompt`, where contexts were read
+        shallowly; `truncated` requests had tokens cut from their left to fit the context.
+
+        Raises:
+          ValueError: nothing was executed.
+        """
+        scored, spent, kinds = self.scored, self.spent, {}
+        if not scored.tokens + spent.tokens:
+            raise ValueError("Wanted requests that were run. Got none so far.")
+        for kind, (count, truncated) in self._counts.items():
+            writes = kind == "generate_until"
+            mode = self.mode.name if writes or self.mode.depth_policy is not None else "plain"
+            shallow = self.prefill is not None and kind != "loglikelihood_rolling"
+            executed = "prompt" if shallow else "full" if mode == "plain" else mode
+            kinds[kind] = {"requests": count, "truncated": truncated, "executed": executed}
+        full = scored.flops_full + spent.flops_plain
+        return {
+            "requests": kinds,
+            "tokens": scored.tokens + spent.tokens,
+            "flops_ratio": (scored.flops + spent.flops) / full,
+        }
+
+
+def _opening(model: Any) -> list[int]:
+    """Returns the ids that the model's texts are opened with.
+
+    Raises:
+      ValueError: its tokenizer puts something behind a text as well.
+    """
+    opened = model.encode(["a"])[0].tolist()
+    bare = model.tokenizer.encode("a", add_special_tokens=False).ids
+    if opened[len(opened) - len(bare) :] != bare:
+        raise ValueError(
+            "Wanted a tokenizer that closes no text: continuations would come after its end. Got "
+            f"'a' as {opened}, of which {bare} is the text. Change its post_processor."
+        )
+    return opened[: len(opened) - len(bare)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas of the OpenAI-compatible server by Ray Serve: its ASGI application as an ingress.
 
+    ray.serve.run(replicas(lambda: Application(served_model, slots=16), count=2, num_gpus=1))
+
 Ray Serve's proxy takes HTTP, gives each request to the emptier of two replicas, notices replicas
 that die and starts others. What a dead replica was answering is lost: its clients ask again.
 """
@@ -12,33 +14,19 @@ that die and starts others. What a dead replica was answering is lost: its clien
 from __future__ import annotations
 
 import asyncio
-import signal
-import sys
-import threading
+from collections.abc import Callable
 from typing import Any
 
-from utio_jax.contrib.ray.actors import cluster, device_of, keep_to, own_words
-from utio_jax.serving import Address, Application, Limits
-
-_WAITING = 256
-"""Requests that Serve gives to a replica beyond its slots; they wait in the server's own queue."""
+from utio_jax.core.extras import missing_library
+from utio_jax.serving import Application
 
 
 class Replica:
     """A device's process: the server's application, and its engine in a thread."""
 
-    async def __init__(self, command: Any, cpus: int) -> None:
+    async def __init__(self, make: Callable[[], Application]) -> None:
         """Returns once everything is compiled."""
-        keep_to(cpus)
-        limits = Limits(
-            queue_requests=command.queue,
-            queue_tokens=command.queue_tokens,
-            request_seconds=command.request_seconds,
-        )
-        sizes: dict[str, Any] = {"slots": command.slots, "capacity": command.capacity}
-        key = Address(key_file=command.api_key_file).key()
-        self._app = Application(command.served(), limits=limits, key=key, **sizes)
-        changed = asyncio.Event()
+        self._app, changed = make(), asyncio.Event()
         self._app.on_change = changed.set
         self._life = self._app.lifespan()
         await self._life.__aenter__()
@@ -67,50 +55,26 @@ class Replica:
             raise RuntimeError("The engine has ended.")
 
 
-def serve(
-    command: Any, *, address: str, replicas: int, cpus: int | None, host: str, port: int
-) -> None:
-    """Serves until SIGTERM or Ctrl-C.
+def replicas(
+    make: Callable[[], Application], *, count: int = 1, waiting: int = 256, **device: Any
+) -> Any:
+    """Returns replicas of a server, for `ray.serve.run`.
 
-    Args:
-      command: has `served()`, `slots`, `capacity` and limits; it is sent to the replicas.
-      address: of a cluster, see `cluster`.
-      replicas: how many, each with a device.
-      cpus: of each, where there are neither GPUs nor TPUs; None: those of the cluster, shared out.
-      host: where Ray Serve's proxy listens.
-      port: likewise.
-
-    Raises:
-      ValueError: there is no such cluster, no room, or a replica cannot be made.
+    `make` makes the application, in each replica's process, whose device is that of any Ray actor:
+    `num_gpus=1`, `num_cpus=2`, `resources={"TPU": 1}`. Serve gives it so many `waiting` requests at
+    once; those beyond its slots wait in its own queue. Raises ImportError where Ray is missing.
     """
-    with cluster(address, library="ray.serve"):
-        import ray
-        from ray import serve as ray_serve
-
-        device = device_of(replicas, cpus, ray.cluster_resources())
-        # The proxy and Serve's controller are actors without processors of their own.
-        ray_serve.start(http_options={"host": host, "port": port})
-        deployment = ray_serve.deployment(
-            ray_serve.ingress()(Replica),
-            name="server",
-            num_replicas=replicas,
-            max_ongoing_requests=command.slots + _WAITING,
-            ray_actor_options=device,
-            health_check_period_s=2.0,
-            max_constructor_retry_count=2,
-        )
-        app = deployment.bind(command, int(device.get("num_cpus", 0)))
-        try:
-            ray_serve.run(app, name="utio-jax", route_prefix="/")
-        except RuntimeError as error:
-            found = ray_serve.status().applications.get("utio-jax")
-            told = [each.message for each in found.deployments.values()] if found else []
-            said = own_words("\n".join([str(error), *told]))
-            why = "; ".join([str(error), *told])[-2000:]
-            raise ValueError(said or f"Wanted replicas. Ray Serve says: {why}") from error
-        ended = threading.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has put its own there.
-            signal.signal(number, lambda *_: ended.set())
-        print(f"ready at http://{host}:{port}", file=sys.stderr, flush=True)
-        ended.wait()
-        ray_serve.shutdown()
+    try:
+        from ray import serve
+    except ModuleNotFoundError as error:
+        raise missing_library(error, "utio_jax.contrib.ray") from error
+    deployment = serve.deployment(
+        serve.ingress()(Replica),
+        name="server",
+        num_replicas=count,
+        max_ongoing_requests=waiting,
+        ray_actor_options=device,
+        health_check_period_s=2.0,
+        max_constructor_retry_count=2,
+    )
+    return deployment.bind(make)

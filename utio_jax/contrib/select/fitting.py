@@ -3,25 +3,24 @@
 
     seen = see_all(decoder, params, queries, depths=decoder.config.exits[:-1])
     fitted = fit_select(decoder, params, seen, depths=..., tokens=16, slots=128)
-    how = fitted.select          # for `select`; None: only full depth keeps it
+    how = fitted.chosen          # for `select`; None: only full depth keeps it
 
 Decisions follow from scores alone, and survivors' scores from nothing but their own tokens. So one
 pass in which none leaves says what any margins would have done. Half of the queries make a
 ladder: depths and margins that cost least at 0, 1, 2, ... lost winners. The other half tests it
-from the safe end, by `fit_with_guarantee`; a query is one unit, its risk 0 or 1.
+from the safe end, by `fit_ladder`; a query is one unit, its risk 0 or 1.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.calibration.guarantee import fit_with_guarantee, halves
+from utio_jax.calibration.guarantee import Fitted, fit_ladder, halves
 from utio_jax.contrib.select.selecting import Select, read_context, row_flops, select, survivors
 from utio_jax.core.decoder import Decoder, Params
 
@@ -30,43 +29,6 @@ _STEPS = (1, 3)  # Winners that a step of the ladder gives up at one depth.
 
 Query = tuple[Any, np.ndarray, np.ndarray]
 """Token ids of a context, candidates `[row, token]`, their lengths `[row]`."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rung:
-    """Depths and margins that were tried.
-
-    Attributes:
-      depths: in layers.
-      margins: in nats.
-      flops_ratio: over full depth for all candidates, the context's pass apart, on the fitting
-        half.
-      disagreement: share of the testing half whose winner it loses.
-      p_value: of that being above the bound by the draw of the queries alone.
-    """
-
-    depths: tuple[int, ...]
-    margins: tuple[float, ...]
-    flops_ratio: float
-    disagreement: float
-    p_value: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FittedSelect:
-    """What `fit_select` found.
-
-    Attributes:
-      select: the cheapest that has the guarantee; None: nothing short of full depth does.
-      ladder: what was tested, safest first.
-      fitted: queries that the ladder was made of.
-      tested: queries that it was tested on.
-    """
-
-    select: Select | None
-    ladder: tuple[Rung, ...]
-    fitted: int
-    tested: int
 
 
 def see_all(
@@ -80,13 +42,7 @@ def see_all(
 ) -> Float[np.ndarray, "query boundary row"]:
     """Returns all candidates' scores at some depths and at full depth; NaN where there is none.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      queries: contexts with candidates, all of one shape.
-      depths: where candidates might leave, see `Select.depths`.
-      mean: as in `Select`.
-      slots: that contexts are padded to.
+    Queries have one shape, contexts padded to `slots`; `depths` and `mean` are those of `Select`.
     """
     none = Select(depths=tuple(depths), margins=np.full(len(depths), np.inf), mean=mean)
     tables = []
@@ -108,39 +64,36 @@ def fit_select(  # noqa: PLR0913 (options, each named)
     confidence: float = 0.95,
     top: int = 1,
     mean: bool = True,
-    widths: tuple[int, ...] | None = None,
     groups: Int[np.ndarray, " query"] | None = None,
     at_most: int = 3,
     seed: int = 0,
-) -> FittedSelect:
-    """Returns the cheapest margins whose winners are full depth's, at a confidence.
+) -> Fitted:
+    """Returns the cheapest `Select` whose winners are full depth's, at a confidence.
+
+    A rung's cost is in FLOPs over full depth's for all candidates, on the fitting half, the
+    context's pass apart.
 
     The guarantee is about queries like these, each drawn on its own: of one document, draw one or a
     few. It holds over the draw of the queries, with the chosen depths and margins fixed afterwards.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      seen: scores of queries on which nothing else was fitted, from `see_all`.
-      depths: of `seen`, full depth apart.
-      tokens: static width of candidates.
-      slots: static width of contexts.
-      max_disagreement: share of queries whose winner may be lost, in (0, 1).
-      confidence: in (0, 1).
-      top: how many are wanted; lost is a query of which any of these leaves.
-      mean: as `seen` was made.
-      widths: as in `Select`.
-      groups: of queries that stay on one side, as those of one document; None: each on its own.
-      at_most: depths of a rung.
-      seed: of the draw of the halves.
+    `seen` are scores of queries on which nothing else was fitted, from `see_all` at `depths` and
+    with `mean`; candidates and contexts have the static widths `tokens` and `slots`. At most
+    `max_disagreement` of the queries may lose any of their `top` winners. Queries of one group, as
+    those of a document, stay in one half. A rung has `at_most` so many depths.
 
     Raises:
       ValueError: scores of another shape than depths and queries say, or fewer queries than the
         guarantee takes.
     """
     depths = tuple(depths)
-    _check(seen, depths, groups)
-    chance = Select(depths=depths, margins=np.zeros(len(depths)), top=top, widths=widths)
+    if seen.ndim != 3 or seen.shape[1] != len(depths) + 1:
+        raise ValueError(
+            f"Wanted scores [query, boundary, row] at each of depths={depths} and at full depth. "
+            f"Got shape {seen.shape}. Make them with see_all."
+        )
+    if groups is not None and groups.shape != seen.shape[:1]:
+        raise ValueError(f"Wanted a group for each of {len(seen)} queries. Got {groups.shape}.")
+    chance = Select(depths=depths, margins=np.zeros(len(depths)), top=top)
     sizes = np.asarray(chance.check(decoder, rows=seen.shape[2]))
     fits = halves(
         np.arange(len(seen)) if groups is None else groups,
@@ -149,33 +102,27 @@ def fit_select(  # noqa: PLR0913 (options, each named)
         confidence=confidence,
         seed=seed,
     )
-    prices = _Prices(decoder, params, tokens=tokens, slots=slots, sizes=sizes)
+
+    def price(counts: np.ndarray, mine: tuple[int, ...]) -> float:
+        layers = decoder.config.num_layers
+        each, whole = (
+            row_flops(decoder, params, ends, tokens=tokens, slots=slots)
+            for ends in ((*mine, layers), (layers,))
+        )
+        padded = sizes[np.searchsorted(sizes, counts)]
+        return float((padded @ each).sum() / (len(counts) * sizes[-1] * whole[0]))
+
     limit = int(np.ceil(2 * max_disagreement * fits.sum())) + 1
-    ladder = _ladder(seen[fits], depths, prices, top=top, limit=limit, at_most=at_most)
+    ladder = _ladder(seen[fits], depths, price, top=top, limit=limit, at_most=at_most)
     tried = seen[~fits]
     lost = np.stack(
         [replay(tried[:, _of(mine, depths)], margins, top=top)[1] for mine, margins, _ in ladder]
     )
-    result = fit_with_guarantee(lost, max_risk=max_disagreement, confidence=confidence)
-    chosen = None
-    if result.chosen is not None:
-        mine, margins, _ = ladder[result.chosen]
-        chosen = Select(depths=mine, margins=margins, top=top, mean=mean, widths=widths)
-    rungs = [
-        Rung(
-            depths=mine,
-            margins=tuple(margins.tolist()),
-            flops_ratio=ratio,
-            disagreement=lost_of,
-            p_value=p_value,
-        )
-        for (mine, margins, ratio), lost_of, p_value in zip(
-            ladder, result.means, result.p_values, strict=True
-        )
+    settings = [
+        Select(depths=mine, margins=margins, top=top, mean=mean) for mine, margins, _ in ladder
     ]
-    return FittedSelect(
-        select=chosen, ladder=tuple(rungs), fitted=int(fits.sum()), tested=len(tried)
-    )
+    costs, bound = [ratio for *_, ratio in ladder], {"max_risk": max_disagreement}
+    return fit_ladder(settings, costs, lost, confidence=confidence, **bound)
 
 
 def replay(
@@ -186,12 +133,8 @@ def replay(
 ) -> tuple[Int[np.ndarray, "query boundary"], Bool[np.ndarray, " query"]]:
     """Returns how many candidates run each segment under some margins, and which queries are lost.
 
-    Lost is one of whose full-depth `top` a candidate leaves.
-
-    Args:
-      seen: scores at the margins' depths, and at full depth; NaN where there is no candidate.
-      margins: one for each depth but full depth.
-      top: how many are wanted.
+    Lost is one of whose full-depth `top` a candidate leaves. `seen` are scores at the margins'
+    depths, and at full depth; NaN where there is no candidate.
     """
     full = seen[:, -1]
     alive = ~np.isnan(full)
@@ -209,24 +152,8 @@ def _best(full: np.ndarray, top: int) -> np.ndarray:
     return np.argsort(np.where(np.isnan(full), np.inf, -full), axis=1, kind="stable")[:, :top]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Prices:
-    """FLOPs of queries, whose candidates are padded to widths."""
-
-    decoder: Decoder
-    params: Params
-    tokens: int
-    slots: int
-    sizes: np.ndarray
-
-    def ratio(self, counts: np.ndarray, depths: tuple[int, ...]) -> float:
-        layers = self.decoder.config.num_layers
-        each, whole = (
-            row_flops(self.decoder, self.params, ends, tokens=self.tokens, slots=self.slots)
-            for ends in ((*depths, layers), (layers,))
-        )
-        padded = self.sizes[np.searchsorted(self.sizes, counts)]
-        return float((padded @ each).sum() / (len(counts) * self.sizes[-1] * whole[0]))
+_Price = Callable[[np.ndarray, tuple[int, ...]], float]
+"""Maps counts of candidates and depths to FLOPs over full depth's, padded to widths."""
 
 
 _Try = tuple[tuple[int, ...], np.ndarray, float]
@@ -235,7 +162,7 @@ _Try = tuple[tuple[int, ...], np.ndarray, float]
 def _ladder(
     seen: np.ndarray,
     depths: tuple[int, ...],
-    prices: _Prices,
+    price: _Price,
     *,
     top: int,
     limit: int,
@@ -246,14 +173,14 @@ def _ladder(
     for size in range(1, min(at_most, len(depths)) + 1):
         for mine in itertools.combinations(depths, size):
             some = seen[:, _of(mine, depths)]
-            for margins, ratio, lost in _path(some, mine, prices, top=top, limit=limit):
+            for margins, ratio, lost in _path(some, mine, price, top=top, limit=limit):
                 if lost not in best or ratio < best[lost][2]:
                     best[lost] = (mine, margins, ratio)
     safe, widest, _ = best[0]
     rungs: list[_Try] = []
     for factor in _WIDER:
         counts, _ = replay(seen[:, _of(safe, depths)], widest * factor, top=top)
-        rungs.append((safe, widest * factor, prices.ratio(counts, safe)))
+        rungs.append((safe, widest * factor, price(counts, safe)))
     for lost in sorted(best):
         if best[lost][2] < rungs[-1][2]:
             rungs.append(best[lost])
@@ -261,7 +188,7 @@ def _ladder(
 
 
 def _path(
-    seen: np.ndarray, depths: tuple[int, ...], prices: _Prices, *, top: int, limit: int
+    seen: np.ndarray, depths: tuple[int, ...], price: _Price, *, top: int, limit: int
 ) -> Iterator[tuple[np.ndarray, float, int]]:
     """Yields margins, their cost and lost winners: from none lost on, greedily.
 
@@ -281,7 +208,7 @@ def _path(
     def tried(given: tuple[int, ...]) -> tuple[np.ndarray, float, int]:
         margins = steps[np.arange(len(depths)), np.asarray(given)]
         counts, lost = replay(seen, margins, top=top)
-        return margins, prices.ratio(counts, depths), int(lost.sum())
+        return margins, price(counts, depths), int(lost.sum())
 
     given = (0,) * len(depths)
     now = tried(given)
@@ -304,19 +231,3 @@ def _path(
 def _of(mine: tuple[int, ...], depths: tuple[int, ...]) -> list[int]:
     """Returns where some depths, and full depth, are among all."""
     return [*(depths.index(depth) for depth in mine), len(depths)]
-
-
-def _check(
-    seen: np.ndarray,
-    depths: tuple[int, ...],
-    groups: np.ndarray | None,
-) -> None:
-    if seen.ndim != 3 or seen.shape[1] != len(depths) + 1:
-        raise ValueError(
-            f"Wanted scores [query, boundary, row] at each of depths={depths} and at full depth. "
-            f"Got shape {seen.shape}. Make them with see_all."
-        )
-    if groups is not None and groups.shape != seen.shape[:1]:
-        raise ValueError(
-            f"Wanted a group for each of {len(seen)} queries. Got shape {groups.shape}."
-        )

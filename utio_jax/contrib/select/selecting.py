@@ -68,22 +68,21 @@ class Select:
       depths: in layers, strictly increasing, below the model's; 0: before the first layer.
       top: how many are wanted. Static.
       mean: scores are means over a candidate's tokens, otherwise sums. Static.
-      widths: candidates of a batch, ascending; one program for each depth and width. None: those
-        given, and halves of that down to 1. Static.
     """
 
     margins: Float[Array | np.ndarray, " boundary"]
     depths: tuple[int, ...] = static()
     top: int = static(default=1)
     mean: bool = static(default=True)
-    widths: tuple[int, ...] | None = static(default=None)
 
     def check(self, decoder: Decoder, *, rows: int) -> tuple[int, ...]:
-        """Returns the widths of batches for so many candidates.
+        """Returns the widths of batches for so many candidates: that, and its halves down to 1.
+
+        One program serves each depth and width.
 
         Raises:
           ValueError: depths that are no boundaries of this model, margins of another number or
-            below 0, a `top` that there are not candidates for, or widths that do not hold them.
+            below 0, or a `top` that there are not candidates for.
         """
         layers = decoder.config.num_layers
         margins = np.asarray(self.margins)
@@ -96,18 +95,10 @@ class Select:
             )
         if not 1 <= self.top <= rows:
             raise ValueError(f"Wanted a top from 1 to the {rows} candidates. Got top={self.top}.")
-        if self.widths is None:
-            found = {rows}
-            while (least := min(found)) > 1:
-                found.add(-(-least // 2))
-            return tuple(sorted(found))
-        if list(self.widths) != sorted({*self.widths}) or self.widths[:1] < (1,):
-            raise ValueError(f"Wanted widths from 1 on, ascending. Got widths={self.widths}.")
-        if self.widths[-1] < rows:
-            raise ValueError(
-                f"Wanted widths up to the {rows} candidates. Got widths={self.widths}. Add {rows}."
-            )
-        return self.widths
+        found = {rows}
+        while (least := min(found)) > 1:
+            found.add(-(-least // 2))
+        return tuple(sorted(found))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,12 +130,8 @@ def read_context(
 ) -> Context:
     """Returns a context at full depth, for any number of candidates behind it.
 
-    Args:
-      decoder: the model; causal.
-      params: its parameters.
-      token_ids: `[token]`, at least one.
-      slots: static width that it is padded to, for one program over contexts of many lengths. By
-        default the next multiple of 64.
+    `slots` is the static width that it is padded to, for one program over contexts of many
+    lengths; by default the next multiple of 64.
 
     Raises:
       ValueError: no token, ids outside the vocabulary, more than the model's context or `slots`
@@ -189,15 +176,7 @@ def select(
     """Returns the best candidates behind a context, most of them read by few layers.
 
     Waits for the device at each depth, to learn how many are left. Compiles a program for each
-    segment and width at most, per shape of the candidates.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      context: of this model, from `read_context`.
-      candidates: right-padded.
-      lengths: tokens of each; 0: there is none.
-      how: which go on.
+    segment and width at most, per shape of the candidates. One of length 0 is none.
 
     Raises:
       ValueError: see `Select.check`; ids outside the vocabulary, no candidates, or ones that do not
@@ -269,13 +248,7 @@ def survivors(
 ) -> Bool[np.ndarray, "*lead row"]:
     """Returns which candidates go on: those at most `margin` behind the `top`-th best.
 
-    A score that is NaN decides nothing, and its candidate goes on.
-
-    Args:
-      scores: of candidates.
-      alive: those that are left, at least `top`; scores of the others are not looked at.
-      margin: in the scores' unit.
-      top: how many are wanted.
+    Of those that are `alive`, at least `top`. A score of NaN decides nothing: that one goes on.
     """
     known = np.where(alive & ~np.isnan(scores), scores, -np.inf)
     bar = np.partition(known, -top, axis=-1)[..., -top, None]
@@ -288,12 +261,7 @@ def row_flops(
 ) -> Float[np.ndarray, " segment"]:
     """Returns the FLOPs of a candidate in each segment: its layers, and the head at their end.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      depths: ends of the segments, in layers; the first may be 0, which costs nothing.
-      tokens: static width of candidates.
-      slots: of the context.
+    Segments end at `depths`, 0 costs nothing; a candidate has `tokens`, the context `slots`.
     """
     cost, runs, ends = token_cost(decoder, params), max(1, tokens - 1), np.asarray([0, *depths])
     layers = np.diff(cost.layers(ends, slots + runs))
@@ -305,15 +273,12 @@ def _embed(
     decoder: Decoder, params: Params, context: Context, ids: Int[Array, "row token"]
 ) -> tuple[Float[Array, "row input dim"], KVCache, Float[Array, " row"]]:
     """Returns the states at depth 0 of all tokens but the last, and the first ones' likelihood."""
-    positions = jnp.minimum(_positions(context, ids), decoder.config.context_length - 1)
+    ahead = jnp.arange(ids.shape[1] - 1, dtype=jnp.int32)[None, :]
+    positions = jnp.minimum(context.length + ahead, decoder.config.context_length - 1)
+    positions = jnp.broadcast_to(positions, ids[:, :-1].shape)
     x = decoder.embed(params, ids[:, :-1], positions)
     cache = init_cache(decoder.config, batch=ids.shape[0], slots=x.shape[1], dtype=x.dtype)
     return x, cache, context.log_probs[ids[:, 0]]
-
-
-def _positions(context: Context, ids: Int[Array, "row token"]) -> Int[Array, "row input"]:
-    ahead = jnp.arange(ids.shape[1] - 1, dtype=jnp.int32)[None, :]
-    return jnp.broadcast_to(context.length + ahead, (ids.shape[0], ids.shape[1] - 1))
 
 
 @partial(jax.jit, static_argnames=("decoder", "start", "stop"), donate_argnames=("x", "cache"))

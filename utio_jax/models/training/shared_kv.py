@@ -8,7 +8,7 @@ layers up to S, one for each query head where there are so many. All weights the
 divergence from the model's own prediction as it was (self-distillation, Zhang et al. 2019, arXiv
 1905.08094). SwiftKV (arXiv 2410.03960) converts models alike, but keeps a projection per layer.
 What such a model gives, exactly: prompts that stop at layer S, and a cache of S layers
-(`docs/shared_kv.md`).
+(`docs/prompts.md`).
 """
 
 from __future__ import annotations

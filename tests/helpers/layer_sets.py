@@ -24,17 +24,8 @@ def reference_layer_sets(
 ) -> Float[Array, "batch token dim"]:
     """Returns every token's last state where each runs a set of layers. Slow and obvious.
 
-    All layers run on all tokens under masks.
     Where a token does not run a layer, its state passes by unchanged, and others see in that layer
     the K/V of this state (`"propagate"`), or nothing of it (`"drop"`).
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: right-padded rows.
-      lengths: real tokens per row.
-      runs: which tokens run which layer.
-      kv: `"propagate"` or `"drop"`.
     """
     check_kv(kv, ("propagate", "drop"))
     check_own_kv(decoder, what="layers that are skipped")

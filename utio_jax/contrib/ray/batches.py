@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Classes for `Dataset.map_batches` of Ray Data: an actor each, with a device and the model.
+
+    documents = ray.data.read_json(files)                      # columns id and text
+    scored = documents.map_batches(
+        Scorer, fn_constructor_args=("shared-16", policy), batch_format="pyarrow", batch_size=256,
+        compute=ray.data.ActorPoolStrategy(size=2), num_gpus=1,
+    )
+    scored.write_parquet(out)
+
+A text is a string, or a list of token ids. What a document gets depends on it alone, not on others
+of its batch, on the actor, or on a batch that runs again after a fault.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from utio_jax.core.documents import check_ids
+from utio_jax.decoding.base import Mode, Plain
+from utio_jax.engine import Engine
+from utio_jax.evaluation.evaluate import score_documents
+from utio_jax.models import load
+from utio_jax.policies.base import Policy
+
+_SUMS = ("predicted", "nll", "nll_full", "kl", "agree", "flops", "flops_full")
+
+
+class Scorer:
+    """Scores documents as `score_documents` does, in passes of one shape per width."""
+
+    def __init__(self, model: str, policy: Policy, *, rows: int = 16, **options: Any) -> None:
+        """Loads the model: a name, or a folder that every machine sees.
+
+        Every pass has so many `rows`; options are those of `score_documents`.
+        """
+        self._model, self._policy = load(model), policy
+        self._options: dict[str, Any] = {"rows": rows, "same_rows": True, **options}
+
+    def __call__(self, batch: Any) -> Any:
+        """Returns a table of a row per document: its sums of `Quality`, and each token's depth.
+
+        A document of less than two tokens predicts nothing: its sums are 0.
+
+        Raises:
+          ValueError: token ids outside the vocabulary; the document is named.
+        """
+        import pyarrow
+
+        names, ids = _documents(self._model, batch)
+        found = score_documents(
+            self._model.decoder, self._model.params, ids, self._policy, **self._options
+        )
+        columns: dict[str, Any] = {"id": names, "tokens": [each.size for each in ids]}
+        depths = [each.depths for each in found.documents]
+        columns["depths"] = pyarrow.array(depths, pyarrow.list_(pyarrow.int32()))
+        for name in _SUMS:
+            columns[name] = [getattr(each.quality, name) for each in found.documents]
+        return pyarrow.table(columns)
+
+
+class Continuer:
+    """Continues prompts by continuous batching; each gets what it gets alone."""
+
+    def __init__(
+        self, model: str, *, mode: Mode = Plain(), slots: int = 8, seed: int = 0, **options: Any
+    ) -> None:
+        """Loads the model, a name or a folder that every machine sees, and compiles.
+
+        So many `slots` run at once. A prompt's own seed is made of `seed` and its id. Options are
+        those of `Engine.submit`: `max_new_tokens`, `sampling`, and others.
+        """
+        self._model, self._seed = load(model), seed
+        context = self._model.decoder.config.context_length
+        sizes: dict[str, Any] = {"slots": slots, "capacity": context, "mode": mode}
+        with contextlib.suppress(ValueError):  # Token ids need none.
+            sizes["tokenizer"] = self._model.tokenizer
+        self._engine = Engine(self._model.decoder, self._model.params, **sizes)
+        self._engine.warmup()
+        self._options = {"max_new_tokens": 128} | options
+        self._longest = context - mode.block - self._options["max_new_tokens"]
+
+    def __call__(self, batch: Any) -> Any:
+        """Returns a table of a row per prompt; `empty` and `too_long` ones get no text.
+
+        Raises:
+          ValueError: token ids outside the vocabulary; the document is named.
+        """
+        import pyarrow
+
+        names, ids = _documents(self._model, batch)
+        numbers = [
+            self._engine.submit(each, seed=seed_of(name, self._seed), **self._options)
+            if 0 < each.size <= self._longest
+            else None
+            for name, each in zip(names, ids, strict=True)
+        ]
+        finished, rows = self._engine.drain(), []
+        for name, each, number in zip(names, ids, numbers, strict=True):
+            found = None if number is None else finished[number]
+            reason = "too_long" if each.size else "empty"
+            rows.append(
+                {
+                    "id": name,
+                    "prompt_tokens": each.size,
+                    "reason": reason if found is None else found.reason,
+                    "text": "" if found is None else found.text,
+                    "token_ids": [] if found is None else found.token_ids.tolist(),
+                    "depths": [] if found is None else found.decided.tolist(),
+                    "log_probabilities": [] if found is None else found.log_probabilities.tolist(),
+                }
+            )
+        whole, texts = pyarrow.list_(pyarrow.int32()), pyarrow.string()
+        kinds = (
+            texts,
+            pyarrow.int64(),
+            texts,
+            texts,
+            whole,
+            whole,
+            pyarrow.list_(pyarrow.float32()),
+        )
+        schema = pyarrow.schema([*zip(rows[0], kinds, strict=True)]) if rows else None
+        return pyarrow.Table.from_pylist(rows, schema=schema)
+
+
+def seed_of(name: str, seed: int) -> int:
+    """Returns the seed of a prompt's draws, made of its id: wherever it stands.
+
+    >>> seed_of("a", 0), seed_of("a", 1), seed_of("b", 0)
+    (3398926610, 3398926611, 1042540566)
+    """
+    digest = hashlib.sha256(name.encode()).digest()
+    return (int.from_bytes(digest[:4], "big") + seed) % 2**32
+
+
+def _documents(model: Any, batch: Any) -> tuple[list[str], list[np.ndarray]]:
+    """Returns ids and token ids of a batch's documents."""
+    names = [str(name) for name in batch["id"].to_pylist()]
+    texts = batch["text"].to_pylist()
+    strings = [text for text in texts if isinstance(text, str)]
+    encoded = iter(model.encode(strings) if strings else ())  # Token ids need no tokenizer.
+    vocab_size, found = model.decoder.config.vocab_size, []
+    for name, text in zip(names, texts, strict=True):
+        ids = next(encoded) if isinstance(text, str) else np.asarray(text, np.int64)
+        found.append(check_ids(ids, vocab_size=vocab_size, what=f"document {name!r}"))
+    return names, found
