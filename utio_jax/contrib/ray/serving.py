@@ -30,11 +30,7 @@ class Replica:
     async def __init__(self, command: Any, cpus: int) -> None:
         """Returns once everything is compiled."""
         keep_to(cpus)
-        limits = Limits(
-            queue_requests=command.queue,
-            queue_tokens=command.queue_tokens,
-            request_seconds=command.request_seconds,
-        )
+        limits = Limits(request_seconds=command.request_seconds)
         sizes: dict[str, Any] = {"slots": command.slots, "capacity": command.capacity}
         key = Address(key_file=command.api_key_file).key()
         self._app = Application(command.served(), limits=limits, key=key, **sizes)
