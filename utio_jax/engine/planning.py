@@ -28,7 +28,7 @@ import numpy as np
 from scipy.stats import binom
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.adaptive import Adaptive, quarters
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.sampling import Greedy
 from utio_jax.engine.depths import own_thresholds
@@ -297,7 +297,11 @@ def _sane(measured: Callable[[], RowRates], remedy: str) -> RowRates:
 
 def _widths(served: Served, mode: Adaptive) -> tuple[int, ...]:
     """Returns the numbers of rows that a segment may run, ascending."""
-    return (*(width for width in mode.pack if width < served.slots), served.slots)
+    pack, depths = mode.pack, mode.depth_policy.depths
+    if pack is None:  # Upper segments that make no keys and values run the rows that need them.
+        waits = served.decoder.config.kv_made(depths[0], depths[-1])
+        pack = () if waits else quarters(served.slots)
+    return (*(width for width in pack if width < served.slots), served.slots)
 
 
 def _rates(served: Served, mode: Adaptive) -> RowRates:
