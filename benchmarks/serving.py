@@ -58,7 +58,12 @@ def _submit(engine: Engine, prompt: list[int], new: int) -> None:
 
 
 async def run_clients(
-    port: int, model: str, asked: list[tuple[list[int], int]], *, clients: int, stream: bool
+    port: int,
+    asked: list[tuple[list[int], int]],
+    *,
+    clients: int,
+    stream: bool,
+    budget: float | None,
 ) -> dict[str, Any]:
     """Returns the rate of a server, and what its clients saw."""
     waiting, first, between, whole = list(reversed(asked)), [], [], []
@@ -70,12 +75,14 @@ async def run_clients(
         while waiting:
             prompt, new = waiting.pop()
             body = {
-                "model": model,
+                "model": "m",
                 "prompt": prompt,
                 "max_tokens": new,
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": stream,
+                # Or the server might find that it does not pay.
+                "utio": {} if budget is None else {"budget": budget},
             }
             data = json.dumps(body).encode()
             head = (
@@ -177,7 +184,13 @@ def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
             found = {"engine": run_engine(engine, asked, options.clients)}
             for name in ("whole", "stream"):
                 result = asyncio.run(
-                    run_clients(port, "m", asked, clients=options.clients, stream=name == "stream")
+                    run_clients(
+                        port,
+                        asked,
+                        clients=options.clients,
+                        stream=name == "stream",
+                        budget=budget,
+                    )
                 )
                 found[name] = result["rate"]
                 if round_number:

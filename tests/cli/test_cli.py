@@ -254,6 +254,7 @@ def test_generate_streams_one_prompt_to_a_terminal(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")
     generate = importlib.import_module("utio_jax.decoding.generate")  # Its name is a function's.
     begun, shown, stream = list[Any](), list[str](), generate.stream
 

@@ -560,7 +560,7 @@ def test_models_are_listed_with_what_may_be_asked_for(server: Running) -> None:
         "mode": "adaptive",
         "default_mode": "adaptive",
         "layers": 4,
-        "exits": [2, 3, 4],
+        "exits": [1, 2, 4],
         "policy": "learned",
         "budget": 0.5,
         "budgets": [0.5, 0.8],

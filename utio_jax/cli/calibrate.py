@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from utio_jax.cli.options import (
-    Files,
+    OfText,
     OfWindows,
     Rare,
     is_first,
@@ -29,13 +29,13 @@ from utio_jax.policies.store import Calibration, calibration_file, load_calibrat
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibrate(OfWindows):
+class Calibrate(OfWindows, OfText):
     """Fits policies to a model on a text: at budgets, within a loss, or with a guarantee.
 
-    A model without exits gets some, read through a lens that is fitted first.
+    Without files, on the calibrate split of this Python's standard library. A model without exits
+    gets some, read through a lens that is fitted first.
 
     Attributes:
-      files: text files; by default the calibrate split of this Python's standard library.
       policy: learned, utio_surrogate, utio_before, position, prompt_router, softmax_gap,
         max_probability, entropy, state_similarity, classifier, cost_aware, patience, hazard,
         candidates; or all. By default learned and utio_surrogate.
@@ -45,7 +45,6 @@ class Calibrate(OfWindows):
         tokens that differ from full depth's, guaranteed by risk control on half of the documents,
         near-copies kept together.
       confidence: of that guarantee, for all policies at once: pick the cheapest. By default 0.95.
-      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       gate_text: text files to which the weights of signals are fitted, other ones than thresholds:
         gates look better on what they have seen. `train` takes that split of the standard library.
         By default the calibration text.
@@ -66,13 +65,11 @@ class Calibrate(OfWindows):
         "calibrate FILES --model DIR --exits 10 20 30 --fit-lens",
     )
 
-    files: Files = ()
     policy: Rare[tuple[str, ...]] = ("learned", "utio_surrogate")
     budget: tuple[float, ...] = ()
     max_nll_increase_pct: float | None = None
     max_disagreement: float | None = None
     confidence: Rare[float | None] = None
-    token_ids: Rare[Path | None] = None
     gate_text: Rare[tuple[str, ...]] = ()
     exits: tuple[int, ...] = ()
     fit_lens: bool = False

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import (
-    Files,
+    OfText,
     OfWindows,
     Rare,
     calibration_of,
@@ -22,14 +22,14 @@ from utio_jax.cli.options import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compare(OfWindows):
+class Compare(OfWindows, OfText):
     """Holds every calibrated policy against truncation, chance and hindsight on unseen text.
 
+    The text is to be one that nothing was fitted to; without files, the test split of this Python's
+    standard library.
+
     Attributes:
-      files: text files that nothing was fitted to; by default the test split of this Python's
-        standard library.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
-      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       budget: FLOPs over full depth's, one or several; all that were calibrated by default.
       batches: of 16 windows, drawn over all documents; 0 takes the whole text. Time grows with it,
         but for the programs, which are compiled once each; intervals narrow with documents rather
@@ -45,9 +45,7 @@ class Compare(OfWindows):
         "compare FILES --model DIR --budget 0.5 0.75 --batches 0",
     )
 
-    files: Files = ()
     calibration: Rare[Path | None] = None
-    token_ids: Rare[Path | None] = None
     budget: tuple[float, ...] = ()
     batches: int = 6
     draws: Rare[int] = 2000

@@ -8,16 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utio_jax.cli.options import Files, OfModel, Rare, check_out, read_documents
+from utio_jax.cli.options import OfModel, OfText, Rare, check_out, read_documents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finetune(OfModel):
+class Finetune(OfModel, OfText):
     """Teaches the exits of a stock model to predict; transformers can load what is written.
 
     Attributes:
-      files: text files.
-      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       out: folder for checkpoints, log, and the finished model in `out/model`.
       steps: optimizer steps.
       tokens_per_step: positions predicted in one step.
@@ -40,8 +38,6 @@ class Finetune(OfModel):
         "finetune FILES --model DIR --exits 8 16 24 32 --resume",
     )
 
-    files: Files = ()
-    token_ids: Rare[Path | None] = None
     exits: tuple[int, ...] = ()
     out: Path = Path("out/finetune")
     steps: int = 500

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utio_jax.cli.options import Files, OfModel, Rare, progress_lines, read_documents
+from utio_jax.cli.options import OfModel, OfText, Rare, progress_lines, read_documents
 from utio_jax.staircase.reference import FrozenKV
 
 _BATCH = 8  # Rows per pass.
@@ -17,17 +17,15 @@ _FIT_TOKENS = 20_000  # That the closed form is fitted to, at most.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitPrompt(OfModel):
+class FitPrompt(OfModel, OfText):
     """Fits KV maps for prompts whose tokens mostly stop early, and chooses how prompts are read.
 
     Maps are fitted to one part of the text, the cheapest way of reading within the limit is chosen
-    on another, and reported on a third, beside controls. The file is for --prompt-maps. With
-    --train the maps learn on from the closed form, by what follows prompts; the model stays as it
-    is.
+    on another, and reported on a third, beside controls; without files, of the calibrate split of
+    the standard library. What is written is for --prompt-maps. With --train the maps learn on from
+    the closed form, by what follows prompts; the model stays as it is.
 
     Attributes:
-      files: text files; without any, the calibrate split of the standard library.
-      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       fit_text: more text files, for maps alone: nothing is chosen or reported on them.
       stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.
       deep: shares of a prompt's tokens that go deep, to choose from.
@@ -50,8 +48,6 @@ class FitPrompt(OfModel):
         "fit-prompt FILES --model DIR --stop 20 --train",
     )
 
-    files: Files = ()
-    token_ids: Rare[Path | None] = None
     fit_text: Rare[tuple[Path, ...]] = ()
     stop: tuple[int, ...] = ()
     deep: tuple[float, ...] = (0.15,)

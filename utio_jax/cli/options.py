@@ -34,6 +34,19 @@ Files = tyro.conf.Positional[tuple[Path, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class OfText:
+    """What a command reads.
+
+    Attributes:
+      files: text files.
+      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
+    """
+
+    files: Files = ()
+    token_ids: Rare[Path | None] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OfModel:
     """Which model a command is about.
 

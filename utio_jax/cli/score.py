@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from utio_jax.cli.options import (
-    Files,
+    OfText,
     OfWindows,
     Rare,
     check_out,
@@ -51,12 +51,10 @@ _LEAST = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scoring(OfWindows):
+class Scoring(OfWindows, OfText):
     """Options of scoring.
 
     Attributes:
-      files: text files.
-      token_ids: a JSON file with a list of id lists, taken as they are, instead of text.
       policy: full, uniform, random, or one that the calibration holds.
       budget: FLOPs of a fitted policy over full depth's. By default 0.75, or the only one.
       calibration: a file that `utio-jax calibrate` wrote; by default the model's own.
@@ -67,8 +65,6 @@ class Scoring(OfWindows):
         with any number of processes.
     """
 
-    files: Files = ()
-    token_ids: Rare[Path | None] = None
     policy: str | None = None
     budget: float | None = None
     calibration: Rare[Path | None] = None

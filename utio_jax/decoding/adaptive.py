@@ -195,8 +195,16 @@ class Adaptive(Mode):
             return ThrottledRows(**options)
         if self.pack:
             return PackedRows(**options, widths=self.pack, project=self.frozen.projects)
-        quarters = tuple(sorted({batch * part // 4 for part in (1, 2, 3)} - {0}))
-        return CachedRows(**options, widths=quarters if self.pack is None else ())
+        return CachedRows(**options, widths=quarters(batch) if self.pack is None else ())
+
+
+def quarters(batch: int) -> tuple[int, ...]:
+    """Returns the numbers of rows that are packed where no row waits for others.
+
+    >>> quarters(8), quarters(1)
+    ((2, 4, 6), ())
+    """
+    return tuple(sorted({batch * part // 4 for part in (1, 2, 3)} - {0}))
 
 
 def _show(

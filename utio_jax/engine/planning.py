@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import binom
 
-from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.adaptive import Adaptive, quarters
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request
@@ -215,7 +215,11 @@ def _sane(measured: Callable[[], RowRates]) -> RowRates:
 
 def _widths(served: Served, mode: Adaptive) -> tuple[int, ...]:
     """Returns the numbers of rows that a segment may run, ascending."""
-    return (*(width for width in mode.pack or () if width < served.slots), served.slots)
+    pack, depths = mode.pack, mode.depth_policy.depths
+    if pack is None:  # Upper segments that make no keys and values run the rows that need them.
+        waits = served.decoder.config.kv_made(depths[0], depths[-1])
+        pack = () if waits else quarters(served.slots)
+    return (*(width for width in pack if width < served.slots), served.slots)
 
 
 def _rates(served: Served, mode: Adaptive) -> RowRates:
