@@ -30,7 +30,7 @@ from utio_jax.bench.subjects import shares_for
 from utio_jax.bench.timing import time_programs
 from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Plain
+from utio_jax.decoding.base import Plain, Setting
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.state import check_stops
 from utio_jax.policies.depth import Thresholded, random_depths
@@ -145,18 +145,23 @@ class Model:
         stops = check_stops((), (), rows=rows, vocab_size=self.decoder.config.vocab_size)
         limits = np.full(rows, 200, np.int32)
         ends = np.full(rows, 64, np.int32)
-        fixed = mode, None, jax.tree.map(jnp.asarray, stops)
+        setting = Setting(
+            decoder=self.decoder,
+            params=self.params,
+            mode=mode,
+            sampling=None,
+            stops=jax.tree.map(jnp.asarray, stops),
+        )
         arrays = self.ids(rows, 64), ends, limits, np.zeros(rows, np.uint32)
-        state = begin(self.decoder, self.params, *fixed, *arrays, slots=256)
+        state = begin(setting, *arrays, slots=256)
 
-        def program(params: Any, fixed: Any, state: Any) -> Any:
-            until = jnp.int32(33)
+        def program(setting: Setting, state: Any) -> Any:
             run = advance.__wrapped__  # Traced anew, with these choices.
-            return run(self.decoder, params, *fixed, state, until, None, widths=(256,)).token_ids
+            return run(setting, state, jnp.int32(33), widths=(256,)).token_ids
 
         with compiling_for(**choices):
-            run = jax.jit(program).lower(self.params, fixed, state).compile()
-        return lambda: run(self.params, fixed, state)
+            run = jax.jit(program).lower(setting, state).compile()
+        return lambda: run(setting, state)
 
 
 def predicted() -> dict[str, Any]:

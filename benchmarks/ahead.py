@@ -36,7 +36,7 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.state import check_stops
 from utio_jax.engine.blocks import block_room, run_block
 from utio_jax.engine.requests import rules_of
-from utio_jax.models.presets import SHAPES, SHARED_16, STDLIB_16, with_layers
+from utio_jax.models.presets import SHAPES, SHARED_16, with_layers
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.depth import Thresholded
@@ -52,7 +52,28 @@ cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
 registers_per_block_limit: 65536 } platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 }
 runtime_version { major: 12 minor: 8 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3" """
 
-OWN = {"shipped": STDLIB_16, "shared": SHARED_16}
+LOOPS_OF_HOST = {
+    "dense": (2, 2),
+    "score": (10, 0),
+    "prefix": (1, 1),
+    "plain": (2, 2),
+    "adaptive": (4, 0),
+}
+"""Programs of a GPU by name: loops of whose turns the host decides, as XLA is, and with graphs."""
+
+SHIPPED = dataclasses.replace(SHARED_16, exits=(8, 10, 12, 16))
+
+NARROW = {
+    f"width {width}": dataclasses.replace(
+        SHAPES["llama-7b"],
+        embed_dim=width,
+        num_heads=width // 128,
+        num_kv_heads=width // 128,
+        mlp_dim=width * 43 // 16,
+    )
+    for width in (512, 1024)
+}
+"""Llama-7B's proportions at other widths."""
 
 
 def tpu_devices(topology: str = "v5e:2x2") -> list[Any]:
@@ -113,7 +134,7 @@ class Programs:
     """What one model runs on one device, as functions that lower it.
 
     Attributes:
-      name: of `utio_jax.models.presets.SHAPES`, in bfloat16; or of `OWN`, in float32.
+      name: of `utio_jax.models.presets.SHAPES`, or `NARROW`, in bfloat16; `"shipped"`, in float32.
       layers: of the first; exits are at their quarters.
       sharding: of arguments: where it runs; None: not said, for lowering alone.
       platform: traced for; None: that of this machine.
@@ -130,12 +151,15 @@ class Programs:
 
     @functools.cached_property
     def decoder(self) -> Transformer:
-        config = OWN.get(self.name) or with_layers(SHAPES[self.name], self.layers)
+        if self.name == "shipped":
+            config = SHIPPED
+        else:
+            config = with_layers((SHAPES | NARROW)[self.name], self.layers)
         return Transformer(dataclasses.replace(config, exits=self.exits or config.exits))
 
     @functools.cached_property
     def params(self) -> Any:
-        dtype = jnp.float32 if self.name in OWN else jnp.bfloat16
+        dtype = jnp.float32 if self.name == "shipped" else jnp.bfloat16
         made = jax.eval_shape(lambda key: self.decoder.init(key, dtype), jax.random.key(0))
         return shapes(made, self.sharding)
 

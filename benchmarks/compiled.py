@@ -3,17 +3,18 @@
 
     make tpu-predict            # or: JAX_PLATFORMS=cpu .venv-tpu/bin/python benchmarks/compiled.py
 
-Nothing runs on a device. Each program's numbers are kept in `out/compiled/` as soon as they are
-known, and not made again; `--fresh` forgets them.
+Nothing runs on a device. Each program's numbers are kept in `results/compiled.json` as soon as they
+are known, and not made again: `--fresh` forgets them, `--known` writes the page of them alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import datetime
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from accelerator import BUDGET, EXPERIMENTS, split
-from ahead import Programs, on_tpu
+from ahead import LOOPS_OF_HOST, NARROW, Programs, on_tpu
 from hlo import Instruction, Program
 
 from utio_jax.bench.subjects import shares_for
@@ -38,8 +39,16 @@ CHIPS = {  # Clocks from the peak: 197 and 918 TFLOP/s in bfloat16.
     "v5e": {"hertz": 1.5e9, "bandwidth": 819e9},
     "v6e": {"hertz": 1.75e9, "bandwidth": 1640e9},
 }
-MODELS = {"llama-7b": 8, "mistral-7b": 8, "shipped": 16}
-BUDGETS = (0.75, 0.6, 0.5)
+MODELS = {"llama-7b": (0.75, 0.6, 0.5), "mistral-7b": (0.75, 0.6, 0.5), "shipped": (0.9, 0.75, 0.6)}
+"""Budgets by model: the first exit of the shipped one costs more than half."""
+
+SCORED = {"v5e": MODELS | dict.fromkeys(NARROW, (0.6,)), "v6e": MODELS}
+"""The same of scoring: narrow models on one chip alone."""
+
+LAYERS = 8
+DECODED = (1, 8)
+FITTED = {"llama-7b": 8, "mistral-7b": 32}
+MEASURED = Path("out/before_after.json")
 ROWS, WIDTH, SLOTS = 16, 512, 512
 
 Turns = Callable[[Instruction], float]
@@ -129,95 +138,117 @@ def of_step(made: Programs, budget: float, rows: int) -> tuple[Turns, Shares]:
         for start, stop, tail in zip((0, *config.exits), config.exits, tails, strict=False)
     }
 
+    made_kv = len(config.kv_made(0, config.num_layers))
+
     def turns(each: Instruction) -> float:
         name = scope(each)
         if name.startswith("segment_"):
             return runs[int(name.rsplit("_", 1)[1])]
-        return config.num_layers - sum(runs.values()) if name == "frozen" else 1
+        return made_kv - min(made_kv, sum(runs.values())) if name == "frozen" else 1
 
     return turns, lambda each: [1 / len(each.branches)] * len(each.branches)
 
 
 class Predictions:
-    """Predicted milliseconds by name; each made once and kept in a file.
+    """What is predicted of programs, by name; each made once and kept in a file.
 
     Attributes:
-      folder: where.
+      path: of the file.
+      found: the file's contents.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        self.path = path
+        self.found = json.loads(path.read_text()) if path.exists() else {}
+        if fresh:
+            self.found["programs"] = {}
 
-    def of(self, name: str, chip: str, lower: Callable[[], Any], ways: dict[str, Any]) -> Any:
-        """Returns milliseconds of one program, by the name of each way that its loops may turn."""
-        path = self.folder / f"{name}.json"
-        if not path.exists():
+    @property
+    def programs(self) -> dict[str, Any]:
+        return self.found.setdefault("programs", {})
+
+    def save(self) -> None:
+        """Writes the file, with a line for each entry."""
+        parts = []
+        for key, value in self.found.items():
+            lines = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()]
+            parts.append(f" {json.dumps(key)}: {{\n" + ",\n".join(lines) + "\n }")
+        self.path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+
+    def of(self, name: str, chip: str, lower: Callable[[], Any], ways: dict[str, Any]) -> None:
+        """Keeps a program's milliseconds, by the name of each way that its loops may turn.
+
+        Beside them megabytes of its arguments and temporaries, and its structure.
+        """
+        if name not in self.programs:
             compiled = lower().compile()
-            program, found = Program(compiled.as_text()), {}
+            program = Program(compiled.as_text())
+            memory = compiled.memory_analysis()
+            made: dict[str, Any] = {
+                "date": str(datetime.date.today()),
+                "jax": jax.__version__,
+                "libtpu": version("libtpu"),
+                "arguments_mb": round(memory.argument_size_in_bytes / 1e6, 1),
+                "temporaries_mb": round(memory.temp_size_in_bytes / 1e6, 1),
+                "structure": program.structure,
+                "ms": {},
+                "kinds": {},
+            }
             for way, (turns, shares) in ways.items():
-                spent = program.seconds(turns, shares, **CHIPS[chip])
                 kinds: collections.Counter[str] = collections.Counter()
+                spent = program.seconds(turns, shares, **CHIPS[chip])
                 for (kind, *_), seconds in spent.items():
                     kinds[kind] += 1e3 * seconds
-                top = [[1e3 * t, *key] for key, t in spent.most_common(12)]
-                found[way] = {"ms": sum(kinds.values()), "kinds": dict(kinds), "top": top}
-            memory = compiled.memory_analysis()
-            found["temp_mb"] = memory.temp_size_in_bytes / 1e6
-            found["structure"] = program.structure
-            path.write_text(json.dumps(found, indent=1))
+                made["ms"][way] = round(sum(kinds.values()), 3)
+                made["kinds"][way] = {kind: round(ms, 3) for kind, ms in kinds.items()}
+            self.programs[name] = made
+            self.save()
             jax.clear_caches()
-            print(name, {w: round(found[w]["ms"], 2) for w in ways}, flush=True)
-        return json.loads(path.read_text())
+            print(name, made["ms"], flush=True)
+
+    def ms(self, name: str, way: str) -> float | None:
+        """Returns the milliseconds of a way, if they are known."""
+        known = self.programs.get(name)
+        return None if known is None else known["ms"].get(way)
 
 
-def by_default(known: Predictions, made: Programs, chip: str, budget: float) -> Any:
-    """Returns predictions of scoring 16 x 512 tokens at a budget by the default executor."""
-    shares = capacities(made, budget)
-    depths, policy = deal(made, budget, 0), made.policy(shares)
-    with compiling_for("tpu"):
-        chosen = choose_executor("auto", policy, WIDTH)
-    way = {str(budget): of_pass(made, chosen, depths)}
-    name = f"{chip}-{made.name}-auto-{budget}"
-    return known.of(name, chip, lambda: made.score(ROWS, WIDTH, shares=shares), way)
+def scoring(known: Predictions, made: Programs, chip: str, kinds: Sequence[str]) -> None:
+    """Predicts scoring 16 x 512 tokens: dense, by the default executor, by micro-batches."""
+    key, full = f"{chip} {made.name}", np.full((ROWS, WIDTH), made.decoder.config.num_layers)
+    budgets = SCORED[chip][made.name]
+    if "dense" in kinds:
+        ways = {"1": of_pass(made, None, full)}
+        known.of(f"{key} dense", chip, lambda: made.dense(ROWS, WIDTH), ways)
+    for budget in (each for each in budgets if f"auto {each}" in kinds):
+        shares = capacities(made, budget)
+        with compiling_for("tpu"):
+            chosen = choose_executor("auto", made.policy(shares), WIDTH)
+        ways = {"": of_pass(made, chosen, deal(made, budget, 0))}
+        lower = partial(made.score, ROWS, WIDTH, shares=shares)
+        known.of(f"{key} auto {budget}", chip, lower, ways)
+    if "micro" in kinds:
+        executor = MicroBatches()
+        ways = {str(b): of_pass(made, executor, deal(made, b, 0)) for b in budgets}
+        known.of(f"{key} micro", chip, lambda: made.score(ROWS, WIDTH, executor=executor), ways)
 
 
-def scoring(known: Predictions, made: Programs, chip: str) -> dict[str, Any]:
-    """Returns predictions of the same: dense, by the default, by micro-batches."""
-    key, full = f"{chip}-{made.name}", np.full((ROWS, WIDTH), made.decoder.config.num_layers)
-    dense = {"1": of_pass(made, None, full)}
-    found = {"dense": known.of(f"{key}-dense", chip, lambda: made.dense(ROWS, WIDTH), dense)}
-    executor = MicroBatches()
-    ways = {str(b): of_pass(made, executor, deal(made, b, 0)) for b in BUDGETS}
-    found["micro"] = known.of(
-        f"{key}-micro", chip, lambda: made.score(ROWS, WIDTH, executor=executor), ways
-    )
-    return found | {f"auto {b}": by_default(known, made, chip, b) for b in BUDGETS}
+def decoding(known: Predictions, made: Programs, chip: str, rows: int) -> None:
+    """Predicts one step, plain and adaptive."""
+    key, mode = f"{chip} {made.name} {rows}", Adaptive(policy=made.policy())
+    ways = {"1": of_step(made, 1.0, rows)}
+    known.of(f"{key} plain", chip, lambda: made.decode(Plain(), rows, SLOTS), ways)
+    ways = {str(b): of_step(made, b, rows) for b in MODELS[made.name]}
+    known.of(f"{key} adaptive", chip, lambda: made.decode(mode, rows, SLOTS), ways)
 
 
-def decoding(known: Predictions, made: Programs, chip: str, rows: int) -> dict[str, Any]:
-    """Returns predictions of one step."""
-    key = f"{chip}-{made.name}-{rows}"
-    mode = Adaptive(policy=made.policy())
-    ways = {str(b): of_step(made, b, rows) for b in BUDGETS}
-    return {
-        "plain": known.of(
-            f"{key}-plain",
-            chip,
-            lambda: made.decode(Plain(), rows, SLOTS),
-            {"1": of_step(made, 1.0, rows)},
-        ),
-        "adaptive": known.of(f"{key}-adaptive", chip, lambda: made.decode(mode, rows, SLOTS), ways),
-    }
-
-
-def experiments(known: Predictions) -> dict[str, list[float]]:
-    """Returns milliseconds of both ways of the experiments that a v5e would run first."""
-    found: dict[str, list[float]] = {}
-    for number, each in enumerate(EXPERIMENTS):
-        for order, way in enumerate(each.ways):
+def experiments(known: Predictions) -> None:
+    """Predicts both ways of the experiments that a v5e would run first."""
+    found = known.found.setdefault("experiments", {})
+    for number, each in enumerate(EXPERIMENTS, start=1):
+        spent = []
+        for way, name in zip(each.ways, ("first", "then"), strict=True):
             executor, choices = split(way)
-            made = on_tpu("llama-7b", MODELS["llama-7b"])
+            made = on_tpu("llama-7b", LAYERS)
             made.choices = choices
             if each.kind == "decode":
                 lower = partial(made.decode, Plain(), each.rows, 256)
@@ -228,10 +259,19 @@ def experiments(known: Predictions) -> dict[str, list[float]]:
                 with compiling_for("tpu", **choices):
                     chosen = choose_executor(executor, made.policy(shares), WIDTH)
                 turns = of_pass(made, chosen, deal(made, BUDGET, 0))
-            name = f"v5e-experiment-{number}-{order}"
-            spent = known.of(name, "v5e", lower, {"": turns})[""]["ms"]
-            found.setdefault(each.title, []).append(round(spent, 3))
-    return found
+            known.of(f"experiment {number} {name}", "v5e", lower, {"": turns})
+            spent.append(known.ms(f"experiment {number} {name}", ""))
+        if None not in spent:
+            found[each.title] = spent
+    known.save()
+
+
+def fitting(known: Predictions) -> None:
+    """Compiles decoding with all 32 layers, which the compiler refuses where it does not fit."""
+    for name, rows in FITTED.items():
+        made = on_tpu(name, 32)
+        ways = {"1": of_step(made, 1.0, rows)}
+        known.of(f"v5e {name} 32 layers", "v5e", partial(made.decode, Plain(), rows), ways)
 
 
 HEAD = """# Compiled for TPU and GPU
@@ -241,7 +281,8 @@ cores, and every time is *predicted*. What tests pin, `make tpu-compile` and `ma
 structure: that programs compile and fit, their loops, branches, collectives and copies. The times
 are for the day when there is hardware, to be wrong about.
 
-Printed by `make tpu-predict` (`benchmarks/compiled.py`); {versions}.
+Written whole by `make tpu-predict` (`benchmarks/compiled.py`, numbers in `compiled.json`); {when}.
+{unknown}
 
 ## Method, and its limits
 
@@ -254,9 +295,9 @@ memory's bandwidth stand in. Asynchronous copies are taken to overlap. A product
 Waiting, launches and the host are not in them.
 
 Llama-7B and Mistral-7B have 8 layers here, with exits at their quarters, in bfloat16; the shipped
-model its 16 layers, in float32 (of which a TPU multiplies bfloat16 parts by default). Capacities
-are fitted (`fit_row_shares`) to eight other batches. Depths of a text are not independent of each
-other as these are: its rows differ more, and capacities have to be wider.
+model its 16 layers and exits, in float32 (of which a TPU multiplies bfloat16 parts by default).
+Capacities are fitted (`fit_row_shares`) to eight other batches. Depths of a text are not
+independent of each other as these are: its rows differ more, and capacities have to be wider.
 """
 
 TAIL = """
@@ -289,89 +330,151 @@ def table(header: list[str], lines: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
 
 
-def page(found: dict[Any, Any], tried: dict[str, list[float]], cpu: dict[str, Any]) -> str:
-    """Returns the page."""
-    versions = f"jax {jax.__version__}, libtpu {version('libtpu')}"
-    parts = [HEAD.format(versions=versions)]
+def figure(value: float | None) -> str:
+    """Returns a number with two decimals, or a dash."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def ratio(one: float | None, other: float | None) -> float | None:
+    """Returns a quotient, if both are known."""
+    return None if one is None or other is None else one / other
+
+
+def of_scoring(known: Predictions) -> str:
+    """Returns the table of passes over 16 x 512 tokens."""
     lines = []
-    for chip, name in (key for key in found if len(key) == 2):
-        known = found[chip, name]
-        full = known["dense"]["1"]["ms"]
-        micro = [f"{full / known['micro'][str(b)]['ms']:.2f}" for b in BUDGETS]
-        auto = [f"{full / known[f'auto {b}'][str(b)]['ms']:.2f}" for b in BUDGETS]
-        lines.append([chip, name, f"{full:.2f}", " / ".join(auto), " / ".join(micro)])
-    header = ["chip", "model", "full depth, ms", "default (static prefix)", "micro-batches"]
-    ideal = " / ".join(f"{1 / b:.2f}" for b in BUDGETS)
-    parts.append(
-        "\n## Scoring 16 x 512 tokens: predicted speed-up over full depth at budgets of "
-        f".75 / .6 / .5 (ideal {ideal})\n\n" + table(header, lines)
+    for chip in CHIPS:
+        for name, budgets in SCORED[chip].items():
+            full = known.ms(f"{chip} {name} dense", "1")
+            auto = [ratio(full, known.ms(f"{chip} {name} auto {b}", "")) for b in budgets]
+            micro = [ratio(full, known.ms(f"{chip} {name} micro", str(b))) for b in budgets]
+            cells = [" / ".join(map(figure, each)) for each in (budgets, auto, micro)]
+            lines.append([chip, name, figure(full), *cells])
+    header = ["chip", "model", "full depth, ms", "budgets", "default: static prefix"]
+    return (
+        "\n## Scoring 16 x 512 tokens: predicted speed-up over full depth\n\n"
+        + table([*header, "micro-batches"], lines)
+        + "\nIdeal is 1 over the budget.\n"
     )
+
+
+def of_decoding(known: Predictions) -> str:
+    """Returns the table of steps."""
     lines = []
-    for chip, name, rows in (key for key in found if len(key) == 3):
-        known = found[chip, name, rows]
-        plain = known["plain"]["1"]["ms"]
-        ratios = [f"{plain / known['adaptive'][str(b)]['ms']:.2f}" for b in BUDGETS]
-        lines.append([chip, name, str(rows), f"{plain:.2f}", " / ".join(ratios)])
-    header = ["chip", "model", "rows", "plain step, ms", "adaptive, speed-up"]
-    parts.append(
-        "\n## Decoding: predicted step from 512 slots, and speed-up at the same budgets\n\n"
-        "Rows stop independently of each other, and step together: with 32, some row needs every "
-        "layer.\n\n" + table(header, lines)
+    for chip in CHIPS:
+        for name, budgets in MODELS.items():
+            for rows in DECODED:
+                plain = known.ms(f"{chip} {name} {rows} plain", "1")
+                steps = [known.ms(f"{chip} {name} {rows} adaptive", str(b)) for b in budgets]
+                found = " / ".join(figure(ratio(plain, ms)) for ms in steps)
+                asked = " / ".join(map(figure, budgets))
+                lines.append([chip, name, str(rows), figure(plain), asked, found])
+    header = ["chip", "model", "rows", "plain step, ms", "budgets", "adaptive, speed-up"]
+    return (
+        "\n## Decoding: predicted step at 512 slots, and speed-up\n\n"
+        + table(header, lines)
+        + "\nRows stop independently of each other, and step together: the more there are, the "
+        "likelier some row\nneeds every layer.\n"
     )
-    if cpu:
-        lines = [
-            [
-                name,
-                f"{each['ms']:.2f}",
-                "{:.2f} [{:.2f}, {:.2f}]".format(*each["before_over_after"]),
-            ]
-            for name, each in cpu.items()
-        ]
-        header = ["program", "ms", "time before / after [range]"]
-        parts.append(
-            "\n## On a CPU: measured, before and after\n\n"
-            "The shipped model, before and after this page: `benchmarks/before_after.py`, "
-            "processes in turns, on a shared machine.\n\n" + table(header, lines)
-        )
+
+
+def of_memory(known: Predictions) -> str:
+    """Returns the table of what fits one chip."""
+    lines = []
+    for name, rows in FITTED.items():
+        made = known.programs.get(f"v5e {name} 32 layers")
+        sizes = [made and made[key] for key in ("arguments_mb", "temporaries_mb")]
+        lines.append([name, str(rows), *("-" if mb is None else f"{mb:.0f}" for mb in sizes)])
+    return (
+        "\n## What fits: decoding with 32 layers and 512 slots, v5e\n\n"
+        + table(["model", "rows", "arguments, MB", "temporaries, MB"], lines)
+        + "\nA v5e has 15.75 GiB, which are 16,911 MB. Before heads stood apart from products "
+        "(`heads_apart`), the\ncompiler asked for 17.55 and 16.99 GiB, and refused both.\n"
+    )
+
+
+def of_gpu() -> str:
+    """Returns the table of loops at which an H100 would wait."""
+    lines = [[name, *map(str, counts)] for name, counts in LOOPS_OF_HOST.items()]
+    return (
+        "\n## What a GPU waits for\n\nLlama-7B's widths, compiled for an H100 and pinned by "
+        "`make gpu-compile`: loops at each of whose turns the\nhost decides, as XLA is, and with "
+        "`--xla_gpu_enable_command_buffer=+WHILE`. No program has a custom\ncall, a callback or a "
+        "transfer.\n\n" + table(["program", "loops of the host", "with graphs of loops"], lines)
+    )
+
+
+def of_cpu(measured: dict[str, Any]) -> str:
+    """Returns the table of times on a CPU."""
     lines = [
-        [f"{n}. {title}", f"{a:.2f}", f"{b:.2f}", f"{a / b:.2f}"]
-        for n, (title, (a, b)) in enumerate(tried.items(), start=1)
+        [name, f"{each['ms']:.2f}", "{:.2f} [{:.2f}, {:.2f}]".format(*each["before_over_after"])]
+        for name, each in measured.items()
+        if name != "how"
     ]
+    return f"\n## On a CPU: measured, before and after\n\n{measured['how']}\n\n" + table(
+        ["program", "ms after", "time before / after [range]"], lines
+    )
+
+
+def of_experiments(tried: dict[str, list[float]]) -> str:
+    """Returns the table of experiments to come, in their order."""
+    lines = []
+    for number, each in enumerate(EXPERIMENTS, start=1):
+        first, then = tried.get(each.title, (None, None))
+        cells = map(figure, (first, then, ratio(first, then)))
+        lines.append([f"{number}. {each.title}", *cells])
     lines.append(
         [f"{len(lines) + 1}. adaptive decoding, 8 rows: loops in CUDA graphs", "-", "-", "-"]
     )
-    header = ["experiment", "first, ms", "then, ms", "predicted ratio"]
-    return "".join([*parts, TAIL, table(header, lines)])
+    return table(["experiment", "first, ms", "then, ms", "predicted ratio"], lines)
+
+
+def page(known: Predictions) -> str:
+    """Returns the page."""
+    every = known.programs.values()
+    dates = sorted({made["date"] for made in every})
+    versions = sorted({f"jax {made['jax']}, libtpu {made['libtpu']}" for made in every})
+    body = [of_scoring(known), of_decoding(known), of_memory(known), of_gpu()]
+    if "cpu" in known.found:
+        body.append(of_cpu(known.found["cpu"]))
+    body += [TAIL, of_experiments(known.found.get("experiments", {}))]
+    unknown = "A dash: not compiled." if any(" - |" in part for part in body) else ""
+    when = f"{', '.join(dates)}; {'; '.join(versions)}"
+    return "".join([HEAD.format(when=when, unknown=unknown), *body])
 
 
 def main() -> None:
-    """Predicts what is not known yet, and writes the page."""
+    """Predicts what is not known yet, what is asked first at first, and writes the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--fresh", action="store_true", help="forget what is known")
-    parser.add_argument("--chips", nargs="+", default=[*CHIPS])
-    parser.add_argument("--models", nargs="+", default=[*MODELS])
-    parser.add_argument("--kept", type=Path, default=Path("out/compiled"))
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--fresh", action="store_true", help="forget what is known")
+    how.add_argument("--known", action="store_true", help="compile nothing")
     parser.add_argument("--out", type=Path, default=Path("results/compiled.md"))
     options = parser.parse_args()
-    cpu = options.kept / "cpu.json"
-    for path in options.kept.glob("v*.json") if options.fresh else ():
-        path.unlink()
-    known, found = Predictions(options.kept), dict[Any, Any]()
-    for name in options.models if "v5e" in options.chips else ():  # What is asked first.
-        made = on_tpu(name, MODELS[name])
-        dense = {"1": of_pass(made, None, np.zeros((ROWS, WIDTH)))}
-        known.of(f"v5e-{name}-dense", "v5e", partial(made.dense, ROWS, WIDTH), dense)
-        by_default(known, made, "v5e", BUDGET)
-    for chip in options.chips:
-        for name in options.models:
-            made = on_tpu(name, MODELS[name], chip)
-            found[chip, name] = scoring(known, made, chip)
-            for rows in (1, 8, 32):
-                found[chip, name, rows] = decoding(known, made, chip, rows)
-    tried = experiments(known)
-    measured = json.loads(cpu.read_text()) if cpu.exists() else {}
-    options.out.write_text(page(found, tried, measured))
-    options.out.with_suffix(".json").write_text(json.dumps({"experiments": tried}, indent=1) + "\n")
+    path = options.out.with_suffix(".json")
+    known = Predictions(path, fresh=options.fresh)
+    if MEASURED.exists():
+        known.found["cpu"] = json.loads(MEASURED.read_text())
+        known.save()
+    if not options.known:
+        predict(known)
+    options.out.write_text(page(known))
+
+
+def predict(known: Predictions) -> None:
+    """Predicts all programs of the page."""
+    for chip in CHIPS:
+        for kinds in (("dense", f"auto {BUDGET}"), None):
+            for name, budgets in SCORED[chip].items():
+                every = ("dense", *(f"auto {b}" for b in budgets), "micro")
+                wanted = every[:2] if name in NARROW else kinds or every
+                scoring(known, on_tpu(name, LAYERS, chip), chip, wanted)
+        if chip == "v5e":
+            experiments(known)
+            fitting(known)
+        for name in MODELS:
+            for rows in DECODED:
+                decoding(known, on_tpu(name, LAYERS, chip), chip, rows)
 
 
 if __name__ == "__main__":

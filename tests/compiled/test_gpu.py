@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead import Programs, on_gpu
+from ahead import LOOPS_OF_HOST, Programs, on_gpu
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
@@ -67,25 +67,22 @@ def launched(lowered: Any) -> Launches:
     return Launches.of(max(dumped, key=lambda path: path.stat().st_mtime).read_text())
 
 
-PROGRAMS: dict[str, tuple[Callable[[Programs], Any], int, int]] = {
-    "dense": (lambda made: made.dense(16, 512), 2, 2),
-    "score": (lambda made: made.score(16, 512), 10, 0),
-    "prefix": (lambda made: made.score(16, 512, shares=(1.0, 0.5)), 1, 1),
-    "plain": (lambda made: made.decode(Plain(), 8), 2, 2),
-    "adaptive": (lambda made: made.decode(Adaptive(policy=made.policy()), 8), 4, 0),
+PROGRAMS: dict[str, Callable[[Programs], Any]] = {
+    "dense": lambda made: made.dense(16, 512),
+    "score": lambda made: made.score(16, 512),
+    "prefix": lambda made: made.score(16, 512, shares=(1.0, 0.5)),
+    "plain": lambda made: made.decode(Plain(), 8),
+    "adaptive": lambda made: made.decode(Adaptive(policy=made.policy()), 8),
 }
-"""Loops of the host: as XLA is, and where loops may be in graphs.
-
-Copies of layers that overlap with what runs before them keep others out of graphs.
-"""
 
 _OTHERS = {"kCustomCall", "kInfeed", "kOutfeed", "kSend", "kRecv", "kHostSend", "kHostRecv"}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_waits_for_the_host_at_loops_that_are_in_no_graph(name: str) -> None:
-    lower, alone, with_graphs = PROGRAMS[name]
-    found = launched(lower(llama()))
+    """Copies of layers that overlap with what runs before them keep others out of graphs."""
+    alone, with_graphs = LOOPS_OF_HOST[name]
+    found = launched(PROGRAMS[name](llama()))
     assert found.loops_of_host == (with_graphs if GRAPHS else alone), found
     assert not _OTHERS & {*found.kinds}, "nothing but XLA runs"
     whole = GRAPHS and not with_graphs

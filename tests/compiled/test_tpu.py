@@ -85,7 +85,7 @@ def test_without_the_barrier_stacks_of_weights_are_copied_on_every_call(
 
 def test_prompts_at_half_depth_are_static_and_choose_nothing() -> None:
     """Which tokens stop is known beforehand: the last of each prompt runs on, whatever it says."""
-    made = on_tpu("shared", 16)
+    made = on_tpu("shipped", 16)
     exact = exact_prefill(made.decoder)
     assert exact is not None
     with compiling_for("tpu"):
