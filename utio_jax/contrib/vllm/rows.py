@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a batch run all layers, and whether stopping pays. Needs neither vLLM nor JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `--additional-config '{"utio": {...}}'` says.
+
+    Attributes:
+      maps: JSON file that `utio-jax fit-prompt` wrote; the tensors lie beside it.
+      stop: layers that every prompt token runs. By default the deepest stop of the file.
+      floor: fewest layers that `stop` may be. By default half of them.
+      min_prompt: shorter prompts run in full.
+      min_saving: share of a prompt's FLOPs that stopping must save, else it runs in full.
+    """
+
+    maps: Path
+    stop: int
+    floor: int
+    min_prompt: int = 64
+    min_saving: float = 0.1
+
+
+def read_settings(given: Any, *, num_layers: int, stops: Sequence[int] | None = None) -> Settings:
+    """Returns checked settings.
+
+    Args:
+      given: the value of "utio".
+      num_layers: of the model.
+      stops: that there are maps for; read from the file where it is None.
+
+    Raises:
+      ValueError: something is missing, unknown, or out of bounds.
+    """
+    names = [field.name for field in dataclasses.fields(Settings)]
+    if not isinstance(given, Mapping) or "maps" not in given or not given.keys() <= set(names):
+        raise ValueError(
+            f"Wanted --additional-config with utio: maps, and perhaps {', '.join(names[1:])}. Got "
+            f'{given!r}. For example: \'{{"utio": {{"maps": "maps.json"}}}}\'.'
+        )
+    file = Path(given["maps"])
+    if stops is None:
+        stops = _read_json(file).get("stops", ())
+    found = Settings(
+        **{
+            "floor": num_layers // 2,
+            **given,
+            "maps": file,
+            "stop": given.get("stop", max(stops, default=0)),
+        }
+    )
+    if found.stop not in stops or not found.floor <= found.stop < num_layers:
+        raise ValueError(
+            f"Wanted a stop that {file} has maps for ({sorted(stops)}), from the floor of "
+            f"{found.floor} layers to below {num_layers}. Got {found.stop}. Name another stop, "
+            "lower the floor, or fit maps: utio-jax fit-prompt --stop."
+        )
+    if found.min_prompt < 2 or not 0 <= found.min_saving < 1:
+        raise ValueError(
+            "Wanted min_prompt of at least 2 tokens and min_saving from 0 to below 1. Got "
+            f"{found.min_prompt} and {found.min_saving}."
+        )
+    return found
+
+
+def read_maps(
+    settings: Settings, *, model: Path, wanted: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns kernel and bias of the map at the stop, known to belong to a model.
+
+    Args:
+      settings: see there.
+      model: folder of its weights.
+      wanted: shape of the kernel: [dim, layer, 2, kv_head, head_dim].
+
+    Raises:
+      ValueError: a file is missing, belongs to other weights, or is of other sizes.
+    """
+    stored, file = _read_json(settings.maps), settings.maps.with_suffix(".safetensors")
+    hashes = [_sha256(path) for path in sorted(model.glob("*.safetensors"))]
+    owner = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    if not hashes or stored.get("model_sha256") != owner:
+        raise ValueError(
+            f"Wanted maps of the weights in {model}, SHA-256 {owner[:12] if hashes else 'none'}. "
+            f"{settings.maps} belongs to {str(stored.get('model_sha256'))[:12]}. Fit maps for "
+            "this folder: utio-jax fit-prompt --model."
+        )
+    data = file.read_bytes() if file.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != stored.get("weights_sha256"):
+        raise ValueError(
+            f"Wanted the tensors that {settings.maps} was written with, at {file}. There are "
+            f"{'others' if data else 'none'}. Copy both files."
+        )
+    tensors = load(data)
+    kernel, bias = (tensors[f"{settings.stop}.{name}"] for name in ("kernel", "bias"))
+    if kernel.shape != wanted or bias.shape != wanted[1:]:
+        raise ValueError(
+            f"Wanted a map of shape {wanted}, of this model's sizes. Got {kernel.shape}."
+        )
+    return kernel, bias
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Wanted KV maps at {file}. They cannot be read: {error}. `utio-jax fit-prompt` makes "
+            "them."
+        ) from error
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """Counts a prompt's FLOPs, two for each weight and token, four for each key and query channel.
+
+    Attributes:
+      layers: of the model.
+      stop: of them, for most tokens.
+      dim: of the residual stream.
+      query: channels of all query heads.
+      kv: channels of all key heads.
+      mlp: width of the gated MLP.
+    """
+
+    layers: int
+    stop: int
+    dim: int
+    query: int
+    kv: int
+    mlp: int
+
+    def ratio(self, prompt: int, start: int = 0) -> float:
+        """Returns the FLOPs of a prompt that stops over those in full.
+
+        Args:
+          prompt: its tokens.
+          start: of them, whose keys and values are cached already.
+        """
+        new = prompt - start
+        weights = 2 * (2 * self.dim * (self.query + self.kv) + 3 * self.dim * self.mlp)
+        pairs = new * start + new * (new + 1) / 2
+        layer = new * weights + 4 * self.query * pairs
+        last = weights + 4 * self.query * prompt
+        shown = 4 * self.dim * self.kv * (new - 1)
+        behind = self.layers - self.stop
+        return (self.stop * layer + behind * (last + shown)) / (self.layers * layer)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Prompt:
+    """One request.
+
+    Attributes:
+      length: tokens of its prompt.
+      full: whether the prompt runs all layers; None: not decided yet.
+    """
+
+    length: int
+    full: bool | None = None
+
+
+class Rows:
+    """The requests of a persistent batch, by row: what vLLM reports to its logits processors."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Prompt] = {}
+
+    def update(
+        self,
+        removed: Iterable[int],
+        added: Iterable[tuple[int, Prompt]],
+        moved: Iterable[tuple[int, int, bool]],
+    ) -> None:
+        """Follows a batch: rows that left, that joined, and that moved (from, to, swapped)."""
+        for row in removed:
+            self._of.pop(row, None)
+        self._of.update(added)
+        for source, target, swapped in moved:
+            taken, replaced = self._of.pop(source), self._of.pop(target, None)
+            self._of[target] = taken
+            if swapped and replaced is not None:
+                self._of[source] = replaced
+
+    def deep_from(
+        self, starts: Sequence[int], ends: Sequence[int], settings: Settings, work: Work
+    ) -> list[int]:
+        """Returns for each row the position from which on its tokens run all layers.
+
+        Positions and not places in a chunk: the last token of a prompt alone goes deep, however
+        the prompt is cut into chunks. What a request does is decided once, at its first chunk,
+        when it is known how much of it is cached.
+
+        Args:
+          starts: position of each row's first scheduled token.
+          ends: position behind its last one.
+          settings: see there.
+          work: of this model.
+        """
+        found = []
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            prompt = self._of.get(row)
+            if prompt is None or start >= prompt.length - 1:
+                found.append(start)
+                continue
+            if prompt.full is None:
+                saving = 1 - work.ratio(prompt.length, start)
+                prompt.full = prompt.length < settings.min_prompt or saving < settings.min_saving
+            found.append(start if prompt.full else min(end, prompt.length - 1))
+        return found
