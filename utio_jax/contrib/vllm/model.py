@@ -193,7 +193,7 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         # All layers at once, as if they were heads of one.
         keys = rotary(positions[stopped], flat, flat[:, : self.bias.shape[-1]].clone())[0]
         keys = keys.view(values.shape)
-        with override_forward_context(self._with(context, {}, stopped)):
+        with override_forward_context(self._with(context, context.attn_metadata, stopped)):
             for index, name in enumerate(self.names):
                 unified_kv_cache_update(
                     keys[:, index].contiguous(), values[:, index].contiguous(), name
@@ -230,9 +230,7 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         slots: Any = context.slot_mapping
         return slots[self.names[0]]
 
-    def _with(
-        self, context: ForwardContext, metadata: dict[str, Any], places: torch.Tensor
-    ) -> ForwardContext:
+    def _with(self, context: ForwardContext, metadata: Any, places: torch.Tensor) -> ForwardContext:
         """Returns the context of a part of the tokens, in the layers behind the stop."""
         slots = self._slots(context)[places]
         return dataclasses.replace(
