@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ SETTINGS = Settings(maps=Path("maps.json"), stop=20, floor=15, min_saving=0.2)
 
 
 def deep_from(rows: Rows, *spans: tuple[int, int]) -> list[int]:
-    return rows.deep_from([a for a, _ in spans], [b for _, b in spans], SETTINGS, WORK)
+    return rows.deep_from(spans, SETTINGS, WORK)
 
 
 def test_only_the_last_token_of_a_prompt_goes_deep_however_it_is_cut() -> None:
@@ -51,19 +52,23 @@ def test_what_does_not_pay_runs_in_full() -> None:
     ("given", "match"),
     [
         (None, "Wanted --additional-config"),
-        ({"maps": "m.json", "depth": 3}, "Wanted --additional-config"),
-        ({"maps": "m.json", "stop": 19}, "Wanted a stop that m.json has maps for"),
-        ({"maps": "m.json", "stop": 10}, "floor of 15"),
-        ({"maps": "m.json", "min_prompt": 1}, "Wanted min_prompt"),
+        ({"depth": 3}, "Wanted --additional-config"),
+        ({"stop": 19}, "Wanted a stop that"),
+        ({"stop": 10}, "floor of 15"),
+        ({"maps": "none.json"}, "They cannot be read"),
     ],
 )
-def test_settings_say_what_was_wanted(given: object, match: str) -> None:
+def test_settings_say_what_was_wanted(given: Any, match: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    file.write_text('{"stops": [10, 20]}', encoding="utf-8")
     with pytest.raises(ValueError, match=match):
-        read_settings(given, num_layers=30, stops=(10, 20))
+        read_settings(given and {"maps": str(file), **given}, num_layers=30)
 
 
-def test_settings_take_the_deepest_stop_and_half_of_the_layers_as_the_floor() -> None:
-    found = read_settings({"maps": "m.json"}, num_layers=30, stops=(15, 20))
+def test_settings_take_the_deepest_stop_and_half_of_the_layers_as_the_floor(tmp_path: Path) -> None:
+    file = tmp_path / "m.json"
+    file.write_text('{"stops": [15, 20]}', encoding="utf-8")
+    found = read_settings({"maps": file}, num_layers=30)
     assert (found.stop, found.floor) == (20, 15)
 
 
@@ -72,7 +77,5 @@ def test_maps_of_other_weights_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "maps.json"
     file.write_text('{"stops": [20], "model_sha256": "abc"}', encoding="utf-8")
     settings = read_settings({"maps": str(file)}, num_layers=30)
-    with pytest.raises(ValueError, match="Wanted maps of the weights in"):
+    with pytest.raises(ValueError, match="Wanted maps of the 1 safetensors in"):
         read_maps(settings, model=tmp_path, wanted=(576, 10, 2, 3, 64))
-    with pytest.raises(ValueError, match="They cannot be read"):
-        read_settings({"maps": str(tmp_path / "none.json")}, num_layers=30)

@@ -37,17 +37,19 @@ class PromptRows(LogitsProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is None:
             return
-        added = [
-            # Without ids (prompts of embeddings) a request runs in full, and so does one that
-            # asks for log-probabilities of prompt tokens, which only the last layer has.
-            (row, Prompt(length=len(ids or ()), full=params.prompt_logprobs is not None or None))
-            for row, params, ids, _ in batch_update.added
-        ]
-        moved = [
-            (source, target, how is MoveDirectionality.SWAP)
-            for source, target, how in batch_update.moved
-        ]
-        self._rows.update(batch_update.removed, added, moved)
+        # Without ids (prompts of embeddings) a request runs in full, and so does one that asks for
+        # log-probabilities of prompt tokens, which only the last layer has.
+        self._rows.update(
+            batch_update.removed,
+            [
+                (
+                    row,
+                    Prompt(length=len(ids or ()), full=params.prompt_logprobs is not None or None),
+                )
+                for row, params, ids, _ in batch_update.added
+            ],
+            [(a, b, how is MoveDirectionality.SWAP) for a, b, how in batch_update.moved],
+        )
 
     def is_argmax_invariant(self) -> bool:
         return True
@@ -64,15 +66,13 @@ class _Split:
       deep: places of tokens that run all layers, in order.
       stopped: places of the others.
       rows: of the batch that have deep tokens.
-      counts: deep tokens of each of these rows.
-      seq_lens: tokens of each of these rows up to its last deep one.
+      counts: deep tokens of each of these rows, the last that are scheduled of it.
     """
 
     deep: torch.Tensor
     stopped: torch.Tensor
     rows: torch.Tensor
     counts: list[int]
-    seq_lens: torch.Tensor
 
 
 class UtioLlamaForCausalLM(LlamaForCausalLM):
@@ -152,28 +152,24 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         """Returns which tokens stop; None: none does, or this is a run without requests."""
         if context is None or not isinstance(context.attn_metadata, dict):
             return None
-        batch = context.attn_metadata.get(self.names[0])
-        if batch is None:
-            return None
+        batch: Any = context.attn_metadata[self.names[0]]
         places, ends = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-        starts = [end - (b - a) for end, a, b in zip(ends, places, places[1:], strict=False)]
-        ends = ends[: len(starts)]
-        deep_from = self.rows.deep_from(starts, ends, self.settings, self.work)
-        if deep_from == starts:
+        spans = [(end - (b - a), end) for end, a, b in zip(ends, places, places[1:], strict=False)]
+        deep_from = self.rows.deep_from(spans, self.settings, self.work)
+        if deep_from == [start for start, _ in spans]:
             return None
-        total, device = places[-1], batch.seq_lens.device
-        goes = torch.zeros(total, dtype=torch.bool)
-        rows = []
-        for row, (first, start, end) in enumerate(zip(deep_from, starts, ends, strict=True)):
-            goes[places[row] + first - start : places[row + 1]] = True
-            if end > first:
-                rows.append(row)
+        goes = torch.zeros(places[-1], dtype=torch.bool)
+        for first, (start, _), place, behind in zip(
+            deep_from, spans, places, places[1:], strict=False
+        ):
+            goes[place + first - start : behind] = True
+        device = batch.seq_lens.device
+        counts = [end - first for first, (_, end) in zip(deep_from, spans, strict=True)]
         return _Split(
             deep=goes.nonzero()[:, 0].to(device),
             stopped=(~goes).nonzero()[:, 0].to(device),
-            rows=torch.tensor(rows, dtype=torch.long, device=device),
-            counts=[ends[row] - deep_from[row] for row in rows],
-            seq_lens=batch.seq_lens[torch.tensor(rows, dtype=torch.long, device=device)],
+            rows=torch.tensor([row for row, count in enumerate(counts) if count], device=device),
+            counts=[count for count in counts if count],
         )
 
     def _show(
@@ -193,7 +189,8 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         # All layers at once, as if they were heads of one.
         keys = rotary(positions[stopped], flat, flat[:, : self.bias.shape[-1]].clone())[0]
         keys = keys.view(values.shape)
-        with override_forward_context(self._with(context, context.attn_metadata, stopped)):
+        slots = self._part(context, stopped)
+        with override_forward_context(dataclasses.replace(context, slot_mapping=slots)):
             for index, name in enumerate(self.names):
                 unified_kv_cache_update(
                     keys[:, index].contiguous(), values[:, index].contiguous(), name
@@ -202,7 +199,7 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
     def _behind(self, context: ForwardContext, split: _Split) -> ForwardContext:
         """Returns the forward context of the tokens that go on: as if no others were scheduled."""
         whole: Any = context.attn_metadata
-        batch = whole[self.names[0]]
+        batch, slots = whole[self.names[0]], self._part(context, split.deep)
         attention = self.model.layers[-1].self_attn.attn
         if self._builder is None:
             self._builder = attention.get_attn_backend().get_builder_cls()(
@@ -211,31 +208,26 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
                 self.vllm_config,
                 split.deep.device,
             )
-        starts = torch.tensor([0, *split.counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        starts = torch.tensor([0, *split.counts]).cumsum(0, dtype=torch.int32)
+        lengths = batch.seq_lens[split.rows]
         common = CommonAttentionMetadata(
             query_start_loc=starts.to(split.deep.device),
             query_start_loc_cpu=starts,
-            seq_lens=split.seq_lens,
+            seq_lens=lengths,
             num_reqs=len(split.counts),
             num_actual_tokens=len(split.deep),
             max_query_len=max(split.counts),
-            max_seq_len=int(split.seq_lens.max()),
+            max_seq_len=int(lengths.max()),
             block_table_tensor=batch.block_table[split.rows],
-            slot_mapping=self._slots(context)[split.deep],
+            slot_mapping=slots[self.names[0]],
         )
-        metadata = self._builder.build(0, common)
-        return self._with(context, dict.fromkeys(self.names, metadata), split.deep)
+        metadata = dict.fromkeys(self.names, self._builder.build(0, common))
+        return dataclasses.replace(context, attn_metadata=metadata, slot_mapping=slots)
 
-    def _slots(self, context: ForwardContext) -> torch.Tensor:
+    def _part(self, context: ForwardContext, places: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns slots of a part of the tokens, by layer behind the stop."""
         slots: Any = context.slot_mapping
-        return slots[self.names[0]]
-
-    def _with(self, context: ForwardContext, metadata: Any, places: torch.Tensor) -> ForwardContext:
-        """Returns the context of a part of the tokens, in the layers behind the stop."""
-        slots = self._slots(context)[places]
-        return dataclasses.replace(
-            context, attn_metadata=metadata, slot_mapping=dict.fromkeys(self.names, slots)
-        )
+        return dict.fromkeys(self.names, slots[self.names[0]][places])
 
 
 def _like(array: Any) -> torch.Tensor:

@@ -33,13 +33,8 @@ class Settings:
     min_saving: float = 0.1
 
 
-def read_settings(given: Any, *, num_layers: int, stops: Sequence[int] | None = None) -> Settings:
-    """Returns checked settings.
-
-    Args:
-      given: the value of "utio".
-      num_layers: of the model.
-      stops: that there are maps for; read from the file where it is None.
+def read_settings(given: Any, *, num_layers: int) -> Settings:
+    """Returns checked settings, from the value of "utio".
 
     Raises:
       ValueError: something is missing, unknown, or out of bounds.
@@ -51,26 +46,14 @@ def read_settings(given: Any, *, num_layers: int, stops: Sequence[int] | None = 
             f'{given!r}. For example: \'{{"utio": {{"maps": "maps.json"}}}}\'.'
         )
     file = Path(given["maps"])
-    if stops is None:
-        stops = _read_json(file).get("stops", ())
-    found = Settings(
-        **{
-            "floor": num_layers // 2,
-            **given,
-            "maps": file,
-            "stop": given.get("stop", max(stops, default=0)),
-        }
-    )
+    stops = _read_json(file).get("stops", ())
+    default = {"floor": num_layers // 2, "stop": max(stops, default=0)}
+    found = Settings(**{**default, **given, "maps": file})
     if found.stop not in stops or not found.floor <= found.stop < num_layers:
         raise ValueError(
             f"Wanted a stop that {file} has maps for ({sorted(stops)}), from the floor of "
             f"{found.floor} layers to below {num_layers}. Got {found.stop}. Name another stop, "
             "lower the floor, or fit maps: utio-jax fit-prompt --stop."
-        )
-    if found.min_prompt < 2 or not 0 <= found.min_saving < 1:
-        raise ValueError(
-            "Wanted min_prompt of at least 2 tokens and min_saving from 0 to below 1. Got "
-            f"{found.min_prompt} and {found.min_saving}."
         )
     return found
 
@@ -89,11 +72,14 @@ def read_maps(
       ValueError: a file is missing, belongs to other weights, or is of other sizes.
     """
     stored, file = _read_json(settings.maps), settings.maps.with_suffix(".safetensors")
-    hashes = [_sha256(path) for path in sorted(model.glob("*.safetensors"))]
+    hashes = [
+        hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(model.glob("*.safetensors"))
+    ]
     owner = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
-    if not hashes or stored.get("model_sha256") != owner:
+    if stored.get("model_sha256") != owner:
         raise ValueError(
-            f"Wanted maps of the weights in {model}, SHA-256 {owner[:12] if hashes else 'none'}. "
+            f"Wanted maps of the {len(hashes)} safetensors in {model}, SHA-256 {owner[:12]}. "
             f"{settings.maps} belongs to {str(stored.get('model_sha256'))[:12]}. Fit maps for "
             "this folder: utio-jax fit-prompt --model."
         )
@@ -106,9 +92,7 @@ def read_maps(
     tensors = load(data)
     kernel, bias = (tensors[f"{settings.stop}.{name}"] for name in ("kernel", "bias"))
     if kernel.shape != wanted or bias.shape != wanted[1:]:
-        raise ValueError(
-            f"Wanted a map of shape {wanted}, of this model's sizes. Got {kernel.shape}."
-        )
+        raise ValueError(f"Wanted maps of shape {wanted}, the model's. Got {kernel.shape}.")
     return kernel, bias
 
 
@@ -117,14 +101,9 @@ def _read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"Wanted KV maps at {file}. They cannot be read: {error}. `utio-jax fit-prompt` makes "
-            "them."
+            f"Wanted KV maps at {file}, as `utio-jax fit-prompt` makes them. They cannot be read: "
+            f"{error}."
         ) from error
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,16 +127,10 @@ class Work:
     mlp: int
 
     def ratio(self, prompt: int, start: int = 0) -> float:
-        """Returns the FLOPs of a prompt that stops over those in full.
-
-        Args:
-          prompt: its tokens.
-          start: of them, whose keys and values are cached already.
-        """
+        """Returns a prompt's FLOPs over those in full; of its tokens, `start` are cached."""
         new = prompt - start
         weights = 2 * (2 * self.dim * (self.query + self.kv) + 3 * self.dim * self.mlp)
-        pairs = new * start + new * (new + 1) / 2
-        layer = new * weights + 4 * self.query * pairs
+        layer = new * weights + 4 * self.query * (new * start + new * (new + 1) / 2)
         last = weights + 4 * self.query * prompt
         shown = 4 * self.dim * self.kv * (new - 1)
         behind = self.layers - self.stop
@@ -166,12 +139,7 @@ class Work:
 
 @dataclasses.dataclass(kw_only=True)
 class Prompt:
-    """One request.
-
-    Attributes:
-      length: tokens of its prompt.
-      full: whether the prompt runs all layers; None: not decided yet.
-    """
+    """One request: tokens of its prompt, and whether that runs in full; None: not decided yet."""
 
     length: int
     full: bool | None = None
@@ -200,7 +168,7 @@ class Rows:
                 self._of[source] = replaced
 
     def deep_from(
-        self, starts: Sequence[int], ends: Sequence[int], settings: Settings, work: Work
+        self, spans: Sequence[tuple[int, int]], settings: Settings, work: Work
     ) -> list[int]:
         """Returns for each row the position from which on its tokens run all layers.
 
@@ -209,13 +177,12 @@ class Rows:
         when it is known how much of it is cached.
 
         Args:
-          starts: position of each row's first scheduled token.
-          ends: position behind its last one.
+          spans: of each row, the position of the first scheduled token and that behind the last.
           settings: see there.
           work: of this model.
         """
         found = []
-        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        for row, (start, end) in enumerate(spans):
             prompt = self._of.get(row)
             if prompt is None or start >= prompt.length - 1:
                 found.append(start)
