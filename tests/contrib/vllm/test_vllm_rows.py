@@ -68,7 +68,7 @@ def test_settings_say_what_was_wanted(given: Any, match: str, tmp_path: Path) ->
 def test_settings_take_the_deepest_stop_and_half_of_the_layers_as_the_floor(tmp_path: Path) -> None:
     file = tmp_path / "m.json"
     file.write_text('{"stops": [15, 20]}', encoding="utf-8")
-    found = read_settings({"maps": file}, num_layers=30)
+    found, _ = read_settings({"maps": file}, num_layers=30)
     assert (found.stop, found.floor) == (20, 15)
 
 
@@ -76,6 +76,6 @@ def test_maps_of_other_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"others")
     file = tmp_path / "maps.json"
     file.write_text('{"stops": [20], "model_sha256": "abc"}', encoding="utf-8")
-    settings = read_settings({"maps": str(file)}, num_layers=30)
+    settings, stored = read_settings({"maps": str(file)}, num_layers=30)
     with pytest.raises(ValueError, match="Wanted maps of the 1 safetensors in"):
-        read_maps(settings, model=tmp_path, wanted=(576, 10, 2, 3, 64))
+        read_maps(settings, stored, model=tmp_path, wanted=(576, 10, 2, 3, 64))

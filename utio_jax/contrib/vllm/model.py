@@ -100,7 +100,8 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         layers, heads = config.num_hidden_layers, config.num_attention_heads
         attention = self.model.layers[0].self_attn
         size, kv_heads = attention.head_dim, attention.num_kv_heads
-        self.settings = read_settings(vllm_config.additional_config.get("utio"), num_layers=layers)
+        given = vllm_config.additional_config.get("utio")
+        self.settings, stored = read_settings(given, num_layers=layers)
         self.work = Work(
             layers=layers,
             stop=self.settings.stop,
@@ -112,6 +113,7 @@ class UtioLlamaForCausalLM(LlamaForCausalLM):
         behind = (layers - self.settings.stop, 2, kv_heads, size)
         kernel, bias = read_maps(
             self.settings,
+            stored,
             model=Path(vllm_config.model_config.model),
             wanted=(config.hidden_size, *behind),
         )

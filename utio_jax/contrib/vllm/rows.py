@@ -33,8 +33,8 @@ class Settings:
     min_saving: float = 0.1
 
 
-def read_settings(given: Any, *, num_layers: int) -> Settings:
-    """Returns checked settings, from the value of "utio".
+def read_settings(given: Any, *, num_layers: int) -> tuple[Settings, Mapping[str, Any]]:
+    """Returns checked settings, from the value of "utio", and what the maps' JSON says.
 
     Raises:
       ValueError: something is missing, unknown, or out of bounds.
@@ -46,35 +46,36 @@ def read_settings(given: Any, *, num_layers: int) -> Settings:
             f'{given!r}. For example: \'{{"utio": {{"maps": "maps.json"}}}}\'.'
         )
     file = Path(given["maps"])
-    stops = _read_json(file).get("stops", ())
-    default = {"floor": num_layers // 2, "stop": max(stops, default=0)}
-    found = Settings(**{**default, **given, "maps": file})
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        stops = stored["stops"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"Wanted KV maps at {file}, as `utio-jax fit-prompt` makes them. They cannot be read: "
+            f"{error!r}."
+        ) from error
+    found = Settings(**{"floor": num_layers // 2, "stop": max(stops), **given, "maps": file})
     if found.stop not in stops or not found.floor <= found.stop < num_layers:
         raise ValueError(
-            f"Wanted a stop that {file} has maps for ({sorted(stops)}), from the floor of "
-            f"{found.floor} layers to below {num_layers}. Got {found.stop}. Name another stop, "
-            "lower the floor, or fit maps: utio-jax fit-prompt --stop."
+            f"Wanted a stop that {file} has maps for ({stops}), from the floor of {found.floor} "
+            f"layers to below {num_layers}. Got {found.stop}. Name another stop, lower the floor, "
+            "or fit maps: utio-jax fit-prompt --stop."
         )
-    return found
+    return found, stored
 
 
 def read_maps(
-    settings: Settings, *, model: Path, wanted: tuple[int, ...]
+    settings: Settings, stored: Mapping[str, Any], *, model: Path, wanted: tuple[int, ...]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns kernel and bias of the map at the stop, known to belong to a model.
-
-    Args:
-      settings: see there.
-      model: folder of its weights.
-      wanted: shape of the kernel: [dim, layer, 2, kv_head, head_dim].
+    """Returns kernel and bias of the map at the stop, known to belong to the weights in a folder.
 
     Raises:
-      ValueError: a file is missing, belongs to other weights, or is of other sizes.
+      ValueError: the tensors are others than the JSON says, belong to other weights, or are not of
+        the wanted shape: [dim, layer, 2, kv_head, head_dim].
     """
-    stored, file = _read_json(settings.maps), settings.maps.with_suffix(".safetensors")
     hashes = [
-        hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(model.glob("*.safetensors"))
+        hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(model.glob("*.safetensors"))
     ]
     owner = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
     if stored.get("model_sha256") != owner:
@@ -83,12 +84,10 @@ def read_maps(
             f"{settings.maps} belongs to {str(stored.get('model_sha256'))[:12]}. Fit maps for "
             "this folder: utio-jax fit-prompt --model."
         )
+    file = settings.maps.with_suffix(".safetensors")
     data = file.read_bytes() if file.is_file() else b""
     if hashlib.sha256(data).hexdigest() != stored.get("weights_sha256"):
-        raise ValueError(
-            f"Wanted the tensors that {settings.maps} was written with, at {file}. There are "
-            f"{'others' if data else 'none'}. Copy both files."
-        )
+        raise ValueError(f"Wanted the tensors of {settings.maps} at {file}. Copy both files.")
     tensors = load(data)
     kernel, bias = (tensors[f"{settings.stop}.{name}"] for name in ("kernel", "bias"))
     if kernel.shape != wanted or bias.shape != wanted[1:]:
@@ -96,27 +95,12 @@ def read_maps(
     return kernel, bias
 
 
-def _read_json(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"Wanted KV maps at {file}, as `utio-jax fit-prompt` makes them. They cannot be read: "
-            f"{error}."
-        ) from error
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """Counts a prompt's FLOPs, two for each weight and token, four for each key and query channel.
 
-    Attributes:
-      layers: of the model.
-      stop: of them, for most tokens.
-      dim: of the residual stream.
-      query: channels of all query heads.
-      kv: channels of all key heads.
-      mlp: width of the gated MLP.
+    Its fields are layers, those that all tokens run, and widths: of states, of all query heads, of
+    all key heads, of the gated MLP.
     """
 
     layers: int
@@ -162,8 +146,9 @@ class Rows:
             self._of.pop(row, None)
         self._of.update(added)
         for source, target, swapped in moved:
-            taken, replaced = self._of.pop(source), self._of.pop(target, None)
-            self._of[target] = taken
+            taken, replaced = self._of.pop(source, None), self._of.pop(target, None)
+            if taken is not None:
+                self._of[target] = taken
             if swapped and replaced is not None:
                 self._of[source] = replaced
 
@@ -173,13 +158,9 @@ class Rows:
         """Returns for each row the position from which on its tokens run all layers.
 
         Positions and not places in a chunk: the last token of a prompt alone goes deep, however
-        the prompt is cut into chunks. What a request does is decided once, at its first chunk,
-        when it is known how much of it is cached.
-
-        Args:
-          spans: of each row, the position of the first scheduled token and that behind the last.
-          settings: see there.
-          work: of this model.
+        the prompt is cut into chunks. Whether a request stops is decided once, at its first chunk,
+        when it is known how much is cached. `spans` are positions of each row's first scheduled
+        token and behind its last.
         """
         found = []
         for row, (start, end) in enumerate(spans):
