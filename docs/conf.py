@@ -85,10 +85,11 @@ def _write(name: str, lines: list[str]) -> None:
 
 
 def modules_of(room: str) -> list[str]:
-    """Returns the modules of a room that have something public in them."""
+    """Returns the modules of a room that have something public in them; vLLM is not here."""
     package = importlib.import_module(f"utio_jax.{room}")
     found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    return sorted(name for _, name, _ in found if not name.split(".")[-1].startswith("_"))
+    shown = (name for _, name, _ in found if not name.startswith("utio_jax.contrib.vllm"))
+    return sorted(name for name in shown if not name.split(".")[-1].startswith("_"))
 
 
 def listed(package: Any) -> list[str]:
