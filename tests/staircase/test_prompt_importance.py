@@ -24,6 +24,7 @@ from utio_jax.staircase.prompts import (
     AttentionHeat,
     PromptChoice,
     PromptImportance,
+    PromptSurrogate,
     Recency,
     rank_of,
 )
@@ -156,6 +157,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def scores_of(model: Model, signal: Any, ids: Any, lengths: list[int]) -> np.ndarray:
+    """Returns a signal's scores at a stop of 2, of a pass over whole rows."""
+    found: list[jax.Array] = []
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Noting(type(signal)):
+        def __call__(self, index: int, boundary: Any, memory: None) -> tuple[jax.Array, None]:
+            score, memory = super().__call__(index, boundary, memory)
+            jax.debug.callback(found.append, score)
+            return score, memory
+
+    policy = importance(Noting(queries=signal.queries), 0.3)
+    staircase(model.decoder, model.params, ids, jnp.asarray(lengths), policy, executor=EXECUTOR)
+    jax.effects_barrier()
+    return np.asarray(found[0])
+
+
 @pytest.mark.parametrize("name", quick_where(lambda name: name.startswith("windows"), VARIANTS))
 def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
     """Against softmax attention written out, over all heads of the two layers behind the stop."""
@@ -185,21 +204,29 @@ def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
                         logit = config.attention_softcap * np.tanh(logit / config.attention_softcap)
                     weight = np.exp(logit - logit.max())
                     heat[row, list(seen)] += weight / weight.sum()
-    found: list[jax.Array] = []
-
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Noting(AttentionHeat):
-        def __call__(self, index: int, boundary: Any, memory: None) -> tuple[jax.Array, None]:
-            score, memory = super().__call__(index, boundary, memory)
-            jax.debug.callback(found.append, score)
-            return score, memory
-
-    policy = importance(Noting(queries=queries), 0.3)
-    staircase(decoder, model.params, ids, jnp.asarray(lengths), policy, executor=EXECUTOR)
-    jax.effects_barrier()
+    found = scores_of(model, AttentionHeat(queries=queries), ids, lengths)
     real = np.arange(24) < np.asarray(lengths)[:, None]
-    np.testing.assert_allclose(np.asarray(found[0])[real], heat[real], atol=1e-4)
+    np.testing.assert_allclose(found[real], heat[real], atol=1e-4)
+
+
+def test_the_surrogate_adds_entropy_heat_and_outlier_of_a_prompt_alone(tiny: Model) -> None:
+    """Against its three terms written out, per row; rows and padding beside it change nothing."""
+    lengths, ids = [24, 10], tiny.tokens(2, 24)
+    (x,) = dense_states(tiny.decoder, tiny.params, ids, jnp.asarray(lengths), depths=(2,))
+    heat, found = (
+        scores_of(tiny, signal(queries=4), ids, lengths)
+        for signal in (AttentionHeat, PromptSurrogate)
+    )
+    for row, length in enumerate(lengths):
+        states = np.asarray(x[row, :length], np.float64)
+        logits = np.asarray(tiny.decoder.logits(tiny.params, x[row, :length], depth=2), np.float64)
+        chance = np.exp(logits - logits.max(-1, keepdims=True))
+        chance /= chance.sum(-1, keepdims=True)
+        entropy = -(chance * np.log(chance)).sum(-1)
+        mean = states.mean(0)
+        cosine = states @ mean / np.linalg.norm(states, axis=-1) / np.linalg.norm(mean)
+        wanted = 0.5 * entropy + 0.25 * heat[row, :length] + 0.25 * (1 - cosine)
+        np.testing.assert_allclose(found[row, :length], wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("by", SIGNALS)

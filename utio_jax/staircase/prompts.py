@@ -34,12 +34,13 @@ from utio_jax.core.flops import count_matmul_flops, token_cost
 from utio_jax.core.layer import keys_values_of, layer_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
+from utio_jax.policies.importance import surrogate_importance
 from utio_jax.policies.signals import Chance, SignalBase
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
 _EVERYTHING = jnp.iinfo(jnp.int32).max
 
-SIGNALS = ("sinks_recent", "heat", "gate", "random", "none")
+SIGNALS = ("sinks_recent", "heat", "surrogate", "gate", "random", "none")
 """What may choose the tokens that go deep, see `PromptChoice`."""
 
 
@@ -243,6 +244,36 @@ class AttentionHeat(SignalBase):
         return self.layers * (read * cost.keys_values + query + score)
 
 
+@pytree
+class PromptSurrogate(AttentionHeat):
+    """All three signals of UTIO's surrogate: entropy of the prediction at the stop, heat, outlier.
+
+    Heat is `AttentionHeat`'s, a sum over queries, heads and layers; the outlier is a state's
+    distance from the mean of its prompt. The prediction costs a vocabulary head for each token.
+    """
+
+    name: str = static(default="surrogate")
+
+    def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
+        heat, memory = super().__call__(index, boundary, memory)
+        live, x = boundary.live[:, :, None], boundary.x
+        count = jnp.maximum(jnp.sum(live, axis=1, keepdims=True), 1)
+        mean = jnp.sum(jnp.where(live, x, 0), axis=1, keepdims=True) / count
+
+        @jax.vmap
+        def surrogate(logits: jax.Array, heat: jax.Array, x: jax.Array, mean: jax.Array):
+            return surrogate_importance(logits[None], heat[None], x[None], batch_mean=mean)[0]
+
+        means = jnp.broadcast_to(mean, x.shape)
+        return boundary.map_logits(surrogate, heat, x, means), memory
+
+    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
+        return super().flops(index, decoder, params) + 4.0 * decoder.config.embed_dim
+
+    def reads_logits(self, index: int) -> bool:
+        return True
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptChoice:
     """How prompts are read: where tokens stop, which and how many go on, what the others show.
@@ -254,8 +285,9 @@ class PromptChoice:
       stop: depth at which the others stop.
       deep: share of a prompt's tokens that goes deep; 1: all, full depth.
       by: `"sinks_recent"`: the latest; `"heat"`: those that the prompt's last queries look at;
-        `"gate"`: those of which a fitted gate says that they need depth; `"random"`: any, the
-        control; `"none"`: the last token alone, whatever `deep` says.
+        `"surrogate"`: by UTIO's three signals; `"gate"`: those of which a fitted gate says that
+        they need depth; `"random"`: any, the control; `"none"`: the last token alone, whatever
+        `deep` says.
       kv: what the others show in the layers that they skip: `"mapped"`, `"propagate"` or `"drop"`.
       flops_ratio: of a prompt, over full depth, as far as it was measured.
       nll_increase_pct: loss of what follows, over full depth's, as far as it was measured.
@@ -319,6 +351,7 @@ class PromptChoice:
             )
         signals: Mapping[str, Any] = {
             "heat": AttentionHeat(),
+            "surrogate": PromptSurrogate(),
             "gate": gate,
             "random": Chance(key=jax.random.key(0), name="random", causal=False),
         }
