@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process and what it has started."""
-        self._signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
         self._process.wait()
 
     def _signal(self, number: int) -> None:
@@ -85,7 +86,7 @@ class Worker:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self._process.args} ended; its log says why.")
+            raise RuntimeError(f"{self._process.args} ended. Its log says why.")
         return json.loads(line)
 
 
@@ -94,7 +95,7 @@ def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
     """Yields the workers by the names of their columns."""
     made = options.out / "model"
     if not (made / "float32").exists():
-        subprocess.run([options.python, WORKER, "convert", options.model, made], check=True)
+        subprocess.run([sys.executable, WORKER, "convert", options.model, made], check=True)
     columns = {
         "utio_jax": (sys.executable, "utio_jax", options.model),
         "vllm": (options.python, "vllm", made / "float32"),
@@ -106,7 +107,10 @@ def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
     try:
         for name in options.engines or columns:
             print(f"starting {name}", file=sys.stderr)
-            running[name] = Worker(*columns[name], options)
+            try:
+                running[name] = Worker(*columns[name], options)
+            except RuntimeError as error:  # The others are compared without it.
+                print(error, file=sys.stderr)
         yield running
     finally:
         for worker in running.values():
@@ -128,7 +132,13 @@ def measure(
     for turn in range(rounds + 1):  # The first one compiles.
         for case, request in requests(turn).items():
             order = [*running][turn % len(running) :] + [*running][: turn % len(running)]
-            answers = {name: running[name].ask(request) for name in order}
+            answers = {}
+            for name in order:
+                try:
+                    answers[name] = running[name].ask(request)
+                except RuntimeError as error:
+                    print(error, file=sys.stderr)
+                    running.pop(name).close()
             reference = answers[next(iter(running))]["tokens"]
             for name, answer in answers.items():
                 kept = found.setdefault(case, {}).setdefault(name, {"seconds": [], "same": []})
@@ -138,7 +148,7 @@ def measure(
                     kept["seconds"].append(answer["seconds"])
                     kept["same"].append(same(tokenizer, reference, answer["tokens"]))
             print(case, {k: round(v["seconds"], 3) for k, v in answers.items()}, file=sys.stderr)
-    return found
+    return {case: {name: columns[name] for name in running} for case, columns in found.items()}
 
 
 def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:

@@ -6,8 +6,8 @@
 
 A request `{"prompts": [[7, 8]], "new": [16]}` asks for as many new tokens behind each prompt,
 greedily and whatever ends a text; its answer has the `seconds` that took, the `tokens` and the
-process's peak memory in MiB. `convert` dequantises a GGUF file: a GGUF file and a folder of
-transformers, both in float32, for engines that do not do so themselves.
+process's peak memory in MiB. `convert` dequantises a GGUF file: a GGUF file and a folder as
+transformers reads it, both in float32, for engines that do not do so themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,7 @@ def transformers(model: str, threads: int, slots: int) -> Run:
 
     def run(prompts: list[list[int]], new: list[int]) -> list[list[int]]:
         starts = range(0, len(prompts), slots)
-        batches = (batch(prompts[i : i + slots], new[i : i + slots]) for i in starts)
-        return [row for rows in batches for row in rows]
+        return [row for i in starts for row in batch(prompts[i : i + slots], new[i : i + slots])]
 
     return run
 
@@ -123,8 +122,7 @@ def llama_cpp(model: str, threads: int, slots: int) -> Run:
 
     params = xllamacpp.CommonParams()
     params.model.path = model
-    params.n_ctx = 4 * CONTEXT
-    params.n_parallel, params.kv_unified = slots, True
+    params.n_ctx, params.n_parallel, params.kv_unified = 4 * CONTEXT, slots, True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_prompt, params.cache_ram_mib = False, 0
     server = xllamacpp.Server(params)
@@ -156,10 +154,11 @@ ENGINES: dict[str, tuple[Callable[[str, int, int], Run], tuple[str, ...]]] = {
 def convert(file: str, folder: str) -> None:
     """Writes `float32.gguf` and `float32/` into a folder, of a Llama-like GGUF file."""
     import gguf
-    import torch
-    import transformers
+    import jax.numpy as jnp
 
-    source, out = Path(file), Path(folder)
+    from utio_jax.models import load, save
+
+    out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     reader = gguf.GGUFReader(file)
     arch = reader.fields["general.architecture"].contents()
@@ -176,20 +175,8 @@ def convert(file: str, folder: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.float32
-    )
-    model.save_pretrained(out / "float32")
-
-
-def answers(run: Run, lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yields the answer to each request."""
-    for line in lines:
-        asked = json.loads(line)
-        start = time.perf_counter()
-        tokens = run(asked["prompts"], asked["new"])
-        seconds, usage = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
-        yield {"seconds": seconds, "tokens": tokens, "peak": usage.ru_maxrss / 1024}
+    loaded = load(file)
+    save(out / "float32", loaded.decoder, loaded.params, like=file, dtype=jnp.float32)
 
 
 def main() -> None:
@@ -202,7 +189,12 @@ def main() -> None:
     engine, packages = ENGINES[sys.argv[1]]
     run = engine(sys.argv[2], *map(int, sys.argv[3:]))
     print(json.dumps({name: importlib.metadata.version(name) for name in packages}), file=wire)
-    for answer in answers(run, sys.stdin):
+    for line in sys.stdin:
+        asked = json.loads(line)
+        start = time.perf_counter()
+        tokens = run(asked["prompts"], asked["new"])
+        seconds, usage = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+        answer = {"seconds": seconds, "tokens": tokens, "peak": usage.ru_maxrss / 1024}
         print(json.dumps(answer), file=wire)
 
 
