@@ -27,6 +27,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints
 TESTS ?=
 PEERS := .venv-peers
 FLAX := .venv-flax
+ENGINES := .venv-engines
 CLIENTS := out/clients
 RAY := .venv-ray
 VLLM := .venv-vllm
@@ -51,7 +52,7 @@ QUICK = XLA_FLAGS="$(XLA_FLAGS) --xla_backend_optimization_level=0 $(OLD_LOOPS)"
 
 .PHONY: help demo install test check check-rest test-slow test-generation test-ray mutants notebooks \
         parity llm test-llm test-browser test-clients test-vllm bench bench-accelerator tpu-compile tpu-predict gpu-compile benchmark-transformers benchmark-flax \
-        benchmark-peers lint types docs figures wheel clean FORCE
+        benchmark-peers benchmark-engines lint types docs figures wheel clean FORCE
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n '2,21p'
@@ -194,6 +195,18 @@ benchmark-peers: $(PEERS)/.installed
 # The same beside transformers' Flax models: make benchmark-flax ARGS="--layers 4"
 benchmark-flax: $(FLAX)/.installed
 	$(FLAX)/bin/python benchmarks/flax_full_depth.py $(ARGS)
+
+# The engines that people use, on the model of `make llm`, each in a process of its own, in turns. Ten
+# minutes on an idle machine of two cores. One of them: ARGS="--engines utio_jax vllm".
+benchmark-engines: $(VENV)/.installed-gguf $(ENGINES)/.installed $(LLM)
+	$(BIN)/python benchmarks/engines/compare.py $(LLM) $(ENGINES)/bin/python $(ARGS)
+
+# vLLM's pictures and sounds are left out: builds of these for another torch break transformers.
+$(ENGINES)/.installed: benchmarks/requirements-engines.txt
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --quiet --requirement $<
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
 
 $(RAY)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(RAY)

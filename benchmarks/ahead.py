@@ -35,7 +35,7 @@ from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.state import check_stops
 from utio_jax.engine.blocks import block_room, run_block
-from utio_jax.engine.requests import rules_of
+from utio_jax.engine.requests import fresh_of
 from utio_jax.models.presets import SHAPES, SHARED_16, with_layers
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
@@ -259,7 +259,8 @@ class Programs:
         """Lowers a block of the engine."""
         boundaries = len(self.decoder.config.exits) - 1
         own = np.zeros(boundaries, np.float32) if mode.depth_policy is not None else None
-        rules = jax.tree.map(jnp.asarray, rules_of((), rows=rows, own=own))
+        fresh = fresh_of((), rows=rows, width=64, own=own, thinking=False)
+        rules = jax.tree.map(jnp.asarray, fresh.rules)
 
         def make(params: Any, mode: Any, rules: Any) -> Any:
             setting = _setting(self.decoder, params, mode, rules.sampling, rules.stops)

@@ -2,7 +2,7 @@
 """Loss behind prompts over time to the first token, for many ways of reading them.
 
     python benchmarks/prompt_ways.py --model M --maps maps.json --stop 15 20 --rows 24 \
-        --by sinks_recent externality random none --kv mapped propagate drop --text TEXT.txt
+        --by sinks_recent heat random none --kv mapped propagate drop --text TEXT.txt
     python benchmarks/prompt_ways.py --shape mistral-7b --layers 4 --stop 2 --prompts 448 1900
 
 The second form has random weights and random maps: time alone. One line of JSON per way, for

@@ -89,6 +89,19 @@ def attend_counted(
     return _unfold(mixed[..., :head_dim], mixed[..., head_dim:], queries, counted.dtype)
 
 
+def attention_received(
+    queries: Float[Array, "*lead query head head_dim"],
+    keys: Float[Array, "*lead key kv_head head_dim"],
+    visible: Bool[Array, "*#lead query key"],
+    *,
+    softcap: float | None = None,
+) -> Float[Array, "*lead key"]:
+    """Returns the attention that each key receives, summed over queries and heads."""
+    weights = _weights(queries, keys, visible, softcap)
+    total = jnp.sum(weights, axis=-1)
+    return jnp.einsum("...hgq,...hgqk->...k", 1.0 / jnp.where(total > 0, total, 1.0), weights)
+
+
 def _weights(
     queries: Float[Array, "*lead query head head_dim"],
     keys: Float[Array, "*lead key kv_head head_dim"],

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full depth beside the engines that people use, one stock model, each in its own process.
+
+    python benchmarks/engines/compare.py FILE.gguf PYTHON [--rounds 3] [--engines utio_jax vllm]
+
+`PYTHON` is the interpreter that has the others; `make benchmark-engines` sets both up. All run on
+the same cores and take turns; the others are stopped (SIGSTOP), so that no thread of them spins.
+Prompts are random tokens, new ones in each round, so that no cache of prompts can help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from utio_jax.models.gguf.files import tokenizer_of
+
+WORKER = Path(__file__).with_name("worker.py")
+
+
+def requests(seed: int) -> dict[str, dict[str, list[Any]]]:
+    """Returns the prompts and numbers of new tokens of each case, by its name."""
+    rng = np.random.default_rng(seed)
+
+    def words(lengths: list[int]) -> list[list[int]]:
+        return [rng.integers(100, 49_000, length).tolist() for length in lengths]
+
+    mixed, new = rng.integers(32, 257, 32).tolist(), rng.integers(16, 97, 32).tolist()
+    return {
+        "first token, 448": {"prompts": words([448]), "new": [1]},
+        "first token, 1,900": {"prompts": words([1900]), "new": [1]},
+        "decode 1 x (32 + 64)": {"prompts": words([32]), "new": [64]},
+        "decode 8 x (32 + 64)": {"prompts": words([32] * 8), "new": [64] * 8},
+        "32 requests": {"prompts": words(mixed), "new": new},
+    }
+
+
+class Worker:
+    """A process with one engine, stopped except while it answers."""
+
+    def __init__(self, python: str, engine: str, model: Path, options: argparse.Namespace) -> None:
+        threads = str(options.threads)
+        single = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), threads)
+        self._process = subprocess.Popen(
+            [python, WORKER, engine, model, threads, str(options.slots)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(options.out / f"{engine}-{model.stem}.log").open("w"),
+            env={**os.environ, **single, "JAX_PLATFORMS": "cpu"},
+            text=True,
+            start_new_session=True,
+        )
+        self.versions: dict[str, str] = self._read()
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, request: dict[str, list[Any]]) -> dict[str, Any]:
+        """Returns the answer to a request."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._read()
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def close(self) -> None:
+        """Ends the process and what it has started."""
+        with suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self._process.args} ended. Its log says why.")
+        return json.loads(line)
+
+
+@contextmanager
+def workers(options: argparse.Namespace) -> Iterator[dict[str, Worker]]:
+    """Yields the workers by the names of their columns."""
+    made = options.out / "model"
+    if not (made / "float32").exists():
+        subprocess.run([sys.executable, WORKER, "convert", options.model, made], check=True)
+    columns = {
+        "utio_jax": (sys.executable, "utio_jax", options.model),
+        "vllm": (options.python, "vllm", made / "float32"),
+        "transformers": (options.python, "transformers", made / "float32"),
+        "llama.cpp": (options.python, "llama.cpp", made / "float32.gguf"),
+        "llama.cpp, 4 bits": (options.python, "llama.cpp", options.model),
+    }
+    running: dict[str, Worker] = {}
+    try:
+        for name in options.engines or columns:
+            print(f"starting {name}", file=sys.stderr)
+            try:
+                running[name] = Worker(*columns[name], options)
+            except RuntimeError as error:  # The others are compared without it.
+                print(error, file=sys.stderr)
+        yield running
+    finally:
+        for worker in running.values():
+            worker.close()
+
+
+def same(tokenizer: Any, ours: list[list[int]], theirs: list[Any]) -> float:
+    """Returns the share of rows that agree, in tokens or in the text of an engine that has it."""
+    if isinstance(theirs[0], str):
+        ours = [tokenizer.decode(each) for each in ours]
+    return float(np.mean([a == b for a, b in zip(ours, theirs, strict=True)]))
+
+
+def measure(
+    running: dict[str, Worker], tokenizer: Any, rounds: int
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns, by case and engine, seconds of each round, and the rows as the first engine's."""
+    found: dict[str, dict[str, Any]] = {}
+    for turn in range(rounds + 1):  # The first one compiles.
+        for case, request in requests(turn).items():
+            order = [*running][turn % len(running) :] + [*running][: turn % len(running)]
+            answers = {}
+            for name in order:
+                try:
+                    answers[name] = running[name].ask(request)
+                except RuntimeError as error:
+                    print(error, file=sys.stderr)
+                    running.pop(name).close()
+            reference = answers[next(iter(running))]["tokens"]
+            for name, answer in answers.items():
+                kept = found.setdefault(case, {}).setdefault(name, {"seconds": [], "same": []})
+                kept["peak"] = answer["peak"]
+                kept["tokens"] = sum(request["new"])
+                if turn:
+                    kept["seconds"].append(answer["seconds"])
+                    kept["same"].append(same(tokenizer, reference, answer["tokens"]))
+            print(case, {k: round(v["seconds"], 3) for k, v in answers.items()}, file=sys.stderr)
+    return {case: {name: columns[name] for name in running} for case, columns in found.items()}
+
+
+def table(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yields the lines of a table in Markdown: a row per case, a column per engine."""
+    names = [*next(iter(found.values()))]
+    yield "| | " + " | ".join(names) + " |"
+    yield "|---" * (len(names) + 1) + "|"
+    for case, columns in found.items():
+        cells = []
+        for name in names:
+            seconds = np.asarray(columns[name]["seconds"])
+            ratio = np.median(seconds / columns[names[0]]["seconds"])
+            value = columns[name]["tokens"] / np.median(seconds)
+            first = case.startswith("first")
+            shown = f"{1e3 * np.median(seconds):,.0f} ms" if first else f"{value:,.0f} /s"
+            cells.append(f"{shown} ({ratio:.2f})")
+        yield f"| {case} | " + " | ".join(cells) + " |"
+    last = next(reversed(found.values()))
+    yield "| peak memory, MiB | " + " | ".join(f"{last[n]['peak']:,.0f}" for n in names) + " |"
+    agree = [np.mean([np.mean(each[name]["same"]) for each in found.values()]) for name in names]
+    yield f"| rows equal to {names[0]}'s | " + " | ".join(f"{s:.0%}" for s in agree) + " |"
+
+
+def main() -> None:
+    """Prints the table, and keeps what it is made of."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", type=Path, help="a GGUF file")
+    parser.add_argument("python", help="interpreter with the other engines")
+    parser.add_argument("--engines", nargs="*", help="the first one is what others are compared to")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=16, help="requests that run at once")
+    parser.add_argument("--out", type=Path, default=Path("out/engines"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    with workers(options) as running:
+        versions = {name: each.versions for name, each in running.items()}
+        found = measure(running, tokenizer_of(options.model), options.rounds)
+    kept = {"versions": versions, "rounds": options.rounds, "cases": found}
+    (options.out / "results.json").write_text(json.dumps(kept, indent=1))
+    print("\n".join(table(found)))
+    print(json.dumps(versions))
+
+
+if __name__ == "__main__":
+    main()
