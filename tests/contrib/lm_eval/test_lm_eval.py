@@ -49,7 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def adapter(model: Any, mode: Any = Plain(), **options: Any) -> UtioLM:
-    return UtioLM(model, mode=mode, **({"rows": 4} | options))
+    given: dict[str, Any] = {"rows": 4} | options
+    return UtioLM(model, mode=mode, **given)
 
 
 def routed(model: Any) -> Adaptive:

@@ -108,7 +108,7 @@ def processes(mark: str, name: str) -> list[int]:
 @contextlib.contextmanager
 def three_nodes() -> Iterator[tuple[Any, Any]]:
     """Starts a head and two nodes with one processor for actors; yields the cluster, a node."""
-    from ray.cluster_utils import Cluster
+    from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
 
     small = {"object_store_memory": 150_000_000, "include_dashboard": False}
     # Nodes with one processor would end each idle process after a second, and start it again.

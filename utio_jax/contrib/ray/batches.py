@@ -81,7 +81,7 @@ class Continuer:
             sizes["tokenizer"] = self._model.tokenizer
         self._engine = Engine(self._model.decoder, self._model.params, **sizes)
         self._engine.warmup()
-        self._options = {"max_new_tokens": 128} | options
+        self._options: dict[str, Any] = {"max_new_tokens": 128} | options
         self._longest = context - mode.block - self._options["max_new_tokens"]
 
     def __call__(self, batch: Any) -> Any:
