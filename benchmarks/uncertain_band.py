@@ -92,7 +92,7 @@ def rows_of(
             "name": "band",
             "flops_ratio": round(paid / dense, 4),
             **same(np.concatenate(above), full),
-            "margins": [round(each, 3) for each in margins.tolist()],
+            "margins": np.round(margins, 3).tolist(),
             "stopped": counts,
         }
         stops = stops_of(np.abs(line[:-1] - limit), margins)

@@ -104,7 +104,6 @@ def test_sets_equal_their_reference_in_a_thousand_cases(tiny: Any, shape: cases.
     assert compare(tiny, shape, range(125)) < 1e-4
 
 
-@pytest.mark.check
 def test_the_static_prefix_has_sets_too(tiny: Any) -> None:
     executor = CapacityPrefix(capacities=(24, 16, 8, 8), min_bucket=8)
     shape = dataclasses.replace(SHAPES[1], executor=executor)

@@ -48,8 +48,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 def adapter(model: Any, mode: Any = Plain(), **options: Any) -> UtioLM:
-    options = {"rows": 4} | options
-    return UtioLM(model, mode=mode, **options)
+    given: dict[str, Any] = {"rows": 4} | options
+    return UtioLM(model, mode=mode, **given)
 
 
 def routed(model: Any) -> Adaptive:

@@ -249,7 +249,6 @@ def test_the_state_is_a_pytree_of_arrays() -> None:
 LENGTHS = np.asarray([17, 9, 1], np.int32)
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("name", ["softmax_gap", "learned", "hazard", "position"])
 def test_what_is_observed_is_a_full_pass_and_its_exits(tiny: Any, name: str) -> None:
     ids, lengths, signal = tiny.tokens(3, 17, seed=4), jnp.asarray(LENGTHS), SIGNALS[name](tiny)
@@ -296,7 +295,6 @@ def adapted(model: Any, policy: Any, batches: Any, **kwargs: Any) -> list[Any]:
     return list(adapt(model.decoder, model.params, batches, policy, **options))
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("depths", [DEPTHS, (1, 2)])
 def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, ...]) -> None:
     """Every third batch is full depth, the others are `score` at the thresholds of the state."""
@@ -338,7 +336,6 @@ def test_adapting_end_to_end(tiny: Any, count_compiles: Any, depths: tuple[int, 
     assert 0.1 < wrong / total < 0.3  # The target is 0.2, of exits that see full depth's K/V.
 
 
-@pytest.mark.check
 def test_observing_is_charged(tiny: Any) -> None:
     """A full pass, a head at each exit and one more for the signal, and the gates."""
     cost, (batch,) = token_cost(tiny.decoder, tiny.params), stream(tiny, 1)
@@ -354,7 +351,6 @@ def test_observing_is_charged(tiny: Any) -> None:
         assert pass_flops(cost, found.work, gates=gates) == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.check
 def test_batches_are_drawn_as_they_are_asked_for(tiny: Any) -> None:
     """An endless stream is fine."""
     policy = Thresholded(signal=SoftmaxGap(), thresholds=jnp.zeros(2), depths=DEPTHS)

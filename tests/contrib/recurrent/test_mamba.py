@@ -139,7 +139,6 @@ def test_bfloat16_stays_bfloat16(strict_dtypes: None) -> None:
     assert x.dtype == decoder.unembed(params, x).dtype == jnp.bfloat16
 
 
-@pytest.mark.check
 def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
     model = recurrent_model()
     ids = model.tokens(2, 8)

@@ -70,7 +70,6 @@ def test_a_pass_equals_the_recurrence(kv: str) -> None:
         np.testing.assert_allclose(found.x[row, :length], wanted, atol=1e-4)
 
 
-@pytest.mark.check
 def test_the_static_prefix_equals_its_reference() -> None:
     for kv in ("propagate", "drop"):
         executor = CapacityPrefix(capacities=(24, 16, 8), min_bucket=8)
@@ -150,7 +149,6 @@ def test_policies_decide_and_scores_are_those_of_the_depths(signal: Any) -> None
     )
 
 
-@pytest.mark.check
 def test_calibration_takes_it_as_any_decoder(text: list[Any]) -> None:
     model = recurrent_model()
     names = ("learned", "state_similarity")

@@ -111,7 +111,6 @@ def test_survivors_have_full_depths_scores_and_the_rest_left_where_they_should(
         assert np.isfinite(found.seen).all()
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("kind", ["tiny", "swiglu", "window", "lens", *KINDS])
 def test_random_margins_on_other_models(tiny: Model, tiny_swiglu: Model, kind: str) -> None:
     model: Any = tiny_swiglu if kind == "swiglu" else tiny

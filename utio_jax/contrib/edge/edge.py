@@ -148,7 +148,7 @@ class Edge:
                     if self._link is not None:
                         states.extend(np.asarray(x, np.float32)[:real])
                 token, log_probability, deeper = self._row.read(
-                    self._policy, method, new[-1], ask.seed
+                    self._policy, method, int(new[-1]), ask.seed
                 )
                 found = self._by_cloud(ask, states, text) if deeper else None
                 text.decided.append(self._exit if found is None else config.num_layers)
