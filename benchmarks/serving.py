@@ -159,7 +159,7 @@ def percentiles(values: list[float]) -> dict[str, float]:
     return {"p50_ms": round(float(p50), 2), "p95_ms": round(float(p95), 2)}
 
 
-def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(mode: Any, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of one mode."""
     arguments = ["--model", options.model, "--mode", mode, "--slots", str(options.slots)]
     arguments += ["--capacity", str(options.capacity), "--name", "m"]
