@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from utio_jax.core.platform import here
 
 _HIDDEN = -1e30
 
@@ -115,9 +119,11 @@ def _weights(
     queries = jnp.moveaxis(queries, -2, -3).reshape(
         *lead, num_kv_heads, group, num_queries, head_dim
     )
-    scores = jnp.einsum(
-        "...hgqd,...khd->...hgqk", queries, keys, preferred_element_type=jnp.float32
-    )
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    if num_queries < _MANY_QUERIES and here().scores_turned:
+        scores = jnp.moveaxis(product("...khd,...hgqd->...hkgq", keys, queries), -3, -1)
+    else:
+        scores = product("...hgqd,...khd->...hgqk", queries, keys)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     # Chosen, not added to: what is hidden may be NaN, see `keys_values_of`.

@@ -33,6 +33,8 @@ class Platform:
         the TPU's vector unit, at half the memory's rate.
       heads_apart: whether the reshape to heads stays out of decoding's products. XLA:TPU folds it
         into their weights, and copies whole stacks of layers for that on every call.
+      scores_turned: whether a few queries' scores are made key by key: XLA:CPU would transpose all
+        keys for the other product, in every layer of every step.
     """
 
     head_block: int = 512
@@ -43,6 +45,7 @@ class Platform:
     search: Literal["scan", "compare_all"] = "compare_all"
     least_rows: int = 1
     heads_apart: bool = False
+    scores_turned: bool = False
 
 
 _CPU = Platform(
@@ -52,6 +55,7 @@ _CPU = Platform(
     static_shapes=False,
     stack_in_place=False,
     search="scan",
+    scores_turned=True,
 )
 _PLATFORMS = {"cpu": _CPU, "tpu": Platform(least_rows=2, heads_apart=True)}
 _OTHER = Platform()
