@@ -35,7 +35,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def matrix(*shape: int, scale: float = 1.0) -> np.ndarray:
         return (draw.normal(size=shape) * scale / np.sqrt(shape[-1])).astype(np.float32)
 
-    tensors = {"model.embed_tokens.weight": matrix(VOCAB, DIM, scale=8.0)}
+    embeddings = matrix(VOCAB, DIM, scale=8.0)
+    embeddings[1] = 0.0  # The end of a text is never the most probable token.
+    tensors = {"model.embed_tokens.weight": embeddings}
     tensors["model.norm.weight"] = np.ones(DIM, np.float32)
     for layer in range(LAYERS):
         for name, shape in {
