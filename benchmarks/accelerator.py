@@ -32,7 +32,6 @@ from utio_jax.core.platform import compiling_for
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.loop import advance, begin
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.state import check_stops
 from utio_jax.policies.depth import Thresholded, random_depths
 from utio_jax.staircase.capacity import fit_row_shares
@@ -146,7 +145,7 @@ class Model:
         stops = check_stops((), (), rows=rows, vocab_size=self.decoder.config.vocab_size)
         limits = np.full(rows, 200, np.int32)
         ends = np.full(rows, 64, np.int32)
-        fixed = mode, Greedy(), jax.tree.map(jnp.asarray, stops)
+        fixed = mode, None, jax.tree.map(jnp.asarray, stops)
         arrays = self.ids(rows, 64), ends, limits, np.zeros(rows, np.uint32)
         state = begin(self.decoder, self.params, *fixed, *arrays, slots=256)
 

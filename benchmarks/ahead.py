@@ -33,7 +33,6 @@ from utio_jax.decoding.admission import empty_state
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.state import check_stops
 from utio_jax.engine.blocks import block_room, run_block
 from utio_jax.engine.requests import rules_of
@@ -203,7 +202,7 @@ class Programs:
         arrays.append(a((rows,), jnp.uint32))
         bare = shapes((self.params, mode, stops), None) if mesh is None else None
         params, mode, made = bare or (self.params, mode, stops)
-        return jax.eval_shape(make, params, (mode, Greedy(), made), *arrays), stops
+        return jax.eval_shape(make, params, (mode, None, made), *arrays), stops
 
     def prefill(self, rows: int, width: int, prefill: Prefill | None = None) -> Any:
         """Lowers the reading of prompts, by the dense program unless said otherwise."""
@@ -215,7 +214,7 @@ class Programs:
         per_row = self.array(rows), self.array(rows), self.array(rows, dtype=jnp.uint32)
         arrays = self.array(rows, width), *per_row
         options = {"slots": width + 64, "prefill": prefill}
-        rules = Plain(), Greedy(), stops
+        rules = Plain(), None, stops
         return self.lower(_begin, rules, *arrays, static=("slots",), **options)
 
     def decode(self, mode: Mode, rows: int, slots: int = 512) -> Any:
@@ -224,7 +223,7 @@ class Programs:
         state = shapes(state, self.sharding)
         return self.lower(
             _advance,
-            (mode, Greedy(), stops),
+            (mode, None, stops),
             state,
             self.array(),
             static=("widths",),
@@ -296,7 +295,7 @@ class MeshPrograms(Programs):
         ]
         return self.lower(
             _advance,
-            (mode, Greedy(), stops),
+            (mode, None, stops),
             jax.tree.unflatten(treedef, leaves),
             self.array(),
             static=("widths", "mesh"),

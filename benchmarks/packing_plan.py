@@ -5,7 +5,7 @@
 
 All slots run, half filled; of each token it is drawn whether it stops at the first depth, with the
 share's probability. Programs take turns, a block each. The plan (`plan_rebatching`) knows only what
-`Engine.warmup(histogram=...)` measures: blocks in which all rows stop, or none. A shape of
+`plan_mode` measures: blocks in which all rows stop, or none. A shape of
 `utio_jax.models.presets.SHAPES` gets random weights, as many layers as are asked for:
 
     python benchmarks/packing_plan.py --model llama-7b --layers 4 --depth 2 --rows 8 --shares 0.8
@@ -29,7 +29,8 @@ import utio_jax
 from utio_jax.core.files import versions
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.engine import Engine, Shapes
+from utio_jax.engine import Engine, Shapes, plan_mode
+from utio_jax.engine.slots import Served
 from utio_jax.models import Transformer
 from utio_jax.models.presets import SHAPES, with_layers
 from utio_jax.models.random_weights import random_params
@@ -60,21 +61,20 @@ def measure(model: Any, rows: int, options: argparse.Namespace) -> list[dict[str
         engine.warmup()
     plans = {}
     for share in options.shares:
-        planner = Engine.of(
-            model,
+        served = Served(
+            decoder=model.decoder,
+            params=model.params,
             slots=rows,
             capacity=capacity,
             mode=modes["pack"],
             steps=options.steps,
             shapes=shapes,
         )
-        planner.warmup(histogram={options.depth: share, layers: 1 - share})
-        plans[share] = planner.plan
+        plans[share] = plan_mode(served, {options.depth: share, layers: 1 - share})
     lines = []
     for share, policy in policies.items():
         seconds = _turns(engines, policy, rows, options)
         plan = plans[share]
-        assert plan is not None
         best = min(np.median(each) for each in seconds.values())
         chosen = np.median(seconds[plan.choice])
         lines.append(

@@ -28,7 +28,6 @@ import numpy as np
 
 from utio_jax.cli.serve import Serve
 from utio_jax.core.files import versions
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.engine import Engine
 
 
@@ -55,7 +54,7 @@ def run_engine(engine: Engine, asked: list[tuple[list[int], int]], clients: int)
 
 
 def _submit(engine: Engine, prompt: list[int], new: int) -> None:
-    engine.submit(prompt, max_new_tokens=new, sampling=Greedy(), eos_ids=())
+    engine.submit(prompt, max_new_tokens=new, eos_ids=())
 
 
 async def run_clients(

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax import Adaptive, Prefill, Temperature, generate
+from utio_jax import Adaptive, Prefill, SamplingParams, generate
 from utio_jax.bench.timing import time_programs
 from utio_jax.models.checkpoint import load
 from utio_jax.models.training.corpus import standard_library
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> int:
     model = load(arguments[0])
     prompts = stretches(model, 200, 64, 500)
     found: dict[str, Any] = {"model": arguments[0], "exact": {}, "first_token": {}}
-    for name, options in (("greedy", {}), ("drawn", {"sampling": Temperature(1.0)})):
+    for name, options in (("greedy", {}), ("drawn", {"sampling": SamplingParams(temperature=1.0)})):
         for batch in (1, 4, 16):
             rows, worst = differing(model, prompts, batch, options)
             jax.clear_caches()  # A process has room for so many programs only.

@@ -268,7 +268,7 @@ from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.core.documents import batches_of
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.sampling import Temperature
+from utio_jax.decoding.sampling import SamplingParams
 
 rng = np.random.default_rng(0)
 prompts = rng.integers(0, qwen.decoder.config.vocab_size, (32, 4)).tolist()
@@ -276,7 +276,7 @@ written = generate(
     qwen.decoder,
     qwen.params,
     prompts,
-    sampling=Temperature(1.0),
+    sampling=SamplingParams(temperature=1.0),
     max_new_tokens=44,
     seeds=range(32),
 )

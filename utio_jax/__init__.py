@@ -37,7 +37,7 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import generate, stream
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Greedy, Temperature, TopP
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.evaluation.ledger import Ledger
@@ -94,7 +94,6 @@ __all__ = [
     "DecoderConfig",
     "DepthFloor",
     "Entropy",
-    "Greedy",
     "Hazard",
     "History",
     "KeepFirst",
@@ -112,6 +111,7 @@ __all__ = [
     "PositionDecay",
     "Prefill",
     "PromptRouter",
+    "SamplingParams",
     "Scores",
     "Signal",
     "SoftmaxGap",
@@ -120,11 +120,9 @@ __all__ = [
     "StaircaseResult",
     "StateGate",
     "StateSimilarity",
-    "Temperature",
     "Thresholded",
     "Throttle",
     "TokenSurrogate",
-    "TopP",
     "UtioSurrogate",
     "__version__",
     "assign_buckets",

@@ -22,7 +22,7 @@ from utio_jax.cli.options import (
 )
 from utio_jax.cli.score import Score, Scored
 from utio_jax.cli.serve import Serve
-from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore
 from utio_jax.evaluation.quality import Quality
 from utio_jax.models.presets import TINY
@@ -65,9 +65,9 @@ def test_a_budget_alone_means_a_depth_per_token() -> None:
 
 
 def test_tokens_are_drawn_as_asked() -> None:
-    assert OfDecoding().sampling() == Greedy()
-    assert OfDecoding(temperature=0.5).sampling() == Temperature(0.5)
-    wanted = Chain((Temperature(0.5), TopP(0.9)))
+    assert OfDecoding().sampling() == SamplingParams()
+    assert OfDecoding(temperature=0.5).sampling() == SamplingParams(temperature=0.5)
+    wanted = SamplingParams(temperature=0.5, top_p=0.9)
     assert OfDecoding(temperature=0.5, top_p=0.9).sampling() == wanted
     with pytest.raises(ValueError, match="nothing is drawn at 0"):
         OfDecoding(top_p=0.9).sampling()

@@ -41,7 +41,7 @@ from utio_jax.decoding.generate import Generated, stream
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.evaluation.generation import spent_on
@@ -318,7 +318,7 @@ def test_throttled_rows_of_a_mesh_are_those_of_one_device() -> None:
 
 
 def test_draws_on_a_mesh_are_those_of_one_device() -> None:
-    options = {"sampling": Chain((Temperature(0.9), TopP(0.9))), "seeds": 5}
+    options = {"sampling": SamplingParams(temperature=0.9, top_p=0.9), "seeds": 5}
     one = run(lively_model(), PROMPTS, **options)
     many = run(lively_model(), PROMPTS, mesh=mesh_of("auto"), **options)
     for a, b in zip(one.token_ids, many.token_ids, strict=True):
@@ -326,7 +326,7 @@ def test_draws_on_a_mesh_are_those_of_one_device() -> None:
 
 
 def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way() -> None:
-    methods = [Greedy(), Chain((Temperature(0.9), TopP(0.9)))] * 5
+    methods = [SamplingParams(), SamplingParams(temperature=0.9, top_p=0.9)] * 5
     plain = on_one_device("plain").token_ids
     options = {
         "sampling": methods,

@@ -15,7 +15,7 @@ from helpers.models import with_random_maps
 
 from utio_jax.attention.history import History
 from utio_jax.core.pytrees import pytree
-from utio_jax.core.rows import PerDevice, put_rows, row_axes
+from utio_jax.core.rows import row_axes
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.admission import _admit, admit, empty_state, release
 from utio_jax.decoding.base import Mode, Plain
@@ -24,7 +24,7 @@ from utio_jax.decoding.generate import collect
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Greedy, PerRowSampling, Temperature
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import REASONS, RELEASED, stop_rules
 from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import random_depths
@@ -79,11 +79,11 @@ def model_of(name: str) -> Any:
     return with_random_maps(lively_model(), (1, 2)) if name == "mapped" else lively_model()
 
 
-SAMPLING = Temperature(0.9)
+SAMPLING = SamplingParams(temperature=0.9)
 
 
 def _rules(rows: int) -> dict[str, Any]:
-    return {"sampling": PerRowSampling.of([SAMPLING] * rows), "stops": stop_rules()}
+    return {"sampling": rows_of([SAMPLING] * rows), "stops": stop_rules()}
 
 
 class Server:
@@ -94,24 +94,22 @@ class Server:
         self.setting = setting_of(model, self.mode, **_rules(BATCH))
         self.state = empty_state(self.setting, batch=BATCH, slots=slots)
 
-    def begin(
-        self, requests: list[Request], prefill: Prefill | None = None, rules: Any = ()
-    ) -> Any:
-        """Returns two fresh rows; a missing request's is empty, and only fills up.
-
-        They are sampled and end by `rules`, if there are any, as the batch otherwise.
-        """
+    def begin(self, requests: list[Request], prefill: Prefill | None = None) -> Any:
+        """Returns two fresh rows; a missing request's is empty, and only fills up."""
         ids, lengths = np.zeros((2, 8), np.int32), np.ones(2, np.int32)
         limits, seeds = np.ones(2, np.int32), np.zeros(2, np.uint32)
         for row, each in enumerate(requests):
             ids[row, : len(each.prompt)], lengths[row] = each.prompt, len(each.prompt)
             limits[row], seeds[row] = len(each.prompt) + each.new, each.seed
         rows = ids, lengths, limits, seeds
-        setting = dataclasses.replace(self.setting, **(rules or _rules(2)))
+        setting = dataclasses.replace(self.setting, **_rules(2))
         return begin(setting, *rows, slots=self.slots, prefill=prefill)
 
-    def admit(self, requests: list[Request], rows: list[int]) -> None:
-        self.state = admit(self.state, self.begin(requests), rows, mode=self.mode)
+    def admit(self, requests: list[Request], rows: list[int], **how: Any) -> Any:
+        """Returns the fresh rows."""
+        fresh, where = self.begin(requests, **how), np.asarray(rows, np.int32)
+        self.state = admit(self.state, fresh, where, mode=self.mode)
+        return fresh
 
     def advance(self, until: int) -> None:
         self.state = advance(self.setting, self.state, np.int32(until), widths=(32, SLOTS))
@@ -174,7 +172,7 @@ def test_rows_admitted_later_get_what_they_get_alone(name, count_compiles):
     assert compiles.count == 0
 
 
-def rows_of(tree: Any) -> list[np.ndarray]:
+def leaves_of(tree: Any) -> list[np.ndarray]:
     """Returns every leaf that has rows, these in front."""
     pairs = zip(jax.tree.leaves(tree), row_axes(tree), strict=True)
     return [np.moveaxis(np.array(leaf), axis, 0) for leaf, axis in pairs if axis is not None]
@@ -185,28 +183,28 @@ def test_an_admission_moves_the_fresh_rows_and_nothing_else(name):
     server = Server(name)
     server.admit(REQUESTS[:2], [2, 0])
     server.advance(5)
-    before, fresh = rows_of(server.state), server.begin(REQUESTS[2:4])
-    server.state = admit(server.state, fresh, [3, 2], mode=server.mode)
-    after = rows_of(server.state)
-    assert len(after) == len(before) == len(rows_of(fresh)) > 20
-    for old, come, new in zip(before, rows_of(fresh), after, strict=True):
+    before = leaves_of(server.state)
+    fresh = server.admit(REQUESTS[2:4], [3, 2])
+    after = leaves_of(server.state)
+    assert len(after) == len(before) == len(leaves_of(fresh)) > 20
+    for old, come, new in zip(before, leaves_of(fresh), after, strict=True):
         np.testing.assert_array_equal(new[:2], old[:2])
         np.testing.assert_array_equal(new[2], come[1])
         np.testing.assert_array_equal(new[3], come[0])
     # A mode's memory is among them.
     assert None not in row_axes(server.state.memory)
-    assert rows_of(server.state.memory)
+    assert leaves_of(server.state.memory)
 
 
 def test_released_rows_take_part_in_nothing():
     server = Server("plain")
     server.admit(REQUESTS[:2], [1, 3])
     server.advance(4)
-    before = rows_of(server.state)
+    before = leaves_of(server.state)
     server.state = release(server.state, [1, 0])
     assert [REASONS[i] for i in server.state.reason] == ["released"] * 3 + ["running"]
     server.advance(6)
-    for old, new, leaf in zip(before, rows_of(server.state), range(99), strict=False):
+    for old, new, leaf in zip(before, leaves_of(server.state), range(99), strict=False):
         assert leaf == 3 or np.array_equal(old[[0, 1, 2]], new[[0, 1, 2]])  # 3: the reason.
     assert server.found(3)["token_ids"].size == 6
     # Nothing runs where nothing is admitted.
@@ -235,9 +233,8 @@ def test_an_admission_copies_no_cache():
 def test_a_prompt_may_be_read_by_importance():
     """What the pass over the prompt did stays with the fresh rows; what it shows comes along."""
     server, how = Server("drop"), Prefill(policy=POLICY)
-    fresh = server.begin(REQUESTS[:2], prefill=how)
+    fresh = server.admit(REQUESTS[:2], [1, 2], prefill=how)
     assert fresh.prompt is not None
-    server.state = admit(server.state, fresh, [1, 2], mode=server.mode)
     assert server.state.prompt is None
     server.advance(SLOTS)
     for request, row in zip(REQUESTS, (1, 2), strict=False):
@@ -254,41 +251,6 @@ def test_a_prompt_may_be_read_by_importance():
         np.testing.assert_array_equal(server.found(row)["decided"], wanted.decided[0])
 
 
-def test_rows_bring_their_own_sampling_and_stops():
-    server = Server("plain")
-    sampling = PerRowSampling.of([Greedy()] * BATCH)
-    rules = {"sampling": sampling, "stops": stop_rules([((), ())] * BATCH)}
-    methods = [Temperature(0.8), Greedy(), Temperature(1.2), Greedy()]
-    alone = [
-        run(lively_model(), [each.prompt], sampling=method, seeds=[each.seed], max_new_tokens=9)
-        for each, method in zip(REQUESTS, methods, strict=False)
-    ]
-    ends = [[int(found.token_ids[0][5])] if i % 2 else [] for i, found in enumerate(alone)]
-    wanted = [
-        found.token_ids[0][: found.token_ids[0].tolist().index(end[0]) + 1 if end else 9]
-        for found, end in zip(alone, ends, strict=True)
-    ]
-    requests = [dataclasses.replace(each, new=9) for each in REQUESTS]
-    for first, rows in ((0, [3, 1]), (2, [0, 2])):
-        mine = slice(first, first + 2)
-        own = {
-            "sampling": PerRowSampling.of(methods[mine]),
-            "stops": stop_rules([(end, ()) for end in ends[mine]]),
-        }
-        server.state = admit(
-            server.state, server.begin(requests[mine], rules=own), rows, mode=server.mode
-        )
-        rules = {name: put_rows(rules[name], own[name], np.asarray(rows)) for name in own}
-        server.setting = dataclasses.replace(server.setting, **rules)
-        server.advance(3)
-    server.advance(SLOTS)
-    for row, new in zip((3, 1, 0, 2), wanted, strict=True):
-        np.testing.assert_array_equal(server.found(row)["token_ids"], new)
-    assert [REASONS[int(server.state.reason[row])] for row in (3, 1, 0, 2)] == [
-        *("length", "eos", "length", "eos")
-    ]
-
-
 @pytree
 class Forgetful(Mode):
     """A mode that does not say where the rows of its memory lie."""
@@ -296,27 +258,6 @@ class Forgetful(Mode):
     name = "forgetful"
 
 
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_what_does_not_fit_is_refused():
-    server = Server("plain")
-    fresh = server.begin(REQUESTS[:2])
-
-    def refused(message: str, rows: Any, fresh: Any = fresh, state: Any = server.state) -> None:
-        with pytest.raises(ValueError, match=message):
-            admit(state, fresh, rows, mode=server.mode)
-
-    refused(r"from 0 to 3, each once, or 4 for nowhere. Got \[1, 5\]", [1, 5])
-    refused(r"Got \[2, 2\]", [2, 2])
-    refused(r"Got \[-1, 2\]", [-1, 2])
-    refused(r"Got \[0.5, 2.0\]", [0.5, 2.0])
-    refused("one place for each fresh row.*3 places for 2 rows", [0, 1, 2])
-    refused("the state's 64 slots.*of 128 slots. Begin them with slots=64", [0, 1],
-            Server("plain", slots=128).begin(REQUESTS[:2]))  # fmt: skip
-    refused("in the running state's mode.*remembers _Memory, the running one NoneType", [0, 1],
-            Server("drop").begin(REQUESTS[:2]))  # fmt: skip
-    spread = dataclasses.replace(fresh, memory=PerDevice.of(fresh.memory))
-    refused("states of one device", [0, 1], spread)
-    with pytest.raises(ValueError, match=r"from 0 to 3, each once. Got \[4\]"):
-        release(server.state, [4])
+def test_a_memory_that_does_not_say_where_rows_lie_is_refused():
     with pytest.raises(ValueError, match="along which axis rows lie.*Forgetful remembers dict"):
         Forgetful().admit({"a": jnp.zeros(4)}, {"a": jnp.zeros(2)}, jnp.arange(2))

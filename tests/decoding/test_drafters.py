@@ -18,7 +18,7 @@ from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.sampling import Temperature
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
@@ -42,23 +42,22 @@ def test_copies_follow_the_latest_of_the_longest_matches(longest, shortest):
     rng = np.random.default_rng(0)
     ids = rng.integers(3, size=(200, 24)).astype(np.int32)  # Beyond a row's length: other tokens.
     lengths = rng.integers(1, 25, size=200).astype(np.int32)
-    found = NGram(longest=longest, shortest=shortest)(
+    drafts, counts = NGram(longest=longest, shortest=shortest)(
         jnp.asarray(ids), jnp.asarray(lengths), drafts=5
     )
     sizes = []
     for row in range(200):
         known = ids[row, : lengths[row]].tolist()
         copied, size = slow_copy(known, longest=longest, shortest=shortest, drafts=5)
-        assert int(found.matched[row]) == size
-        assert int(found.counts[row]) == len(copied)
-        assert found.token_ids[row, : len(copied)].tolist() == copied
+        assert int(counts[row]) == len(copied)
+        assert drafts[row, : len(copied)].tolist() == copied
         sizes.append(size)
     assert {0, longest} <= set(sizes)
 
 
 def test_a_copy_goes_on_into_itself():
-    found = NGram()(jnp.asarray([[4, 6, 1, 2, 1, 2, 0, 0]]), jnp.asarray([6]), drafts=5)
-    assert found.token_ids.tolist() == [[1, 2, 1, 2, 1]]
+    found, _ = NGram()(jnp.asarray([[4, 6, 1, 2, 1, 2, 0, 0]]), jnp.asarray([6]), drafts=5)
+    assert found.tolist() == [[1, 2, 1, 2, 1]]
     with pytest.raises(ValueError, match=r"shortest <= longest.*shortest=2, longest=1"):
         NGram(longest=1, shortest=2)
 
@@ -122,20 +121,9 @@ def test_greedy_is_the_full_model_in_ragged_batches(model, plain):
 
 
 def test_the_lowest_temperature_draws_the_full_models_tokens(model, plain):
-    found = run(model, REPEATING, mode=MODE, sampling=Temperature(1e-9), seeds=3)
+    found = run(model, REPEATING, mode=MODE, sampling=SamplingParams(temperature=1e-9), seeds=3)
     for row in range(3):
         np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
-
-
-@pytest.mark.slow
-def test_drawn_rows_do_not_feel_their_batch(model):
-    options = {"mode": MODE, "sampling": Temperature(0.5)}
-    together = run(model, REPEATING, seeds=[3, 4, 5], **options)
-    for row, prompt in enumerate(REPEATING):
-        alone = run(model, [prompt], seeds=[3 + row], **options)
-        np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
-        assert together.accepted[row] == alone.accepted[0]
-        assert together.drafts[row] == alone.drafts[0]
 
 
 def test_no_exit_is_needed_to_copy(model, plain):

@@ -15,7 +15,7 @@ from helpers.generation import SMALL, lively_model, run
 from helpers.models import Model
 from helpers.shared_kv import KINDS
 
-from utio_jax import Adaptive, Lossless, Plain, Prefill, Temperature, random_depths
+from utio_jax import Adaptive, Lossless, Plain, Prefill, SamplingParams, random_depths
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.prefill import exact_prefill, fastest_prefill
 from utio_jax.engine import Engine
@@ -36,7 +36,9 @@ def model(request: Any) -> Model:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sampling", [None, Temperature(0.9)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    "sampling", [None, SamplingParams(temperature=0.9)], ids=["greedy", "drawn"]
+)
 def test_tokens_after_exact_prompts_are_those_after_whole_ones(
     model: Model, mode: str, sampling: Any
 ) -> None:

@@ -24,15 +24,20 @@ from helpers.generation import (
     setting_of,
     true_logits,
 )
+from helpers.marks import quick_where
 from helpers.policies import SurePasses
 
+from utio_jax.attention.history import History
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
+from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import stream
 from utio_jax.decoding.loop import Lengths, advance, begin, run_chunks
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
+from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
+from utio_jax.policies.signals import Chance
 
 DEPTHS = (1, 2, 4)
 
@@ -102,32 +107,12 @@ def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
 
 
 @pytest.mark.slow
-def test_uniform_truncates_the_model(model):
-    result = run(model, mode=Adaptive(policy=uniform(2)))
-    assert_greedy(model, result, kv="propagate")
-    np.testing.assert_array_equal(result.token_layers, [39 * 2] * 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode",
-    [Plain(), Adaptive(policy=random_policy(0.5, 0.2, 0.3))],
-    ids=["plain", "adaptive"],
-)
-def test_rows_do_not_feel_their_batch(model, mode):
-    sampling = Chain((Temperature(0.9), TopP(0.95)))
-    together = run(model, mode=mode, sampling=sampling, seeds=[3, 4, 5])
-    for row, prompt in enumerate(PROMPTS):
-        alone = run(model, [prompt], mode=mode, sampling=sampling, seeds=[3 + row])
-        np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
-        np.testing.assert_array_equal(together.decided[row], alone.decided[0])
-
-
-@pytest.mark.slow
 def test_drawn_tokens_follow_the_model(model):
     # 2,000 rows with their own seeds: the first step after prefill, against the oracle's softmax.
     prompts = [[0, 5]] * 2000
-    result = run(model, prompts, sampling=Temperature(1.5), max_new_tokens=1, seeds=11)
+    result = run(
+        model, prompts, sampling=SamplingParams(temperature=1.5), max_new_tokens=1, seeds=11
+    )
     logits = true_logits(model, [0, 5], np.array([1]), np.array([4]), "full")[0]
     expected = np.asarray(jax.nn.softmax(logits / 1.5)) * 2000
     seen = np.bincount(np.concatenate(result.token_ids), minlength=64)
@@ -174,9 +159,9 @@ def test_rows_end_on_their_own(model, plain, end):
 
 
 EACH = [
-    Greedy(),
-    Temperature(jnp.float32(0.8)),
-    Chain((Temperature(jnp.float32(1.2)), TopK(30), TopP(jnp.float32(0.9)))),
+    SamplingParams(),
+    SamplingParams(temperature=jnp.float32(0.8)),
+    SamplingParams(temperature=jnp.float32(1.2), top_k=30, top_p=jnp.float32(0.9)),
 ]
 
 
@@ -187,7 +172,7 @@ EACH = [
 )
 def test_each_prompt_may_be_sampled_in_its_own_way(model, mode, count_compiles):
     # Of three programs for drafts two will do.
-    methods = EACH if mode == Plain() else [*EACH[:2], Temperature(jnp.float32(1.3))]
+    methods = EACH if mode == Plain() else [*EACH[:2], SamplingParams(temperature=jnp.float32(1.3))]
     together = run(model, mode=mode, sampling=methods, seeds=[3, 4, 5])
     for row, (prompt, method) in enumerate(zip(PROMPTS, methods, strict=True)):
         alone = run(model, [prompt], mode=mode, sampling=method, seeds=[3 + row])
@@ -196,13 +181,18 @@ def test_each_prompt_may_be_sampled_in_its_own_way(model, mode, count_compiles):
         likelihood = alone.log_probabilities[0]
         np.testing.assert_allclose(together.log_probabilities[row], likelihood, atol=1e-5)
     with count_compiles() as compiles:  # Nor does another kind of method compile anything.
-        run(model, mode=mode, sampling=[MinP(0.2), *EACH[:2]], seeds=[3, 4, 5])
+        run(
+            model,
+            mode=mode,
+            sampling=[SamplingParams(temperature=1.0, min_p=0.2), *EACH[:2]],
+            seeds=[3, 4, 5],
+        )
     assert compiles.count == 0
 
 
 def test_prompts_that_share_a_method_share_its_program(model, plain, count_compiles):
     with count_compiles() as compiles:
-        found = run(model, sampling=[Greedy()] * 3, eos_ids=())
+        found = run(model, sampling=[SamplingParams()] * 3, eos_ids=())
     assert compiles.count == 0
     np.testing.assert_array_equal(np.stack(found.token_ids), np.stack(plain.token_ids))
 
@@ -224,69 +214,46 @@ def test_each_prompt_may_end_in_its_own_way(model, plain):
     assert shared.finish_reasons[0] == "eos"
 
 
-@pytest.mark.slow
-def test_a_stop_sequence_in_the_prompt_stops_nothing(model, plain):
-    first = int(plain.token_ids[0][0])
-    result = run(model, stop_sequences=[[PROMPTS[0][-1], first]])
-    assert result.token_ids[0].size > 1
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_a_stream_is_the_same_tokens(model, plain, chunk):
-    chunks = list(
-        stream(
-            model.decoder,
-            model.params,
-            PROMPTS,
-            chunk=chunk,
-            max_new_tokens=40,
-            eos_ids=(),
-            lengths=SMALL,
-        )
-    )
-    for row in range(3):
-        joined = np.concatenate([one.token_ids[row] for one in chunks])
-        np.testing.assert_array_equal(joined, plain.token_ids[row])
-    assert all(one.token_ids[0].size >= min(chunk, 40) for one in chunks[:-1])
-    assert not chunks[-1].running.any()
-
-
-def test_an_abandoned_stream_breaks_nothing(model, plain):
-    pieces = stream(
-        model.decoder, model.params, PROMPTS, chunk=7, max_new_tokens=40, eos_ids=(), lengths=SMALL
-    )
-    kept = next(pieces)
-    del pieces
-    np.testing.assert_array_equal(run(model).token_ids[1], plain.token_ids[1])
-    np.testing.assert_array_equal(kept.token_ids[1], plain.token_ids[1][: kept.token_ids[1].size])
+STREAMED = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
 
 
 @pytest.mark.parametrize(
-    "mode",
-    [
-        Plain(),
-        pytest.param(Adaptive(policy=random_policy(0.5, 0.2, 0.3)), marks=pytest.mark.slow),
-    ],
-    ids=["plain", "adaptive"],
+    ("chunk", "mode"),
+    [(1, Plain()), (7, Plain()), (100, Plain()), (5, Lossless(exit=2, max_draft=3))],
 )
-def test_the_second_prompt_compiles_nothing(model, count_compiles, mode):
+def test_a_stream_is_the_same_tokens(model, plain, chunk, mode):
+    options = {"chunk": chunk, "mode": mode, **STREAMED}
+    kept = next(stream(model.decoder, model.params, PROMPTS, **options))  # And abandoned.
+    chunks = list(stream(model.decoder, model.params, PROMPTS, **options))
+    np.testing.assert_array_equal(kept.token_ids[1], chunks[0].token_ids[1])
+    for row in range(3):
+        joined = np.concatenate([one.token_ids[row] for one in chunks])
+        np.testing.assert_array_equal(joined, plain.token_ids[row])
+    if mode == Plain():
+        assert all(one.token_ids[0].size >= min(chunk, 40) for one in chunks[:-1])
+    assert not chunks[-1].running.any()
+
+
+ENTROPY = Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.0))
+OTHERS = {  # What compiles nothing, either.
+    "plain": (Plain(), Plain()),
+    "lossless": (ENTROPY, dataclasses.replace(ENTROPY, stop=EntropyAbove(threshold_nats=1.0))),
+    "adaptive": (
+        Adaptive(policy=random_policy(0.5, 0.2, 0.3)),
+        Adaptive(policy=random_policy(0.1, 0.4, 0.5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", quick_where(lambda name: name != "adaptive", OTHERS))
+def test_the_second_prompt_compiles_nothing(model, count_compiles, name):
+    mode, other = OTHERS[name]
     run(model, mode=mode, max_new_tokens=30)
     with count_compiles() as compiles:
         run(model, [[1, 2], [3], [4, 5, 6, 7, 8, 9, 10]], mode=mode, max_new_tokens=30)
-        run(model, mode=mode, max_new_tokens=29, seeds=[7, 8, 9])
-        if isinstance(mode, Adaptive):  # Neither does another threshold.
-            other = dataclasses.replace(mode, policy=random_policy(0.1, 0.4, 0.5))
-            run(model, mode=other, max_new_tokens=30)
-        for _ in stream(
-            model.decoder,
-            model.params,
-            PROMPTS,
-            chunk=3,
-            mode=mode,
-            max_new_tokens=30,
-            eos_ids=(),
-            lengths=SMALL,
-        ):
+        run(model, mode=other, max_new_tokens=29, seeds=[7, 8, 9])
+        options = {**STREAMED, "max_new_tokens": 30}
+        for _ in stream(model.decoder, model.params, PROMPTS, chunk=3, mode=mode, **options):
             pass
     assert compiles.count == 0
 
@@ -321,45 +288,35 @@ def test_steps_read_fewer_keys_once_the_longest_row_has_ended(model):
         np.testing.assert_allclose(found, likelihood, atol=1e-5)
 
 
-@pytest.mark.slow
+THROTTLE = Throttle(
+    history=History(recent=1400, sinks=8),
+    signal=Chance(key=jax.random.key(4)),
+    thresholds=jnp.full(3, 0.5),
+)
+COPIED = {
+    "throttled": (Adaptive(policy=random_policy(0.5, 0.2, 0.3), throttle=THROTTLE), None),
+    "propagate": (Adaptive(policy=random_policy(0.5, 0.2, 0.3)), None),
+    "drop": (Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="drop"), None),
+    "lossless": (Lossless(exit=2, max_draft=3), None),
+    "drawn": (Lossless(exit=2, max_draft=3), rows_of([SamplingParams(temperature=1.0)] * 3)),
+}
+
+
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
-@pytest.mark.parametrize("kv", ["propagate", "drop"])
-def test_the_cache_is_never_copied(model, kv):
+@pytest.mark.parametrize("name", quick_where(lambda name: name == "throttled", COPIED))
+def test_the_cache_is_never_copied(model, name):
     # One large cache: a copy of it, or of half of it, would show in the temporaries.
-    mode = Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv=kv)
-    state = first_state(model, mode, slots=4096)
-    cache_bytes = state.cache.keys.nbytes + state.cache.values.nbytes
-    compiled = advance.lower(
-        setting_of(model, mode),
-        state,
-        np.int32(9),
-        widths=(64, 128),  # Loops within a loop.
-    ).compile()
-    memory = compiled.memory_analysis()
+    setting, lengths = setting_of(model, *COPIED[name]), np.array([3, 7, 1], np.int32)
+    rows = np.zeros((3, 8), np.int32), lengths, lengths + 40, np.arange(3, dtype=np.uint32)
+    state = begin(setting, *rows, slots=4096)
+    held = state.cache.keys.nbytes + state.cache.values.nbytes
+    view = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view))
+    widths = (64,) if view else (64, 128)  # Loops within a loop.
+    memory = advance.lower(setting, state, np.int32(9), widths=widths).compile().memory_analysis()
     assert memory is not None
-    assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < cache_bytes / 4
-
-
-def first_state(model, mode, *, slots):
-    token_ids = np.zeros((3, 8), np.int32)
-    lengths = np.array([3, 7, 1], np.int32)
-    return begin(
-        setting_of(model, mode),
-        token_ids,
-        lengths,
-        lengths + 40,
-        np.arange(3, dtype=np.uint32),
-        slots=slots,
-    )
-
-
-@pytest.mark.slow
-def test_the_state_is_donated(model):
-    state = first_state(model, Plain(), slots=48)
-    keys = state.cache.keys
-    advance(setting_of(model, Plain()), state, np.int32(9), widths=(48,))
-    assert keys.is_deleted()
+    assert memory.alias_size_in_bytes >= held + view
+    # Of a view one layer, and little else.
+    assert memory.temp_size_in_bytes < (view / 2 if view else held / 4)
 
 
 def test_memory_stays_flat(model):
@@ -388,7 +345,7 @@ ERRORS = {
     "fractional end": ({"eos_ids": [0.5]}, "eos_ids as a list of integer token ids"),
     "negative end": ({"eos_ids": [-1]}, "in eos_ids"),
     "beyond int32": ({"prompts": [[2**32 + 1]]}, "Got 4294967297 to 4294967297 in prompt 0"),
-    "samplings": ({"sampling": [Greedy()] * 2}, r"one per prompt \(3\). Got 2"),
+    "samplings": ({"sampling": [SamplingParams()] * 2}, r"one per prompt \(3\). Got 2"),
     "ends of two": ({"eos_ids": [[1], [2]]}, "eos_ids for all.*each of the 3. Got .*2"),
     "stops of one": ({"stop_sequences": [[[1]]]}, "stop_sequences for all.*each of the 3. Got .*1"),
     "ends of some": ({"eos_ids": [[1], 2, [3]]}, "eos_ids for all.*Got .*2"),
@@ -396,13 +353,13 @@ ERRORS = {
     "fractional number": ({"max_new_tokens": 2.0}, "an integer. Got max_new_tokens=2.0"),
     "long seed": ({"seeds": 2**70}, "at most 64 bits. Got 1180591620717411303424"),
     "fractional seed": ({"seeds": 0.5}, "seeds as integers"),
-    "no sampling": ({"sampling": 0.7}, "Wanted a sampling method. Got 0.7"),
+    "no sampling": ({"sampling": 0.7}, "Wanted SamplingParams. Got 0.7"),
     "booleans": ({"prompts": [[True, False]]}, "prompt 0 as a list of integer token ids"),
 }
 
 
 def test_seeds_wrap_around_and_no_stops_of_each_row_are_none(model):
-    options = {"sampling": Temperature(1.5), "max_new_tokens": 4}
+    options = {"sampling": SamplingParams(temperature=1.5), "max_new_tokens": 4}
     plain = run(model, seeds=[5, 6, 7], **options)
     again = run(model, seeds=5 - 2**32, stop_sequences=[[]] * 3, **options)
     for mine, theirs in zip(plain.token_ids, again.token_ids, strict=True):

@@ -23,10 +23,10 @@ from helpers.generation import (
 
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.drafting import EntropyAbove
-from utio_jax.decoding.generate import generate, stream
+from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless, lossless_for
-from utio_jax.decoding.sampling import Chain, Greedy, PerRowSampling, Temperature, TopK
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
@@ -101,17 +101,6 @@ def test_a_perfect_draft_is_accepted_whole(model):
     np.testing.assert_array_equal(result.steps, [10] * 3)  # 39 tokens, 4 per round.
 
 
-@pytest.mark.slow
-def test_rows_do_not_feel_their_batch(model):
-    mode = Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3))
-    sampling = Temperature(0.8)
-    together = run(model, mode=mode, sampling=sampling, seeds=[3, 4, 5])
-    for row, prompt in enumerate(PROMPTS):
-        alone = run(model, [prompt], mode=mode, sampling=sampling, seeds=[3 + row])
-        np.testing.assert_array_equal(together.token_ids[row], alone.token_ids[0])
-        assert together.accepted[row] == alone.accepted[0]
-
-
 @pytest.fixture(scope="module")
 def small_vocabulary():
     """Six tokens, so that the distribution of four in a row can be counted."""
@@ -131,7 +120,7 @@ def small_vocabulary():
 def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
     """The joint distribution of tokens 2, 3 and 4 given token 1, against the oracle's products."""
     model, rows = small_vocabulary, 4000
-    sampling = Chain((Temperature(0.9), TopK(4)))
+    sampling = SamplingParams(temperature=0.9, top_k=4)
     # A short and a long loop in one batch; only the joint law of the first tokens is compared.
     result = run(model, [[0, 3]] * rows, mode=mode, sampling=sampling, max_new_tokens=4, seeds=100)
     tokens = np.stack(result.token_ids)
@@ -141,7 +130,7 @@ def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
             for third in range(6):
                 new = np.array([first, second, third, 0])
                 logits = true_logits(model, [0, 3], new, np.full(4, 4), "full")
-                drawn = PerRowSampling.of([sampling] * 4)(jnp.asarray(logits))
+                drawn = rows_of([sampling] * 4)(jnp.asarray(logits))
                 probabilities[first, second, third] = np.asarray(jax.nn.softmax(drawn))
     statistic, cells = 0.0, 0
     for first in np.unique(tokens[:, 0]):
@@ -166,7 +155,12 @@ def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
 
 @pytest.mark.parametrize("value", [1e-9, 1e-12, 1e-37])
 def test_the_lowest_temperatures_draw_what_is_most_probable(model, value):
-    found = run(model, mode=Lossless(exit=2, max_draft=3), sampling=Temperature(value), seeds=3)
+    found = run(
+        model,
+        mode=Lossless(exit=2, max_draft=3),
+        sampling=SamplingParams(temperature=value),
+        seeds=3,
+    )
     for row, prompt in enumerate(PROMPTS):
         new = found.token_ids[row]
         logits = true_logits(model, prompt, new, np.full_like(new, 4), "full")
@@ -183,24 +177,6 @@ def test_rows_end_inside_a_draft(model, plain):
         np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row][:length])
         assert result.finish_reasons[row] == ("eos" if at.size else "length")
     assert result.finish_reasons[0] == "eos"
-
-
-def test_a_stream_is_the_same_tokens(model, plain):
-    chunks = list(
-        stream(
-            model.decoder,
-            model.params,
-            PROMPTS,
-            chunk=5,
-            mode=Lossless(exit=2, max_draft=3),
-            max_new_tokens=40,
-            eos_ids=(),
-            lengths=SMALL,
-        )
-    )
-    for row in range(3):
-        joined = np.concatenate([one.token_ids[row] for one in chunks])
-        np.testing.assert_array_equal(joined, plain.token_ids[row])
 
 
 def test_watermarks_roll_back_and_keys_are_the_full_models(model, plain):
@@ -232,39 +208,6 @@ def test_watermarks_roll_back_and_keys_are_the_full_models(model, plain):
                 getattr(whole.cache, name)[:, row, :end],
                 atol=1e-4,
             )
-
-
-def test_the_second_prompt_compiles_nothing(model, count_compiles):
-    mode = Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.0))
-    run(model, mode=mode)
-    with count_compiles() as compiles:
-        run(model, [[1, 2], [3], [4, 5, 6, 7, 8, 9, 10]], mode=mode)
-        run(model, mode=dataclasses.replace(mode, stop=EntropyAbove(threshold_nats=1.0)))
-    assert compiles.count == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "sampling", [Greedy(), PerRowSampling.of([Temperature(1.0)] * 3)], ids=["greedy", "drawn"]
-)
-@pytest.mark.usefixtures("unchecked_shapes")
-def test_the_cache_is_never_copied(model, sampling):
-    mode = Lossless(exit=2, max_draft=3)
-    lengths = np.array([3, 7, 1], np.int32)
-    setting = setting_of(model, mode, sampling)
-    state = begin(
-        setting,
-        np.zeros((3, 8), np.int32),
-        lengths,
-        lengths + 40,
-        np.arange(3, dtype=np.uint32),
-        slots=4096,
-    )
-    cache_bytes = state.cache.keys.nbytes + state.cache.values.nbytes
-    memory = advance.lower(setting, state, np.int32(9), widths=(64,)).compile().memory_analysis()
-    assert memory is not None
-    assert memory.alias_size_in_bytes >= cache_bytes
-    assert memory.temp_size_in_bytes < cache_bytes / 4
 
 
 def test_the_default_drafts_at_a_trained_exit_and_copies_otherwise():

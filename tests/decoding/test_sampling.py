@@ -17,15 +17,10 @@ from utio_jax.decoding.sampling import (
     ACCEPT,
     DRAW,
     REPLACE,
-    Chain,
-    Greedy,
-    MinP,
-    PerRowSampling,
-    Temperature,
-    TopK,
-    TopP,
+    SamplingParams,
     check_sampling,
     draw,
+    rows_of,
     token_keys,
     verify_greedy,
     verify_sampling,
@@ -35,75 +30,69 @@ PROBABILITIES = np.array([0.05, 0.4, 0.2, 0.1, 0.25])
 LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32))[None] + 3.0
 
 
+P = SamplingParams
+
+
 @pytest.mark.parametrize(
-    ("method", "kept"),
+    ("params", "kept"),
     [
-        (Greedy(), [1]),
-        (Temperature(0.5), [0, 1, 2, 3, 4]),
-        (TopK(1), [1]),
-        (TopK(3), [1, 2, 4]),
-        (TopK(99), [0, 1, 2, 3, 4]),
-        (TopP(0.3), [1]),
-        (TopP(0.5), [1, 4]),
-        (TopP(0.66), [1, 2, 4]),
-        (TopP(1.0), [0, 1, 2, 3, 4]),
-        (MinP(0.5), [1, 2, 4]),
-        (MinP(1.0), [1]),
-        (Chain((TopK(3), TopP(0.7))), [1, 4]),  # .47 and .29 of what TopK left.
-        (
-            Chain((Temperature(0.25), MinP(0.1))),
-            [1, 4],
-        ),  # (.25 / .4) ** 4 = .15, (.2 / .4) ** 4 = .06.
+        (P(), [1]),
+        (P(temperature=0.5), [0, 1, 2, 3, 4]),
+        (P(temperature=1, top_k=1), [1]),
+        (P(temperature=1, top_k=3), [1, 2, 4]),
+        (P(temperature=1, top_k=99), [0, 1, 2, 3, 4]),
+        (P(temperature=1, top_p=0.3), [1]),
+        (P(temperature=1, top_p=0.5), [1, 4]),
+        (P(temperature=1, top_p=0.66), [1, 2, 4]),
+        (P(temperature=1), [0, 1, 2, 3, 4]),
+        (P(temperature=1, min_p=0.5), [1, 2, 4]),
+        (P(temperature=1, min_p=1.0), [1]),
+        (P(temperature=1, top_k=3, top_p=0.7), [1, 4]),  # .47 and .29 of what top-k left.
+        (P(temperature=0.25, min_p=0.1), [1, 4]),  # (.25 / .4) ** 4 = .15, (.2 / .4) ** 4 = .06.
     ],
 )
-def test_methods_keep_the_right_tokens(method, kept):
-    logits = np.asarray(PerRowSampling.of([method])(LOGITS))[0]
+def test_params_keep_the_right_tokens(params, kept):
+    logits = np.asarray(rows_of([params])(LOGITS))[0]
     np.testing.assert_array_equal(np.flatnonzero(np.isfinite(logits)), kept)
-    power = 1.0
-    if isinstance(method, Temperature):
-        power = 1 / method.value
-    elif isinstance(method, Chain) and isinstance(method.methods[0], Temperature):
-        power = 1 / method.methods[0].value
+    power = 1 / (params.temperature or 1.0)
     expected = np.where(np.isin(np.arange(5), kept), PROBABILITIES**power, 0)
     found = np.asarray(jax.nn.softmax(jnp.asarray(logits)))
     np.testing.assert_allclose(found, expected / expected.sum(), atol=1e-6)
 
 
-METHODS = [
-    Greedy(),
-    Temperature(0.7),
-    Temperature(1.0),
-    Temperature(1e-9),
-    TopK(3),
-    TopK(99),
-    TopP(0.6),
-    TopP(1.0),
-    MinP(0.2),
-    Chain((Temperature(1.3), TopK(20), TopP(0.9), MinP(0.05))),
-    Chain((TopK(5), MinP(0.5))),
-    Chain(()),
+ROWS = [
+    P(),
+    P(temperature=0.7),
+    P(temperature=1.0),
+    P(temperature=1e-9),
+    P(temperature=1, top_k=3),
+    P(temperature=1, top_k=99),
+    P(temperature=1, top_p=0.6),
+    P(temperature=1, min_p=0.2),
+    P(temperature=1.3, top_k=20, top_p=0.9, min_p=0.05),
+    P(temperature=1, top_k=5, min_p=0.5),
 ]
 
 
-def test_rows_draw_as_their_own_method_does_alone():
-    rows, tokens = len(METHODS), 40
+def test_rows_draw_as_their_own_params_do_alone():
+    rows, tokens = len(ROWS), 40
     logits = 3 * jax.random.normal(jax.random.key(0), (rows, tokens, 50))
     logits = logits.at[0, 0, :2].set(20.0)  # Ties of the greedy row go to the lowest id.
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[None], (rows, tokens))
     keys = token_keys(jnp.arange(rows, dtype=jnp.uint32), positions, DRAW)
     both = jax.jit(lambda method, logits, keys: (draw(method, logits, keys), method(logits)))
-    drawn, kept = both(PerRowSampling.of(METHODS), logits, keys)
-    for row, method in enumerate(METHODS):
+    drawn, kept = both(rows_of(ROWS), logits, keys)
+    for row, method in enumerate(ROWS):
         mine = slice(row, row + 1)
-        wanted, _ = both(PerRowSampling.of([method]), logits[mine], keys[mine])
+        wanted, _ = both(rows_of([method]), logits[mine], keys[mine])
         np.testing.assert_array_equal(drawn[mine], wanted)
         # Bit by bit, in sums of the same shape.
-        alike = both(PerRowSampling.of([method] * rows), logits, keys)
+        alike = both(rows_of([method] * rows), logits, keys)
         np.testing.assert_array_equal(kept[row], alike[1][row])
-        assert row or np.array_equal(draw(Greedy(), logits, keys), alike[0])
+        assert row or np.array_equal(draw(None, logits, keys), alike[0])
     assert drawn[0, 0] == 0
     # A method looks at one token per row as well.
-    np.testing.assert_array_equal(PerRowSampling.of(METHODS)(logits[:, 3]), kept[:, 3])
+    np.testing.assert_array_equal(rows_of(ROWS)(logits[:, 3]), kept[:, 3])
 
 
 def test_what_no_row_uses_is_not_computed(monkeypatch):
@@ -119,27 +108,29 @@ def test_what_no_row_uses_is_not_computed(monkeypatch):
     keys = token_keys(jnp.zeros(2, jnp.uint32), jnp.zeros((2, 1), jnp.int32), DRAW)
     read_counts()
     for methods, names in (
-        ([Greedy(), Greedy()], ()),
-        ([Greedy(), Chain(())], ()),
-        ([TopK(2), Temperature(0.5)], ("_divided", "_most_likely")),
-        ([TopP(0.5), Chain((TopP(0.9), MinP(0.1)))], ("_nucleus", "_likely")),
+        ([P(), P(top_k=2)], ()),
+        ([P(), P(temperature=1)], ()),
+        ([P(temperature=1, top_k=2), P(temperature=0.5)], ("_divided", "_most_likely")),
+        ([P(temperature=1, top_p=0.5, min_p=0.1), P(temperature=1)], ("_nucleus", "_likely")),
     ):
-        run(PerRowSampling.of(methods), logits, keys)
+        run(rows_of(methods), logits, keys)
         assert read_counts() == dict.fromkeys(names, 1)
 
 
-def test_rows_of_any_methods_are_one_method_unless_all_are_greedy():
-    for given in (TopP(0.5), [TopP(0.5), Greedy()], PerRowSampling.of([TopP(0.5)] * 2)):
+def test_rows_of_any_params_are_arrays_unless_all_are_greedy():
+    drawn = P(temperature=1, top_p=0.5)
+    for given in (drawn, [drawn, P()], rows_of([drawn] * 2)):
         found = check_sampling(given, rows=2)
-        assert isinstance(found, PerRowSampling)
-        assert found.temperature.shape == (2,)
-    assert check_sampling(Greedy(), rows=7) == check_sampling([Greedy()] * 7, rows=7) == Greedy()
+        assert isinstance(found, SamplingParams)
+        assert np.shape(found.temperature) == (2,)
+    assert check_sampling(P(), rows=7) is None
+    assert check_sampling([P(top_k=3)] * 7, rows=7) is None
 
 
 def test_ties_stay_together():
     tied = jnp.log(jnp.array([[0.3, 0.3, 0.3, 0.1]]))
-    for method in (TopK(2), TopP(0.5)):
-        kept = PerRowSampling.of([method])(tied)
+    for method in (P(temperature=1, top_k=2), P(temperature=1, top_p=0.5)):
+        kept = rows_of([method])(tied)
         np.testing.assert_array_equal(np.isfinite(kept)[0], [True, True, True, False])
 
 
@@ -161,7 +152,8 @@ def test_draws_follow_the_distribution():
     keys = token_keys(jnp.arange(20_000, dtype=jnp.uint32), jnp.zeros((20_000, 1), jnp.int32), DRAW)
     logits = jnp.broadcast_to(LOGITS[:, None], (20_000, 1, 5))
     seen = np.bincount(
-        np.asarray(draw(PerRowSampling.of([TopK(4)] * 20_000), logits, keys))[:, 0], minlength=5
+        np.asarray(draw(rows_of([P(temperature=1, top_k=4)] * 20_000), logits, keys))[:, 0],
+        minlength=5,
     )
     expected = np.where(PROBABILITIES > 0.07, PROBABILITIES, 0)
     expected *= 20_000 / expected.sum()
@@ -244,37 +236,20 @@ numbers: Any = np  # The types of arguments say Python's numbers; others come al
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Temperature(0.0), r"above 1.17549e-38.*Got 0.*use Greedy\(\)"),
-        (lambda: Temperature(1e-39), r"above 1.17549e-38.*Got 1e-39.*use Greedy\(\)"),
-        (lambda: Temperature(-1.0), "Got -1"),
-        (lambda: Temperature(numbers.float32(0)), r"above 1.*use Greedy\(\)"),
-        (lambda: Temperature(numbers.asarray(0.0)), r"above 1.*use Greedy\(\)"),
-        (lambda: Temperature(numbers.float16(np.nan)), "Got nan"),
-        (lambda: TopP(numbers.float32(0)), "Got 0"),
-        (lambda: TopK(numbers.int64(0)), "Got 0"),
-        (lambda: TopK(0), "Got 0"),
-        (lambda: TopK(numbers.float64(1.5)), "an integer. Got .*1.5"),
-        (lambda: check_sampling(numbers.float64(0.7), rows=2), r"Got .*0.7.*Temperature\(0.7\)"),
-        (lambda: check_sampling([Greedy(), numbers.float64(0.7)], rows=2), "sampling method. Got"),
-        (lambda: check_sampling(numbers.ndarray, rows=2), "sampling method. Got <class"),
-        (lambda: TopP(0.0), "Got 0"),
-        (lambda: TopP(1.5), "at most 1. Got 1.5"),
-        (lambda: MinP(-0.1), "Got -0.1"),
-        (
-            lambda: Chain((Greedy(), TopK(3))),  # pyright: ignore[reportArgumentType]
-            "nothing to draw",
-        ),
-        (
-            lambda: PerRowSampling.of([Greedy(), Chain((TopK(3), Temperature(0.5)))]),
-            r"Temperature, TopK, TopP and MinP, in this order.*TopK\(k=3\).*for row 1",
-        ),
-        (lambda: PerRowSampling.of([Chain((TopK(3), TopK(2)))]), "none of them twice"),
-        (lambda: PerRowSampling.of([]), "for each row. Got none"),
-        (lambda: check_sampling([Greedy(), TopK(2)], rows=3), r"one per prompt \(3\). Got 2"),
-        (
-            lambda: check_sampling(PerRowSampling.of([Greedy(), TopK(2)]), rows=3),
-            r"one per prompt \(3\). Got 2",
-        ),
+        (lambda: P(temperature=1e-39), r"0 for greedy, or from 1.17549e-38 on. Got .*1e-39"),
+        (lambda: P(temperature=-1.0), "Got temperature=-1"),
+        (lambda: P(temperature=numbers.float16(np.nan)), "Got temperature=nan"),
+        (lambda: P(temperature=numbers.asarray(-1.0)), "Got temperature=-1"),
+        (lambda: P(top_p=numbers.float32(0)), "above 0 and at most 1. Got top_p=0"),
+        (lambda: P(top_p=1.5), "Got top_p=1.5"),
+        (lambda: P(top_k=numbers.int64(-1)), "an integer; 0: all. Got top_k=-1"),
+        (lambda: P(top_k=numbers.float64(1.5)), "an integer; 0: all. Got top_k=1.5"),
+        (lambda: P(min_p=-0.1), "from 0 to 1. Got min_p=-0.1"),
+        (lambda: check_sampling(numbers.float64(0.7), rows=2), r"Got .*0.7.*temperature=0.7"),
+        (lambda: check_sampling([P(), numbers.float64(0.7)], rows=2), "SamplingParams. Got"),
+        (lambda: check_sampling(numbers.ndarray, rows=2), "SamplingParams. Got <class"),
+        (lambda: check_sampling([P(), P(top_k=2)], rows=3), r"one per prompt \(3\). Got 2"),
+        (lambda: check_sampling(rows_of([P(), P()]), rows=3), r"one per prompt \(3\). Got 2"),
     ],
 )
 @pytest.mark.usefixtures("unchecked_shapes")
@@ -289,7 +264,7 @@ def test_at_the_lowest_temperatures_only_the_most_probable_token_is_left(value):
     logits = rng.normal(size=(64, 50)).astype(np.float32) * 10
     logits[:, 7] = -np.inf
     logits[0, :2] = 40.0  # Ties share.
-    method = PerRowSampling.of([Temperature(value)] * 64)
+    method = rows_of([P(temperature=value)] * 64)
     found = jax.jit(lambda method, x: jax.nn.log_softmax(method(x)))(method, logits)
     wanted = logits == logits.max(axis=-1, keepdims=True)
     np.testing.assert_allclose(
@@ -300,18 +275,18 @@ def test_at_the_lowest_temperatures_only_the_most_probable_token_is_left(value):
 @pytest.mark.parametrize(
     ("method", "kept"),
     [
-        (TopP(1e-38), [1]),
-        (TopP(1e-40), [1]),
-        (TopP(1e-320), [1]),
-        (MinP(1e-320), [0, 1, 2, 3, 4]),
-        (Chain((Temperature(3e38), TopK(5))), [0, 1, 2, 3, 4]),
-        (Temperature(np.inf), [0, 1, 2, 3, 4]),
+        (P(temperature=1, top_p=1e-38), [1]),
+        (P(temperature=1, top_p=1e-40), [1]),
+        (P(temperature=1, top_p=1e-320), [1]),
+        (P(temperature=1, min_p=1e-320), [0, 1, 2, 3, 4]),
+        (P(temperature=3e38, top_k=5), [0, 1, 2, 3, 4]),
+        (P(temperature=np.inf), [0, 1, 2, 3, 4]),
     ],
 )
 def test_numbers_that_float32_rounds_keep_the_right_tokens(method, kept):
     # Alone, as an argument of jit, and as one row of several.
-    alone = PerRowSampling.of([method])
-    several = PerRowSampling.of([method, Temperature(1.0)])(jnp.repeat(LOGITS, 2, axis=0))
+    alone = rows_of([method])
+    several = rows_of([method, P(temperature=1.0)])(jnp.repeat(LOGITS, 2, axis=0))
     for found in (jax.jit(lambda method: method(LOGITS))(alone), alone(LOGITS), several):
         probabilities = np.asarray(jax.nn.softmax(found[0]))
         np.testing.assert_array_equal(np.flatnonzero(probabilities), kept)

@@ -23,7 +23,6 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain, Setting
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.state import stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
@@ -86,7 +85,7 @@ def test_a_step_copies_no_layer(name: str, unchecked_shapes: None) -> None:
     )
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(apart[0]))
     mode = MODES[name](lively_model())
-    setting = partial(Setting, decoder=decoder, mode=mode, sampling=Greedy(), stops=stop_rules())
+    setting = partial(Setting, decoder=decoder, mode=mode, sampling=None, stops=stop_rules())
     length = jnp.full(1, 4, jnp.int32)
     state = jax.eval_shape(
         lambda params: begin(

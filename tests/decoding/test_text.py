@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.generation import PROMPTS, SMALL, lively_model, plain_run
+from helpers.texts import new_text, pieces_of
 
 from utio_jax.bench.terminal import depth_legend, depth_text
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.text import generate_text, generate_until, new_text, pieces_of, read_text
+from utio_jax.decoding.text import generate_text, generate_until
 
 OPTIONS = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
 
@@ -46,6 +47,13 @@ class Fallback:
 TOKENIZER = Syllables()
 
 
+def until(stops: Any, **options: Any) -> Any:
+    model, options = lively_model(), {**OPTIONS, **options}
+    return generate_until(
+        TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops, **options
+    )
+
+
 def plain_text(row: int) -> str:
     return new_text(TOKENIZER, PROMPTS[row], plain_run().token_ids[row])
 
@@ -54,22 +62,13 @@ def plain_text(row: int) -> str:
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_text_ends_before_its_stop_string(mode: Any, chunk: int, row: int) -> None:
-    model, full = lively_model(), [plain_text(i) for i in range(3)]
+    full = [plain_text(i) for i in range(3)]
     pieces = pieces_of(TOKENIZER, PROMPTS[row], plain_run().token_ids[row])
     ends = np.cumsum([len(piece) for piece in pieces])
     wide = next(j for j in range(8, 30) if len(pieces[j]) == 3)
     stop = full[row][ends[wide] - 1 :][:5]  # From the inside of one token to that of another.
-    found = generate_until(
-        TOKENIZER,
-        model.decoder,
-        model.params,
-        PROMPTS,
-        stop_strings=["never", stop],
-        mode=mode,
-        chunk=chunk,
-        **OPTIONS,
-    )
-    texts = read_text(TOKENIZER, PROMPTS, found, stop_strings=["never", stop])
+    texts = until(["never", stop], mode=mode, chunk=chunk)
+    found = texts.generated
     for i in range(3):
         at = full[i].find(stop)
         assert texts.texts[i] == (full[i] if at < 0 else full[i][:at])
@@ -90,10 +89,8 @@ def plain(row: int) -> np.ndarray:
 
 
 def test_decoding_ends_soon_after_the_last_row_has() -> None:
-    model, stops = lively_model(), [plain_text(row)[4:9] for row in range(3)]
-    found = generate_until(
-        TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops, chunk=4, **OPTIONS
-    )
+    stops = [plain_text(row)[4:9] for row in range(3)]
+    found = until(stops, chunk=4).generated
     emitted = max(row.size for row in found.token_ids)
     assert emitted < 12
     # The first token is prefill's; tokens beyond the stop string are dropped, but charged.
@@ -102,30 +99,22 @@ def test_decoding_ends_soon_after_the_last_row_has() -> None:
 
 
 def test_each_text_may_have_stop_strings_of_its_own() -> None:
-    model, full = lively_model(), [plain_text(row) for row in range(3)]
+    full = [plain_text(row) for row in range(3)]
     stops = [[full[0][9:13]], [], [full[0][9:13], full[2][14:18]]]
-    found = generate_until(
-        TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops, **OPTIONS
-    )
-    texts = read_text(TOKENIZER, PROMPTS, found, stop_strings=stops).texts
+    found = until(stops)
     for row, mine in enumerate(stops):
         ends = [full[row].index(stop) for stop in mine if stop in full[row]]
-        assert texts[row] == full[row][: min(ends, default=None)]
-    assert found.finish_reasons == ("stop", "length", "stop")
+        assert found.texts[row] == full[row][: min(ends, default=None)]
+    assert found.generated.finish_reasons == ("stop", "length", "stop")
     with pytest.raises(ValueError, match="for each of the 3. Got 2 lists"):
-        generate_until(
-            TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops[:2], **OPTIONS
-        )
+        until(stops[:2])
 
 
 def test_stop_strings_compile_nothing(count_compiles: Any) -> None:
-    model = lively_model()
     plain_run()
     with count_compiles() as compiles:
         for stop in ("xya", "cxyd"):
-            generate_until(
-                TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=[stop], **OPTIONS
-            )
+            until([stop])
     assert compiles.count == 0
 
 
@@ -211,9 +200,8 @@ def test_text_in_text_out() -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 @pytest.mark.parametrize("stops", [["a", ""], "abc"])
 def test_stop_strings_that_cannot_be_used(stops: Any) -> None:
-    model = lively_model()
     with pytest.raises(ValueError, match="list of stop strings of at least one character"):
-        generate_until(TOKENIZER, model.decoder, model.params, PROMPTS, stop_strings=stops)
+        until(stops)
 
 
 def test_text_is_coloured_by_depth() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from helpers.generation import SMALL, DepthAt, depth_table, lively_model, run, true_logits
 
-from utio_jax.decoding import Adaptive, Confidence, Lossless, Temperature, Thinking, Thought
+from utio_jax.decoding import Adaptive, Confidence, Lossless, SamplingParams, Thinking, Thought
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.thinking import BY_BUDGET, NEVER, opening
 
@@ -194,7 +194,7 @@ def test_tokens_that_stop_early_think_by_their_own_distributions(model, rules) -
     "mode", [None, *(pytest.param(name, marks=pytest.mark.check) for name in LOSSLESS)]
 )
 def test_what_is_drawn_is_drawn_as_without_rules(model, rules, mode) -> None:
-    how: dict[str, Any] = {"sampling": Temperature(1.1), "seeds": [3, 1, 4, 1, 5, 9]}
+    how: dict[str, Any] = {"sampling": SamplingParams(temperature=1.1), "seeds": [3, 1, 4, 1, 5, 9]}
     how |= {"max_new_tokens": NEW}
     if mode is not None:
         how["mode"] = LOSSLESS[mode]

@@ -22,18 +22,14 @@ from utio_jax.attention.products import NOWHERE, attend
 from utio_jax.attention.views import place_of, places_at
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.base import Setting
-from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.rows import ThrottledRows
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.segments import block_at, run_layers
-from utio_jax.decoding.state import stop_rules
 from utio_jax.decoding.throttle import Throttle, ThrottlePacking, open_view, view_attention
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 from utio_jax.policies.base import exceeds
-from utio_jax.policies.depth import Thresholded, never_stops, random_depths, uniform
+from utio_jax.policies.depth import Thresholded, never_stops, uniform
 from utio_jax.policies.signals import Chance, MaxProbability, Position, SignalBase
 from utio_jax.staircase.exit_head import Model
 
@@ -411,13 +407,6 @@ def test_rows_read_what_they_need(model: Any) -> None:
     np.testing.assert_array_equal(result.kv_bytes_held, lengths * 4 * per_slot + view)
 
 
-def test_a_view_of_everything_changes_nothing(model: Any) -> None:
-    limit = throttle(ALWAYS, history=History(recent=11, sinks=0))
-    result = run(model, mode=Adaptive(policy=deep(), throttle=limit))
-    # The first 11 tokens of the row of one see all of their past.
-    np.testing.assert_array_equal(result.token_ids[2][:10], plain_run().token_ids[2][:10])
-
-
 def test_rows_do_not_feel_their_batch_and_new_thresholds_compile_nothing(
     model: Any, count_compiles: Any
 ) -> None:
@@ -443,29 +432,6 @@ def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
     np.testing.assert_array_equal(both.heads, alone.heads)
     for row in range(3):
         np.testing.assert_array_equal(both.token_ids[row], alone.token_ids[row])
-
-
-@pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
-@pytest.mark.parametrize("kv", ["propagate", pytest.param("drop", marks=pytest.mark.slow)])
-def test_neither_cache_nor_view_is_copied(model: Any, kv: Any) -> None:
-    fractions = jnp.asarray([0.5, 0.2, 0.3])
-    mode = Adaptive(
-        policy=random_depths(fractions, key=jax.random.key(1), depths=DEPTHS),
-        kv=kv,
-        throttle=throttle(0.5, history=History(recent=1400, sinks=8)),
-    )
-    ids, lengths = np.zeros((3, 8), np.int32), np.array([3, 7, 1], np.int32)
-    fixed = {"decoder": model.decoder, "params": model.params, "sampling": Greedy()}
-    setting = Setting(**fixed, mode=mode, stops=stop_rules())
-    state = begin(setting, ids, lengths, lengths + 40, np.arange(3, dtype=np.uint32), slots=4096)
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves((state.cache.keys, state.cache.values)))
-    view = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view))
-    compiled = advance.lower(setting, state, np.int32(9), widths=(64,)).compile()
-    memory = compiled.memory_analysis()
-    assert memory is not None
-    assert memory.alias_size_in_bytes >= held + view
-    # One layer's view, and little else.
-    assert memory.temp_size_in_bytes < view / 2
 
 
 def test_the_ledger_charges_what_is_attended_to(model: Any) -> None:

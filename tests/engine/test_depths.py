@@ -19,7 +19,7 @@ from utio_jax.attention.history import History
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.throttle import Throttle
-from utio_jax.engine import Engine, planning
+from utio_jax.engine import Engine
 from utio_jax.policies import (
     Patience,
     SoftmaxGap,
@@ -178,23 +178,3 @@ def test_signals_are_the_same_by_contents() -> None:
     with pytest.raises(ValueError, match="or of other weights"):
         engine.submit([1], max_new_tokens=2, policy=changed)
     engine.drain()
-
-
-@pytest.mark.check
-def test_a_plan_that_chose_plain_decoding_runs_all_layers_for_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
-        if isinstance(mode, Plain):
-            return 1.0
-        deep = bool(np.all(np.asarray(mode.policy.thresholds) == -np.inf))
-        return 5.0 if deep else 2.0
-
-    monkeypatch.setattr(planning, "_seconds", seconds)
-    engine = engine_of(lively_model(), serving())
-    engine.warmup(histogram={1: 0.5, 4: 0.5})
-    assert engine.stats().mode == "plain"
-    asked = pool(len(BUDGETS), seed=2)
-    found = mixed(engine, asked)
-    for place, each in enumerate(asked):
-        assert_as_alone(found[place], alone(lively_model(), Plain(), None, each))

@@ -28,7 +28,7 @@ from helpers.engine import (
 from helpers.generation import lively_model
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from utio_jax.decoding.text import generate_until, read_text
+from utio_jax.decoding.text import generate_until
 from utio_jax.engine import Engine, Shapes
 from utio_jax.models.presets import TINY
 
@@ -315,11 +315,11 @@ def test_stop_strings_cut_where_generate_cuts(late: bool) -> None:
     ended = set[str]()
     for index, (number, mine) in enumerate(zip(numbers, stops, strict=True)):
         prompt, options = [index + 1, 9], {"max_new_tokens": 30, "eos_ids": ()}
-        alone = generate_until(
+        until = generate_until(
             letters, model.decoder, model.params, [prompt], stop_strings=mine, **options
         )
-        text = read_text(letters, [prompt], alone, stop_strings=mine).texts[0]
-        assert found[number].text == texts[number] == text
+        alone = until.generated
+        assert found[number].text == texts[number] == until.text
         np.testing.assert_array_equal(found[number].token_ids, alone.token_ids[0])
         np.testing.assert_array_equal(found[number].decided, alone.decided[0])
         assert found[number].reason == alone.finish_reasons[0]

@@ -20,11 +20,10 @@ from helpers.processes import exchanges
 
 from utio_jax.core.processes import ProcessLostError
 from utio_jax.decoding import Confidence, Thinking
-from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import LeaderEngine
 from utio_jax.engine import leader as subject
 from utio_jax.engine.leader import Channel, decode, encode, run_worker
-from utio_jax.engine.requests import Request, stop_arrays
 from utio_jax.engine.slots import Slots
 
 SIZES: dict[str, Any] = {"slots": SLOTS, "capacity": CAPACITY, "steps": STEPS, "shapes": SHAPES}
@@ -164,54 +163,15 @@ def test_a_worker_asks_the_leader_to_end_and_rests_meanwhile() -> None:
         worker.result(timeout=60)
 
 
-def test_no_plan_is_made_of_times_that_one_process_cannot_take() -> None:
-    model = lively_model()
-    with (
-        spread(model) as (engine, _),
-        pytest.raises(ValueError, match="a warmup without a histogram"),
-    ):
-        engine.warmup(histogram={1: 1.0})
-
-
-METHODS = (
-    Greedy(),
-    Temperature(0.8),
-    TopK(3),
-    TopP(0.9),
-    MinP(0.1),
-    Chain((Temperature(1.2), TopK(12))),
-)
-
-
-@pytest.mark.parametrize("method", METHODS, ids=lambda each: type(each).__name__)
-def test_a_request_arrives_as_it_was_sent(method: Any) -> None:
-    ends, sequences = stop_arrays([3, 4], [[1, 2]], vocab_size=10)
-    known: dict[str, Any] = {
-        "number": 7,
-        "max_new_tokens": 5,
-        "seed": 2**32 - 1,
-        "alternatives": 5,
-        "text": None,
-        "submitted": 1.0,
-        "expires": 2.0,
-        "whole_prompt": True,
-        "prompt": np.arange(5, dtype=np.int32),
-        "sampling": method,
-        "eos_ids": ends,
-        "sequences": np.zeros((0, 16), np.int32) if method == Greedy() else sequences,
-        "thresholds": np.asarray([-np.inf, 0.1], np.float32),
-        "thinking": Thinking(
-            end_ids=(3, 4), confidence=Confidence(threshold=float("inf"), cue_ids=(1,))
-        ),
-    }
-    request = Request(**known)
-    found = decode(json.loads(json.dumps(encode(request))))
-    for name in known.keys() - {"text", "submitted", "expires"}:
-        one, other = getattr(request, name), getattr(found, name)
-        if isinstance(one, np.ndarray):
-            assert one.dtype == other.dtype
-            np.testing.assert_array_equal(one, other)
-        else:
-            assert one == other, name
-    assert found.text is None
-    assert found.expires == float("inf")
+def test_arrays_of_requests_arrive_as_they_were_sent() -> None:
+    engine = engine_of(lively_model(), modes()["propagate"][0], thinking=True)
+    rule = Thinking(end_ids=(3, 4), confidence=Confidence(threshold=float("inf"), cue_ids=(1,)))
+    engine.submit([1, 2], thinking=rule, stop_sequences=[[1, 2]], seed=2**32 - 1)
+    engine.submit([3], sampling=SamplingParams(temperature=1.2, top_k=12, top_p=0.9, min_p=0.1))
+    sent = engine._rows.fresh([*engine._queue], rows=3, width=4)
+    like = engine._rows.fresh((), rows=1, width=1)
+    found = decode(json.loads(json.dumps(encode(sent))), like)
+    assert jax.tree.structure(found) == jax.tree.structure(sent)
+    for one, other in zip(jax.tree.leaves(sent), jax.tree.leaves(found), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)

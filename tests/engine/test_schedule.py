@@ -14,12 +14,12 @@ from helpers.models import Model
 from utio_jax.decoding.generate import stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import lossless_for
-from utio_jax.decoding.sampling import Greedy, PerRowSampling, Temperature
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.models.transformer import Transformer
 
 PROMPTS = [[7, 1, 2, 7, 1], [0, 5], [4], [9, 8, 7, 9, 8], [61, 3], [5, 5, 5, 2]]
 SEEDS, NEW = [11, 12, 13, 14, 15, 16], [24, 9, 17, 24, 13, 20]
-SAMPLING = [Greedy(), Temperature(0.8)]
+SAMPLING = [SamplingParams(), SamplingParams(temperature=0.8)]
 BOTH = [(prompt, method) for method in range(2) for prompt in range(len(PROMPTS))]
 
 
@@ -79,7 +79,7 @@ def test_a_stream_brings_the_same_text_in_any_pieces(name: str) -> None:
             model.params,
             PROMPTS,
             mode=lossless_for(model.decoder),
-            sampling=PerRowSampling.of(methods),
+            sampling=rows_of(methods),
             max_new_tokens=24,
             seeds=SEEDS,
             eos_ids=(),

@@ -16,8 +16,7 @@ from helpers.generation import lively_model
 from utio_jax.decoding import (
     Confidence,
     Generated,
-    Greedy,
-    PerRowSampling,
+    SamplingParams,
     Thinking,
     Thought,
     generate,
@@ -53,7 +52,7 @@ def alone(model: Any, mode: Any, request: dict[str, Any]) -> Generated:
         model.params,
         [request["prompt_ids"]],
         mode=mode,
-        sampling=PerRowSampling.of([Greedy()]),
+        sampling=SamplingParams(),
         max_new_tokens=NEW,
         seeds=[request["seed"]],
         eos_ids=(),

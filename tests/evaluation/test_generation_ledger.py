@@ -28,7 +28,7 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.sampling import Temperature
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.generation import generation_ledger, read_emitted, spent_on
 
 DEPTHS = (1, 2, 4)
@@ -156,7 +156,10 @@ def test_emitted_tokens_are_read_at_full_depth(model: Any) -> None:
 
 
 def test_drawn_tokens_have_no_agreement(model: Any) -> None:
-    assert ledger(model, Plain(), plain_run(), sampling=Temperature(1.0)).agreement is None
+    assert (
+        ledger(model, Plain(), plain_run(), sampling=SamplingParams(temperature=1.0)).agreement
+        is None
+    )
 
 
 def test_batches_add_up(model: Any) -> None:

@@ -20,9 +20,8 @@ from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Chain, Greedy, PerRowSampling, Temperature, TopK, TopP
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.engine import Engine, Shapes
-from utio_jax.engine.requests import Method
 from utio_jax.policies.depth import random_depths
 from utio_jax.policies.signals import Position
 from utio_jax.staircase.prompts import PromptImportance
@@ -31,10 +30,10 @@ DEPTHS = (1, 2, 4)
 SLOTS, CAPACITY, STEPS = 3, 64, 4
 SHAPES = Shapes(prompt_widths=(4, 8), groups=(1, 3), key_step=32)  # Two prompts: a filler.
 METHODS = (
-    Greedy(),
-    Temperature(0.8),
-    Chain((Temperature(1.2), TopK(12))),
-    TopP(0.9),
+    SamplingParams(),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.2, top_k=12),
+    SamplingParams(temperature=1.0, top_p=0.9),
 )
 
 
@@ -62,7 +61,7 @@ class Asked:
 
     prompt: list[int]
     new: int
-    sampling: Method
+    sampling: SamplingParams
     seed: int
     eos_ids: tuple[int, ...]
     stop: list[list[int]]
@@ -114,7 +113,7 @@ def alone(
         [asked.prompt],
         mode=mode,
         prefill=prefill,
-        sampling=PerRowSampling.of([asked.sampling]),
+        sampling=rows_of([asked.sampling]),
         max_new_tokens=asked.new,
         seeds=[asked.seed],
         eos_ids=asked.eos_ids,

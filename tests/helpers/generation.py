@@ -18,7 +18,6 @@ from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.state import stop_rules
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
@@ -54,7 +53,7 @@ def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
     return generate(model.decoder, model.params, prompts, **options)
 
 
-def setting_of(model: Model, mode: Any, sampling: Any = Greedy(), stops: Any = None) -> Setting:
+def setting_of(model: Model, mode: Any, sampling: Any = None, stops: Any = None) -> Setting:
     """Returns what stays the same from round to round; by default nothing ends a row."""
     return Setting(
         decoder=model.decoder,

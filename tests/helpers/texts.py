@@ -11,6 +11,7 @@ import numpy as np
 
 from utio_jax import MicroBatches
 from utio_jax.core.documents import Batch, batches_of, windows_of
+from utio_jax.decoding.text import StreamedRow, TextReader
 
 EXECUTOR = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8)
 
@@ -39,3 +40,14 @@ def source(name: str) -> Path:
 
 SOURCES = ("bisect", "colorsys", "sched", "stat", "keyword", "opcode")
 """Modules of 1 to 7 kB that every Python has."""
+
+
+def pieces_of(tokenizer: Any, prompt: Any, new: Any) -> list[str]:
+    """Returns what each new token adds to the text behind its prompt."""
+    row = StreamedRow(TextReader(tokenizer, prompt), ())
+    row.add(new, running=False)
+    return [*row.pieces]
+
+
+def new_text(tokenizer: Any, prompt: Any, new: Any) -> str:
+    return "".join(pieces_of(tokenizer, prompt, new))

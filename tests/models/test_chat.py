@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.gguf_files import describe_pieces, write_gguf
+from helpers.texts import new_text
 
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.text import new_text
 from utio_jax.models import Model, chat, load
 from utio_jax.models.chat import (
     encode_chat,

@@ -206,9 +206,12 @@ def test_one_file_or_prompt_where_a_list_is_wanted(calibrated: Model) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda model: model.generate("a", temperature=0.7), r"Say sampling=Temperature\(0.7\)"),
+        (lambda model: model.generate("a", temperature=0.7), r"Say sampling=SamplingParams\(temp"),
         (lambda model: model.generate("a", max_tokens=3), "Got max_tokens. Say max_new_tokens"),
-        (lambda model: next(model.stream("a", top_p=0.9)), r"Got top_p. Say sampling=TopP\(0.9\)"),
+        (
+            lambda model: next(model.stream("a", top_p=0.9)),
+            "Got top_p. Say sampling=Sampl",
+        ),
         (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
         (
             lambda model: model.generate("a", sampling=0.7, max_new_tokens=4),

@@ -38,7 +38,6 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Setting
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import begin
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.decoding.state import stop_rules
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.flops import gate_flops
@@ -391,7 +390,7 @@ def test_decoding_can_use_it(lively: Any, policy: Any, unchecked_shapes: None) -
             decoder=lively.decoder,
             params=lively.params,
             mode=mode,
-            sampling=Greedy(),
+            sampling=None,
             stops=stop_rules(),
             width=64,
         )

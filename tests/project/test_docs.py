@@ -9,14 +9,9 @@ import runpy
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 import pytest
-
-from utio_jax.decoding.base import Plain
-from utio_jax.engine import planning
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -37,14 +32,6 @@ LAYERS = next(
 def blocks_of(page: str, language: str) -> list[str]:
     text = (ROOT / page).read_text()
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
-def _layers_that_run(slots: Any, served: Any, mode: Any, rows: int) -> float:
-    """Returns seconds of a block in place of its time: one for each layer and row."""
-    if isinstance(mode, Plain):
-        return 16.0 * rows
-    deep = bool(np.all(np.asarray(mode.policy.thresholds) == -np.inf))
-    return 0.5 + rows * mode.policy.depths[-1 if deep else 0]
 
 
 @pytest.mark.check
@@ -69,8 +56,6 @@ def test_a_guide_runs_from_top_to_bottom(
     page: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    # No test measures time: other programs may run, and then a plan is refused.
-    monkeypatch.setattr(planning, "_seconds", _layers_that_run)
     blocks, scope = blocks_of(page, "python"), {"__name__": "__main__"}
     assert len(blocks) == number
     with jax.numpy_rank_promotion("allow"):  # As it is for a reader.

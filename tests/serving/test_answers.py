@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from helpers.cases import run_dense
 from helpers.serving import CONTEXT, Running, budgets_of, by_importance, chat, completion
+from helpers.texts import new_text
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.sampling import Chain, Greedy, MinP, PerRowSampling, Temperature, TopK, TopP
-from utio_jax.decoding.text import new_text
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.models import Model
 
 LENGTHS = Lengths(prompt_step=64, key_step=CONTEXT)
@@ -39,14 +39,17 @@ DEPTHS: dict[str, tuple[dict[str, Any], Any, bool]] = {
 """What requests say of depth; the budget that this means, None for all; prompts in full or not."""
 
 DRAWS: dict[str, tuple[dict[str, Any], Any]] = {
-    "greedy": ({"temperature": 0}, Greedy()),
-    "drawn": ({"temperature": 0.8, "seed": 7}, Temperature(0.8)),
-    "default": ({"temperature": None, "seed": 2**32 + 3}, Temperature(1.0)),
+    "greedy": ({"temperature": 0}, SamplingParams()),
+    "drawn": ({"temperature": 0.8, "seed": 7}, SamplingParams(temperature=0.8)),
+    "default": ({"temperature": None, "seed": 2**32 + 3}, SamplingParams(temperature=1.0)),
     "chain": (
         {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": -1},
-        Chain((Temperature(1.5), TopK(40), TopP(0.9), MinP(0.01))),
+        SamplingParams(temperature=1.5, top_k=40, top_p=0.9, min_p=0.01),
     ),
-    "nothing cut": ({"temperature": 1.1, "top_k": -1, "top_p": 1, "seed": 0}, Temperature(1.1)),
+    "nothing cut": (
+        {"temperature": 1.1, "top_k": -1, "top_p": 1, "seed": 0},
+        SamplingParams(temperature=1.1),
+    ),
 }
 
 
@@ -73,7 +76,7 @@ def alone(model: Model, prompt: Any, depth: str, draw: str, *, new: int = NEW) -
         [ids],
         mode=Plain() if budget is None else Adaptive(policy=budgets_of(model)[budget]),
         prefill=None if whole else by_importance(),
-        sampling=PerRowSampling.of([method]),
+        sampling=rows_of([method]),
         seeds=[fields.get("seed", 0) % 2**32],
         max_new_tokens=new,
         lengths=LENGTHS,

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.serving import CONTEXT, Running, by_importance, completion, served_model
+from helpers.texts import new_text
 
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.sampling import Greedy, PerRowSampling, Temperature
-from utio_jax.decoding.text import new_text
+from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.engine import RowRates, planning
 
 pytestmark = pytest.mark.check
@@ -58,7 +58,7 @@ def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> No
                 [ids],
                 mode=mode,
                 prefill=prefill,
-                sampling=PerRowSampling.of([Temperature(heat) if heat else Greedy()]),
+                sampling=rows_of([SamplingParams(temperature=heat)]),
                 seeds=[5],
                 max_new_tokens=30,
                 lengths=Lengths(prompt_step=64, key_step=CONTEXT),

@@ -23,7 +23,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
-from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.evaluation.ledger import Ledger
 
@@ -79,7 +79,7 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
     modes: Mapping[str, Mode],
     *,
     run: Callable[[Prompts, Mode], Generated],
-    sampling: Sampling = Greedy(),
+    sampling: SamplingParams = SamplingParams(),
     budgets: Mapping[str, float] | None = None,
     rounds: int = 3,
     progress: Callable[[], None] | None = None,

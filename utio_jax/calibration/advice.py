@@ -11,8 +11,7 @@ import numpy as np
 
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.flops import token_cost
-from utio_jax.decoding.drafting import tokens_per_layer
+from utio_jax.core.flops import TokenCost, token_cost
 
 # Loss in % over full depth up to which somebody may want the saving.
 _ACCEPTABLE_PCT = 5.0
@@ -56,7 +55,7 @@ def best_drafting(
     accept = np.minimum(np.asarray([*exit_agreement.values()], np.float64), 0.999)
     drafts = np.arange(_MAX_DRAFT + 1, dtype=np.float64)
     cost, layers = token_cost(decoder, params), decoder.config.num_layers
-    rate = tokens_per_layer(
+    rate = _tokens_per_layer(
         cost, accept[:, None], exits[:, None], drafts[None, :], num_layers=layers, marginal=0.0
     )
     row, column = np.unravel_index(np.argmax(rate), rate.shape)
@@ -64,6 +63,30 @@ def best_drafting(
     return Drafting(
         exit=int(exits[row]), max_draft=int(column), gain=float(rate[row, column] / plain)
     )
+
+
+def _tokens_per_layer(
+    cost: TokenCost, accept: Any, exits: Any, drafts: Any, *, num_layers: int, marginal: Any
+) -> Any:
+    """Returns the expected tokens of a round of drafting per layer's cost: DEL's objective.
+
+    With acceptance `a`, a draft of `n` tokens yields `(1 - a^(n+1)) / (1 - a)` tokens, and costs
+    `n + 1` runs of the exit's layers, `n` heads and one deep pass (Entezari Zarch et al. 2025).
+
+    Args:
+      cost: of one token.
+      accept: probability that a draft is right, below 1; all of these broadcast.
+      exits: layers that draft.
+      drafts: per round, from 0.
+      num_layers: of the model.
+      marginal: cost of one more token per row in a pass relative to the first; 0 where reading
+        weights is everything, 1 where arithmetic is.
+    """
+    layer = cost.query + cost.keys_values
+    head, guess = (float(cost.read(depth)) / layer for depth in (num_layers, 0))
+    tokens = (1.0 - accept ** (drafts + 1.0)) / (1.0 - accept)
+    deep = (num_layers - exits + head) * (1.0 + marginal * drafts)
+    return tokens / ((drafts + 1.0) * exits + drafts * guess + deep)
 
 
 def conclude(rows: Sequence[ComparisonRow]) -> str:

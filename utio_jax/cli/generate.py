@@ -48,7 +48,7 @@ class Generate(OfDecoding, OfThinking):
         from rich.text import Text
 
         from utio_jax.decoding.base import Plain
-        from utio_jax.decoding.text import generate_until, read_text
+        from utio_jax.decoding.text import generate_until
 
         self._check()
         model, sampling = self.load(), self.sampling()
@@ -68,8 +68,10 @@ class Generate(OfDecoding, OfThinking):
             "thinking": thinking,
         }
 
+        texts: list[Any] = []
+
         def decode(mode: Any) -> Any:
-            return generate_until(
+            found = generate_until(
                 tokenizer,
                 model.decoder,
                 model.params,
@@ -79,6 +81,8 @@ class Generate(OfDecoding, OfThinking):
                 prefill=None if mode is plain else prefill,
                 **options,
             )
+            texts.append(found)
+            return found.generated
 
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
         between, layers = "\n" if self.chat else "", model.decoder.config.num_layers
@@ -92,11 +96,10 @@ class Generate(OfDecoding, OfThinking):
                 raise KeyboardInterrupt
         warm = [] if streams and self.rounds else [decode(mode)]
         if not streams:
-            found = read_text(tokenizer, prompts, warm[0], stop_strings=self.stop)
-            _show(shown, found, layers, between=between, coloured=label != "plain")
+            _show(shown, texts[0], layers, between=between, coloured=label != "plain")
         measured = self._measured(model, modes, prompts, warm, decode, sampling, budget)
         (generated,) = measured.results
-        found = read_text(tokenizer, prompts, generated, stop_strings=self.stop)
+        found = next(each for each in texts if each.generated is generated)
         record = measured.to_dict()
         if self.rounds:
             said = verdict(record["speedup"], record["agreement"])

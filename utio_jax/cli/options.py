@@ -316,7 +316,7 @@ class OfDecoding(OfMode):
 
     def sampling(self) -> Any:
         """Returns how tokens are chosen. Raises ValueError for --top-p where none is drawn."""
-        from utio_jax.decoding.sampling import Chain, Greedy, Temperature, TopP
+        from utio_jax.decoding.sampling import SamplingParams
 
         if self.temperature == 0:
             if self.top_p is not None:
@@ -324,9 +324,9 @@ class OfDecoding(OfMode):
                     "Wanted --temperature above 0 with --top-p: nothing is drawn at 0. "
                     f"Got --top-p {self.top_p:g}. For example: --temperature 1."
                 )
-            return Greedy()
-        methods = [Temperature(self.temperature)]
-        return methods[0] if self.top_p is None else Chain((*methods, TopP(self.top_p)))
+            return SamplingParams()
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return SamplingParams(temperature=self.temperature, top_p=top_p)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

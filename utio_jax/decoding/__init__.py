@@ -8,43 +8,29 @@ from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import (
-    Chain,
-    Greedy,
-    MinP,
-    PerRowSampling,
-    Temperature,
-    TopK,
-    TopP,
-)
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.thinking import Confidence, Thinking, Thought
 from utio_jax.decoding.throttle import Throttle
 
 __all__ = [
     "Adaptive",
-    "Chain",
     "Chunk",
     "Confidence",
     "EntropyAbove",
     "Generated",
     "GeneratedText",
-    "Greedy",
     "Lengths",
     "Lossless",
-    "MinP",
     "Mode",
-    "PerRowSampling",
     "Plain",
     "Prefill",
+    "SamplingParams",
     "Setting",
-    "Temperature",
     "TextChunk",
     "Thinking",
     "Thought",
     "Throttle",
-    "TopK",
-    "TopP",
     "generate",
     "generate_text",
     "lossless_for",

@@ -8,7 +8,7 @@
     state = release(state, [5])                                             # or once it has ended
 
 Rows neither see nor feel each other: each gets the tokens that `generate` gives its prompt alone.
-What rows bring of their own, the setting's `PerRowSampling` and `StopRules`, is put into the
+What rows bring of their own, the setting's `SamplingParams` and `StopRules`, is put into the
 batch's by `put_rows` of `utio_jax.core.rows`. Shapes are those of the batch and of the fresh
 rows, so after the first admission of as many rows nothing compiles.
 
@@ -37,18 +37,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.rows import PerDevice, put_rows
+from utio_jax.core.rows import put_rows
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import first_tokens, unread
 from utio_jax.decoding.segments import block_at, run_segment
-from utio_jax.decoding.state import RELEASED, DecodeState, RowHook
+from utio_jax.decoding.state import RELEASED, DecodeState
 from utio_jax.staircase.keys_values import project_layers
 
 
 @partial(jax.jit, static_argnames=("batch", "slots", "alternatives"))
 def empty_state(
     setting: Setting,
-    hook: RowHook | None = None,
+    hook: Any = None,
     *,
     batch: int,
     slots: int,
@@ -71,47 +71,25 @@ def empty_state(
 
 
 def admit(
-    state: DecodeState, fresh: DecodeState, rows: Sequence[int] | np.ndarray, *, mode: Mode
+    state: DecodeState, fresh: DecodeState, rows: Int[np.ndarray, " row"], *, mode: Mode
 ) -> DecodeState:
     """Returns the running state with freshly begun rows put into some of its rows.
 
-    Whatever was there is overwritten, whether it had been released or not; all other rows stay as
-    they are, bit by bit. How prompts were read (`fresh.prompt`) is not kept: widths of prompts
-    differ from one admission to the next.
+    Whatever was there is overwritten; all other rows stay as they are, bit by bit. How prompts were
+    read (`fresh.prompt`) is not kept: widths of prompts differ from one admission to the next.
 
     Args:
       state: running, or `empty_state`. Donated.
-      fresh: from `begin`, in the same mode and with the same `slots`.
+      fresh: from `begin`, in the same mode and with the same `slots`, on one device.
       rows: where its rows go, each once. A fresh row that only fills up goes nowhere: name the
         number of rows of the state.
       mode: of both.
 
     Raises:
-      ValueError: rows that do not exist, are named twice, or are not as many as the fresh ones;
-        other slots or another mode; or a state on a mesh.
+      ValueError: states of other structures or sizes, see `put_rows`.
     """
-    batch, slots = state.token_ids.shape
-    chosen = _checked(rows, batch=batch, nowhere=True)
-    if isinstance(state.memory, PerDevice) or isinstance(fresh.memory, PerDevice):
-        raise ValueError(
-            "Wanted states of one device. Got one that was begun on a mesh. Keep a state for each "
-            "device, and admit a prompt to one of them."
-        )
-    if fresh.token_ids.shape != (chosen.size, slots):
-        raise ValueError(
-            f"Wanted one place for each fresh row, and fresh rows of the state's {slots} slots. "
-            f"Got {chosen.size} places for {fresh.token_ids.shape[0]} rows of "
-            f"{fresh.token_ids.shape[1]} slots. Begin them with slots={slots}."
-        )
     without = partial(dataclasses.replace, prompt=None)
-    state, fresh = without(state), without(fresh)
-    if jax.tree.structure(state) != jax.tree.structure(fresh):
-        raise ValueError(
-            "Wanted fresh rows that were begun in the running state's mode. Got a state of another "
-            f"structure: it remembers {type(fresh.memory).__name__}, the running one "
-            f"{type(state.memory).__name__}."
-        )
-    return _admit(mode, state, fresh, chosen)
+    return _admit(mode, without(state), without(fresh), rows)
 
 
 @partial(jax.jit, donate_argnames="state")
@@ -123,48 +101,19 @@ def _admit(
     return dataclasses.replace(put_rows(without(state), without(fresh), rows), memory=memory)
 
 
-def release(state: DecodeState, rows: Sequence[int] | np.ndarray) -> DecodeState:
+def release(state: DecodeState, rows: Sequence[int]) -> DecodeState:
     """Returns the state with some rows free for other prompts: they take part in no further step.
 
     What they have written stays readable until something is admitted there.
-
-    Raises:
-      ValueError: rows that do not exist, or are named twice.
     """
-    batch = state.reason.shape[0]
-    freed = np.zeros((batch,), np.bool_)
-    freed[_checked(rows, batch=batch)] = True
+    freed = np.zeros(state.reason.shape, np.bool_)
+    freed[[*rows]] = True
     return dataclasses.replace(state, reason=_released(state.reason, freed))
 
 
 @jax.jit
 def _released(reason: Int[Array, " batch"], freed: Bool[Array, " batch"]) -> Int[Array, " batch"]:
     return jnp.where(freed, RELEASED, reason)
-
-
-def _checked(
-    rows: Sequence[int] | np.ndarray, *, batch: int, nowhere: bool = False
-) -> Int[np.ndarray, " row"]:
-    """Returns the numbers of rows as int32.
-
-    Raises:
-      ValueError: some do not exist, or are named twice.
-    """
-    found = np.asarray(rows)
-    if not found.size:
-        found = found.astype(np.int32).reshape(0)
-    real = found[found != batch] if nowhere else found
-    if (
-        found.ndim != 1
-        or not np.issubdtype(found.dtype, np.integer)
-        or (real.size and not 0 <= real.min() <= real.max() < batch)
-        or np.unique(real).size != real.size
-    ):
-        raise ValueError(
-            f"Wanted numbers of rows from 0 to {batch - 1}, each once"
-            f"{f', or {batch} for nowhere' if nowhere else ''}. Got {np.asarray(rows).tolist()}."
-        )
-    return found.astype(np.int32)
 
 
 @partial(jax.jit, static_argnames=("slots", "alternatives"))

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.core.rows import put_rows, row_axes
-from utio_jax.decoding.sampling import DRAW, RowSampling, draw, token_keys
+from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, token_keys
 from utio_jax.decoding.segments import Layers, decode_step
 from utio_jax.decoding.state import DecodeState, StopRules, emit
 from utio_jax.policies.base import Policy
@@ -31,7 +31,7 @@ class Setting:
       decoder: the model. Static.
       params: its parameters.
       mode: how the loop spends its layers.
-      sampling: how tokens are drawn.
+      sampling: how the tokens of each row are drawn, see `rows_of`; None: all rows are greedy.
       stops: what ends a row.
       layers: each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: `params`
         alone has them.
@@ -42,7 +42,7 @@ class Setting:
     decoder: Decoder = static()
     params: Params
     mode: Any
-    sampling: RowSampling
+    sampling: SamplingParams | None
     stops: StopRules
     layers: Layers = None
     width: int = static(default=0)

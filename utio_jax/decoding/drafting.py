@@ -17,10 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
 from utio_jax.core.decoder import apply_exit_lens
-from utio_jax.core.flops import TokenCost
 from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Setting
-from utio_jax.decoding.sampling import DRAW, Greedy, token_keys
+from utio_jax.decoding.sampling import DRAW, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState
 from utio_jax.policies.importance import predictive_entropy
@@ -107,7 +106,7 @@ class ExitDrafter:
         batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
         rows = jnp.arange(batch, dtype=jnp.int32)
         states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
-        greedy = isinstance(setting.sampling, Greedy)
+        greedy = setting.sampling is None
         none = Proposal(
             cache=state.cache,
             x=jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype),
@@ -168,26 +167,11 @@ class ExitDrafter:
         seen = apply_exit_lens(decoder, params, x, self.depth)
         logits = decoder.unembed(params, seen).astype(jnp.float32)
         hard = jnp.zeros(x.shape[:1], jnp.bool_) if self.stop is None else self.stop(logits)
-        if isinstance(sampling, Greedy):
+        if sampling is None:
             return most_probable(logits), hard, None
         log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
         keys = round_keys(state, positions + 1, DRAW)[:, 0]
         return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), hard, log_q
-
-
-@pytree
-class Copied:
-    """Drafts that rows copied from their own text.
-
-    Attributes:
-      token_ids: the drafts.
-      counts: how many of them are real: all, or none where nothing matches.
-      matched: tokens of the match; 0 where there is none.
-    """
-
-    token_ids: Int[Array, "batch draft"]
-    counts: Int[Array, " batch"]
-    matched: Int[Array, " batch"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,26 +212,26 @@ class NGram:
     def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
         """Returns drafts that follow the rows' own last tokens; no layer has run."""
         decoder = setting.decoder
-        copied = self(state.token_ids, state.lengths, drafts=most)
+        drafts, counts = self(state.token_ids, state.lengths, drafts=most)
         offsets = jnp.arange(most + 1, dtype=jnp.int32)[None, :]
-        ids = jnp.concatenate([state.last_ids[:, None], copied.token_ids], axis=1)
+        ids = jnp.concatenate([state.last_ids[:, None], drafts], axis=1)
         log_q = None
-        if not isinstance(setting.sampling, Greedy):  # Of distributions that yield these always.
-            certain = jax.nn.one_hot(copied.token_ids, decoder.config.vocab_size, dtype=jnp.bool_)
+        if setting.sampling is not None:  # Of distributions that yield these always.
+            certain = jax.nn.one_hot(drafts, decoder.config.vocab_size, dtype=jnp.bool_)
             log_q = jnp.where(certain, 0.0, -jnp.inf)
         return Proposal(
             cache=state.cache,
             x=decoder.embed(setting.params, ids, state.positions[:, None] + offsets),
-            token_ids=copied.token_ids,
+            token_ids=drafts,
             log_q=log_q,
-            counts=jnp.where(state.active, copied.counts, 0),
+            counts=jnp.where(state.active, counts, 0),
             rounds=jnp.int32(0),
         )
 
     def __call__(
         self, token_ids: Int[Array, "batch slot"], lengths: Int[Array, " batch"], *, drafts: int
-    ) -> Copied:
-        """Returns the drafts that follow each row's tokens.
+    ) -> tuple[Int[Array, "batch draft"], Int[Array, " batch"]]:
+        """Returns what follows each row's tokens, and how many are real: all, or none.
 
         Args:
           token_ids: the rows' tokens; what lies beyond `lengths` means nothing.
@@ -266,32 +250,6 @@ class NGram:
             found = matched[best] >= self.shortest
             period = jnp.maximum(length - best, 1)
             copied = known[best + jnp.arange(drafts, dtype=jnp.int32) % period]
-            return jnp.where(found, copied, 0), jnp.where(found, matched[best], 0)
+            return jnp.where(found, copied, 0), jnp.where(found, jnp.int32(drafts), 0)
 
-        copied, matched = jax.vmap(row)(token_ids, lengths)
-        counts = jnp.where(matched > 0, drafts, 0).astype(jnp.int32)
-        return Copied(token_ids=copied, counts=counts, matched=matched)
-
-
-def tokens_per_layer(
-    cost: TokenCost, accept: Any, exits: Any, drafts: Any, *, num_layers: int, marginal: Any
-) -> Any:
-    """Returns the expected tokens of a round of drafting per layer's cost: DEL's objective.
-
-    With acceptance `a`, a draft of `n` tokens yields `(1 - a^(n+1)) / (1 - a)` tokens, and costs
-    `n + 1` runs of the exit's layers, `n` heads and one deep pass (Entezari Zarch et al. 2025).
-
-    Args:
-      cost: of one token.
-      accept: probability that a draft is right, below 1; all of these broadcast.
-      exits: layers that draft.
-      drafts: per round, from 0.
-      num_layers: of the model.
-      marginal: cost of one more token per row in a pass relative to the first; 0 where reading
-        weights is everything, 1 where arithmetic is.
-    """
-    layer = cost.query + cost.keys_values
-    head, guess = (float(cost.read(depth)) / layer for depth in (num_layers, 0))
-    tokens = (1.0 - accept ** (drafts + 1.0)) / (1.0 - accept)
-    deep = (num_layers - exits + head) * (1.0 + marginal * drafts)
-    return tokens / ((drafts + 1.0) * exits + drafts * guess + deep)
+        return jax.vmap(row)(token_ids, lengths)

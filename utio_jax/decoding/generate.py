@@ -26,16 +26,18 @@ from utio_jax.core.work import Work
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths, Prompts, round_up, run_chunks
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally
 from utio_jax.decoding.thinking import Thinking, Thought, thought_of
 
 
-class DecodeOptions(TypedDict, total=False):
-    """What `generate` and `stream` are asked for, the number of tokens apart; see `generate`."""
+class GenerateOptions(TypedDict, total=False):
+    """The keyword arguments of `generate` and `stream`, for functions that hand them on."""
 
+    max_new_tokens: int
+    chunk: int
     mode: Mode
-    sampling: Sampling | Sequence[Sampling]
+    sampling: SamplingParams | Sequence[SamplingParams]
     eos_ids: Sequence[int] | Sequence[Sequence[int]] | None
     stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
     seeds: int | Sequence[int]
@@ -46,10 +48,10 @@ class DecodeOptions(TypedDict, total=False):
 
 
 _INSTEAD = {
-    "temperature": "sampling=Temperature(0.7)",
-    "top_p": "sampling=TopP(0.9)",
-    "top_k": "sampling=TopK(40)",
-    "min_p": "sampling=MinP(0.1)",
+    "temperature": "sampling=SamplingParams(temperature=0.7)",
+    "top_p": "sampling=SamplingParams(temperature=1, top_p=0.9)",
+    "top_k": "sampling=SamplingParams(temperature=1, top_k=40)",
+    "min_p": "sampling=SamplingParams(temperature=1, min_p=0.1)",
     "max_tokens": "max_new_tokens",
     "max_length": "max_new_tokens",
 }
@@ -70,13 +72,6 @@ def check_options(options: Mapping[str, Any]) -> None:
                 else f"Known: {', '.join([*known][3:])}."
             )
             raise TypeError(f"Wanted options of utio_jax.generate. Got {name}. {remedy}")
-
-
-class GenerateOptions(DecodeOptions, total=False):
-    """The keyword arguments of `generate` and `stream`, for functions that hand them on."""
-
-    max_new_tokens: int
-    chunk: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +197,7 @@ def generate(  # noqa: PLR0913 (options, each named)
     prompts: Prompts,
     *,
     mode: Mode = Plain(),
-    sampling: Sampling | Sequence[Sampling] = Greedy(),
+    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     max_new_tokens: int = 128,
     eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] = (),
@@ -221,8 +216,7 @@ def generate(  # noqa: PLR0913 (options, each named)
       params: its parameters.
       prompts: token ids, any lengths from 1.
       mode: `Plain()`, `Adaptive(policy=..., kv=..., throttle=...)` or `Lossless(...)`.
-      sampling: `Greedy()`, or a method of `utio_jax.decoding.sampling` to draw by; or a list of
-        methods, one per prompt, see `PerRowSampling`.
+      sampling: how tokens are drawn, greedy by default; or a list, one per prompt.
       max_new_tokens: new tokens per prompt at most.
       eos_ids: tokens that end a row; None takes the model's own, `()` none. Or a list of such
         lists, one per prompt: `[[2], [2, 7]]`.
@@ -274,10 +268,7 @@ def stream(
     decoder: Decoder,
     params: Params,
     prompts: Prompts,
-    *,
-    chunk: int = 16,
-    max_new_tokens: int = 128,
-    **options: Unpack[DecodeOptions],
+    **options: Unpack[GenerateOptions],
 ) -> Iterator[Chunk]:
     """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
 
@@ -285,9 +276,7 @@ def stream(
     errors are those of `generate`.
     """
     seen: np.ndarray | None = None
-    for state in run_chunks(
-        decoder, params, prompts, chunk=chunk, max_new_tokens=max_new_tokens, **options
-    ):
+    for state in run_chunks(decoder, params, prompts, **options):
         starts = np.asarray(state.prompt_lengths) if seen is None else seen
         seen = np.array(state.lengths)
         rows = new_tokens(state, starts)[: len(prompts)]

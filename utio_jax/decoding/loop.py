@@ -22,12 +22,11 @@ from utio_jax.core.layer import split_layers
 from utio_jax.core.rows import PerDevice, Rows, check_mesh, over_rows, place
 from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
-from utio_jax.decoding.sampling import Greedy, Sampling, check_sampling, check_seeds
+from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.segments import prefill as read_prompts
 from utio_jax.decoding.state import (
     Columns,
     DecodeState,
-    RowHook,
     Tally,
     check_stops,
     end_rows,
@@ -101,10 +100,10 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     params: Params,
     prompts: Prompts,
     *,
-    chunk: int,
-    max_new_tokens: int,
+    chunk: int = 16,
+    max_new_tokens: int = 128,
     mode: Mode = Plain(),
-    sampling: Sampling | Sequence[Sampling] = Greedy(),
+    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     eos_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] = (),
     seeds: int | Sequence[int] = 0,
@@ -184,7 +183,7 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
-    hook: RowHook | None = None,
+    hook: Any = None,
     *,
     slots: int,
     prefill: Prefill | None = None,
@@ -244,7 +243,7 @@ def unread(
     lengths: Int[Array, " batch"],
     limits: Int[Array, " batch"],
     seeds: UInt32[Array, " batch"],
-    hook: RowHook | None = None,
+    hook: Any = None,
     *,
     slots: int,
     alternatives: int = 0,

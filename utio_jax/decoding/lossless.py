@@ -41,7 +41,6 @@ from utio_jax.decoding.drafting import (
 from utio_jax.decoding.sampling import (
     ACCEPT,
     REPLACE,
-    Greedy,
     verify_greedy,
     verify_sampling,
 )
@@ -171,7 +170,7 @@ class Lossless(Mode):
             pending = (offsets <= drafted.counts[:, None]) & active[:, None]
             block = block_at(decoder, positions, pending)
             logits, cache, tokens = self._run_deep(setting, drafted, block)
-            if isinstance(sampling, Greedy) or drafted.log_q is None:  # None only if greedy.
+            if sampling is None or drafted.log_q is None:  # Both only if greedy.
                 verified = verify_greedy(logits, drafted.token_ids, drafted.counts)
             else:
                 verified = verify_sampling(

@@ -99,8 +99,8 @@ class RowCache:
         return dataclasses.replace(self, kv=kv, **grown)
 
 
-class Span(TypedDict):
-    """The layers of a segment, as `utio_jax.core.layer.over_layers` takes them."""
+class Segment(TypedDict):
+    """The layers of a segment, see `utio_jax.decoding.segments.Span`."""
 
     start: int | jax.Array
     stop: int | jax.Array
@@ -161,7 +161,7 @@ class CachedRows:
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         del only_live_keys  # Of the rows that go along, K/V are not worth a program of their own.
         # A segment that no row needs takes no turn of a loop.
-        span = Span(
+        span = Segment(
             start=layers[0],
             stop=jnp.where(jnp.any(slots.live), layers[1], layers[0]),
             layers=self.layers,
@@ -175,7 +175,7 @@ class CachedRows:
         params: Params,
         tokens: Tokens,
         slots: RowSlots,
-        span: Span,
+        span: Segment,
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         """Returns the states after a segment, and the cache: what these executors differ in."""
@@ -192,7 +192,7 @@ class CachedRows:
         params: Params,
         tokens: Tokens,
         live: Bool[Array, "batch 1"],
-        span: Span,
+        span: Segment,
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         """Returns the states after a segment whose layers read K/V of others and make none.
@@ -211,7 +211,7 @@ class CachedRows:
                 leaves = jax.tree.map(lambda leaf: leaf[rows], leaves)
             mine, positions, places, valid = leaves
             block = Block(positions=positions, valid=valid, places=places, rows=rows)
-            fixed: Span = {**span, "start": start, "stop": end}
+            fixed: Segment = {**span, "start": start, "stop": end}
             where: dict[str, Any] = {"width": self.width, "shown": self.shown}
             new, _ = run_segment(decoder, params, cache.kv, mine, block, **fixed, **where)
             return new if rows is None else x.at[rows].set(new)
@@ -277,7 +277,7 @@ class PackedRows(CachedRows):
         params: Params,
         tokens: Tokens,
         slots: RowSlots,
-        span: Span,
+        span: Segment,
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         live, (start, end), stop = slots.live, span["bounds"], span["stop"]
@@ -294,7 +294,7 @@ class PackedRows(CachedRows):
             old, positions, places = jax.tree.map(lambda leaf, rows=rows: leaf[rows], leaves)
             block = Block(positions=positions, valid=live[rows], places=places, rows=rows)
             attend = self._attend(decoder, block, jnp.where(mine, count, 0))
-            here: Span = {**span, "stop": jnp.where(mine, stop, start)}
+            here: Segment = {**span, "stop": jnp.where(mine, stop, start)}
             new, kv = run_layers(decoder, params, kv, old, block, attend, **here)
             x = x.at[rows].set(jnp.where(block.valid[:, :, None], new, old))
             ran = jnp.where(mine, jnp.zeros_like(ran).at[rows].set(True), ran)
@@ -353,7 +353,7 @@ class ThrottledRows(CachedRows):
         params: Params,
         tokens: Tokens,
         slots: RowSlots,
-        span: Span,
+        span: Segment,
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         live, low, view = slots.live, slots.throttled, cache.kv.view

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling methods as frozen dataclasses, and the acceptance rule of speculative sampling.
+"""`SamplingParams`, how the tokens of rows are drawn, and speculative sampling's acceptance rule.
 
-A row's method says which tokens may be drawn, and how likely. The token loop knows two: `Greedy`,
-where all rows are, and else `PerRowSampling`, the methods of all rows as arrays, which turns logits
-into logits; what is drawn is the softmax of the result. Other methods and numbers compile nothing.
+The token loop knows two ways: None, where all rows are greedy, and else the parameters of all rows
+as arrays, which turn logits into logits; what is drawn is the softmax of the result. Other numbers
+compile nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,193 +18,129 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from utio_jax.core.arrays import most_probable
-from utio_jax.core.pytrees import pytree, register
+from utio_jax.core.pytrees import pytree
 
 # Streams of random numbers of one token: its draw, the acceptance of a draft, its replacement.
 DRAW, ACCEPT, REPLACE = 0, 1, 2
-
 
 _LEAST = float(np.finfo(np.float32).tiny)
 """The smallest normal float32: what is below it may be 0 on a device."""
 
 
-def _per_row() -> Any:
-    return dataclasses.field(metadata={"row_axis": 0})
-
-
-def _check(value: Any, name: str, low: float, high: float, remedy: str = "") -> None:
-    # Numbers of Python and NumPy. Inside jit, fields hold tracers; while pytrees are rebuilt,
-    # anything at all; and to look at a device's array would wait for the device.
-    number = isinstance(value, (int, float, np.number)) or (
-        isinstance(value, np.ndarray) and value.ndim == 0
-    )
-    if number and not low < value <= high:
-        raise ValueError(f"Wanted {name} above {low:g} and at most {high:g}. Got {value}.{remedy}")
-
-
-@register
-@dataclasses.dataclass(frozen=True)
-class Greedy:
-    """The most probable token, always. Ties go to the lowest id."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Temperature:
-    """Logits divided by `value`. Below 1 sharpens; for 0 use `Greedy`.
-
-    Down to the smallest normal float32: below it, division gives NaN. From about 1e-6 on only the
-    most probable token and what ties with it have any probability left.
-    """
-
-    value: float | Float[Array, ""] = 1.0
-
-    def __post_init__(self) -> None:
-        remedy = " For temperature 0 use Greedy()."
-        _check(self.value, "a temperature", _LEAST, float("inf"), remedy)
-
-
-@dataclasses.dataclass(frozen=True)
-class TopK:
-    """The `k` most probable tokens, and what ties with the last of them. Fan et al. 2018."""
-
-    k: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.k, (int, np.integer)):
-            raise ValueError(f"Wanted k as a number of tokens, an integer. Got {self.k!r}.")
-        _check(self.k, "k", 0, float("inf"))
-
-
-@dataclasses.dataclass(frozen=True)
-class TopP:
-    """The smallest set of tokens whose probability reaches `p`, and ties. Holtzman et al. 2020."""
-
-    p: float | Float[Array, ""]
-
-    def __post_init__(self) -> None:
-        _check(self.p, "p", 0.0, 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class MinP:
-    """Tokens at least `p` times as probable as the most probable one. Nguyen et al. 2024."""
-
-    p: float | Float[Array, ""]
-
-    def __post_init__(self) -> None:
-        _check(self.p, "p", 0.0, 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """Methods applied one after the other, e.g. `Chain((Temperature(0.8), TopP(0.95)))`.
-
-    In the order of temperature, top-k, top-p and min-p, and none of them twice.
-    """
-
-    methods: Sequence[Temperature | TopK | TopP | MinP]
-
-    def __post_init__(self) -> None:
-        if any(isinstance(method, Greedy) for method in self.methods):
-            raise ValueError(
-                "Wanted methods that draw. Got Greedy() in a Chain, which leaves nothing to draw."
-            )
-
-
-Method = Greedy | Temperature | TopK | TopP | MinP | Chain
-"""How one row's tokens are drawn."""
+def _per_row(default: float) -> Any:
+    return dataclasses.field(default=default, metadata={"row_axis": 0})
 
 
 @pytree
-class PerRowSampling:
-    """A method for each row of a batch, as arrays: other numbers of any row compile nothing.
+class SamplingParams:
+    """How tokens are drawn: greedy by default, else by temperature, top-k, top-p, min-p, in turn.
 
-    Applied in this order. Each row's draws are those of its own method, alone and with its seed.
-    What no row uses costs nothing; top-k and top-p sort the vocabulary of all rows if one uses it.
+    Numbers, or for the rows of a batch arrays of them (`rows_of`): each row's draws are those of
+    its own numbers, alone and with its seed. What no row uses costs nothing; top-k and top-p sort
+    the vocabulary of all rows if one uses it.
 
     Attributes:
-      temperature: as `Temperature`; 0: `Greedy`, whatever else is set; below 0: none, logits stay.
-      top_k: as `TopK`; 0: off.
-      top_p: as `TopP`; 0: off.
-      min_p: as `MinP`; 0: off.
+      temperature: that logits are divided by; 0: the most probable token always, ties to the
+        lowest id, whatever else is set; 1: the model's own distribution. At least the smallest
+        normal float32; from about 1e-6 down only the most probable token and ties with it remain.
+      top_k: the most probable tokens that may be drawn, and ties with the last of them (Fan et al.
+        2018); 0: all.
+      top_p: the smallest set of tokens whose probability reaches it may be drawn, and ties
+        (Holtzman et al. 2020); 1: all.
+      min_p: tokens at least so many times as probable as the most probable one may be drawn (Nguyen
+        et al. 2024); 0: all.
     """
 
-    temperature: Float[Array | np.ndarray, " batch"] = _per_row()
-    top_k: Int[Array | np.ndarray, " batch"] = _per_row()
-    top_p: Float[Array | np.ndarray, " batch"] = _per_row()
-    min_p: Float[Array | np.ndarray, " batch"] = _per_row()
+    temperature: float | Float[Array | np.ndarray, "*batch"] = _per_row(0.0)
+    top_k: int | Int[Array | np.ndarray, "*batch"] = _per_row(0)
+    top_p: float | Float[Array | np.ndarray, "*batch"] = _per_row(1.0)
+    min_p: float | Float[Array | np.ndarray, "*batch"] = _per_row(0.0)
 
-    @classmethod
-    def of(cls, methods: Sequence[Method]) -> Self:
-        """Returns the methods of rows, one each, as one method of the batch.
-
-        Raises:
-          ValueError: none, or a chain in another order than temperature, top-k, top-p, min-p, or
-            with one of them twice.
-        """
-        if not len(methods):
-            raise ValueError("Wanted a sampling method for each row. Got none.")
-        rows = [_settings(method, row) for row, method in enumerate(methods)]
-        return cls(
-            temperature=np.asarray([row.get(Temperature, -1) for row in rows], np.float32),
-            top_k=np.asarray([row.get(TopK, 0) for row in rows], np.int32),
-            top_p=np.asarray(
-                [max(row[TopP], _LEAST) if TopP in row else 0 for row in rows], np.float32
-            ),
-            min_p=np.asarray([row.get(MinP, 0) for row in rows], np.float32),
-        )
+    def __post_init__(self) -> None:
+        for name, wanted, fits in (
+            ("temperature", "of 0 for greedy, or from 1.17549e-38 on", _is_temperature),
+            ("top_k", "as a number of tokens, an integer; 0: all", _is_top_k),
+            ("top_p", "above 0 and at most 1", lambda p: 0 < p <= 1),
+            ("min_p", "from 0 to 1", lambda p: 0 <= p <= 1),
+        ):
+            value = getattr(self, name)
+            # Numbers of Python and NumPy. Inside jit, fields hold tracers; while pytrees are
+            # rebuilt, anything at all; and to look at a device's array would wait for the device.
+            number = isinstance(value, (int, float, np.number)) or (
+                isinstance(value, np.ndarray) and value.ndim == 0
+            )
+            if number and not fits(value):
+                raise ValueError(f"Wanted a {name} {wanted}. Got {name}={value}.")
 
     @property
-    def greedy(self) -> Bool[Array, " batch"]:
+    def greedy(self) -> Bool[Array, "*batch"]:
         """Rows whose tokens are not drawn."""
         return jnp.asarray(self.temperature) == 0
 
     def __call__(self, logits: Float[Array, "batch *lead vocab"]) -> Float[Array, ...]:
+        """Returns logits, of which the softmax is drawn from. Fields are arrays, see `rows_of`."""
         temperature, top_k, top_p, min_p = map(
             jnp.asarray, (self.temperature, self.top_k, self.top_p, self.min_p)
         )
-        logits = _on_rows(temperature > 0, _divided, logits, temperature)
+        divides = (temperature != 0) & (temperature != 1)
+        logits = _on_rows(divides, _divided, logits, temperature)
         logits = _on_rows(top_k > 0, _most_likely, logits, top_k)
-        logits = _on_rows(top_p > 0, _nucleus, logits, top_p)
+        logits = _on_rows(top_p < 1, _nucleus, logits, top_p)
         logits = _on_rows(min_p > 0, _likely, logits, min_p)
         return _on_rows(self.greedy, _best_alone, logits, temperature)
 
 
-Sampling = Method | PerRowSampling
-"""How tokens are drawn: by one method in all rows, or by one in each."""
-
-RowSampling = Greedy | PerRowSampling
-"""The same as the token loop takes it."""
+def _is_temperature(value: Any) -> bool:
+    return value == 0 or value >= _LEAST
 
 
-def check_sampling(sampling: Sampling | Sequence[Sampling], *, rows: int) -> RowSampling:
-    """Returns `Greedy`, where all rows are, or else a `PerRowSampling`.
+def _is_top_k(value: Any) -> bool:
+    return np.issubdtype(np.asarray(value).dtype, np.integer) and value >= 0
+
+
+def rows_of(params: Sequence[SamplingParams]) -> SamplingParams:
+    """Returns the parameters of rows, one each, as arrays on the host."""
+
+    def column(name: str, dtype: Any = np.float32) -> np.ndarray:
+        return np.asarray([getattr(each, name) for each in params]).astype(dtype)
+
+    return SamplingParams(
+        temperature=column("temperature"),
+        top_k=column("top_k", np.int32),
+        top_p=np.maximum(column("top_p"), np.float32(_LEAST)),
+        min_p=column("min_p"),
+    )
+
+
+def check_sampling(
+    sampling: SamplingParams | Sequence[SamplingParams], *, rows: int
+) -> SamplingParams | None:
+    """Returns the parameters of each row as arrays; None, where all rows are greedy.
 
     Args:
-      sampling: a method, or one for each row.
+      sampling: of all rows, one for each, or what `rows_of` has made of these.
       rows: of the batch.
 
     Raises:
-      ValueError: methods of more or fewer rows, or one that a row cannot have of its own.
+      ValueError: those of more or fewer rows, or something else.
     """
-    methods = sampling if isinstance(sampling, Sequence) else [sampling]
-    wrong = [each for each in methods if not isinstance(each, Sampling)]
-    if wrong:
-        raise ValueError(
-            f"Wanted a sampling method. Got {wrong[0]!r}. For example: Greedy(), Temperature(0.7), "
-            "Chain((Temperature(0.8), TopP(0.95)))."
-        )
-    given = methods if isinstance(sampling, Sequence) else [sampling] * rows
-    count = len(given) if not isinstance(sampling, PerRowSampling) else len(sampling.temperature)
+    given = [*sampling] if isinstance(sampling, Sequence) else [sampling] * rows
+    for each in given:
+        if not isinstance(each, SamplingParams):
+            raise ValueError(
+                f"Wanted SamplingParams. Got {each!r}. For example: "
+                "SamplingParams(temperature=0.7, top_p=0.95)."
+            )
+    of_rows = isinstance(sampling, SamplingParams) and np.ndim(sampling.temperature) > 0
+    count = np.size(given[0].temperature) if of_rows else len(given)
     if count != rows:
         raise ValueError(
-            f"Wanted one sampling method, or one per prompt ({rows}). Got {count} of them."
+            f"Wanted one SamplingParams, or one per prompt ({rows}). Got {count} of them."
         )
-    if isinstance(sampling, PerRowSampling):
-        return sampling
-    if all(isinstance(each, Greedy) for each in given):
-        return Greedy()
-    return PerRowSampling.of(given)  # type: ignore[arg-type]
+    if of_rows:
+        return given[0]
+    found = rows_of(given)
+    return found if np.any(found.temperature != 0) else None
 
 
 def check_seeds(seeds: int | Sequence[int], *, rows: int) -> UInt32[np.ndarray, " batch"]:
@@ -220,21 +156,6 @@ def check_seeds(seeds: int | Sequence[int], *, rows: int) -> UInt32[np.ndarray, 
         raise ValueError(f"Wanted one seed, or one per prompt ({rows}). Got shape {given.shape}.")
     found = given.astype(np.uint32)
     return found if given.ndim else np.arange(rows, dtype=np.uint32) + found
-
-
-def _settings(method: Any, row: int) -> dict[type, float]:
-    """Returns the number of each kind of method that a row's consists of."""
-    if isinstance(method, Greedy):
-        return {Temperature: 0.0}
-    numbers = {Temperature: "value", TopK: "k", TopP: "p", MinP: "p"}
-    steps, order = method.methods if isinstance(method, Chain) else (method,), [*numbers]
-    places = [order.index(type(each)) if type(each) in order else -1 for each in steps]
-    if places != sorted(set(places)) or -1 in places:
-        raise ValueError(
-            "Wanted Greedy() or a Chain of Temperature, TopK, TopP and MinP, in this order and "
-            f"none of them twice. Got {method!r} for row {row}. Order it so."
-        )
-    return {type(each): float(getattr(each, numbers[type(each)])) for each in steps}
 
 
 def _on_rows(
@@ -311,10 +232,10 @@ def token_keys(
 
 
 def draw(
-    sampling: RowSampling, logits: Float[Array, "batch token vocab"], keys: jax.Array
+    sampling: SamplingParams | None, logits: Float[Array, "batch token vocab"], keys: jax.Array
 ) -> Int[Array, "batch token"]:
-    """Returns one token per distribution, drawn with the keys `[batch, token]`."""
-    if isinstance(sampling, Greedy):
+    """Returns one token per distribution, drawn with the keys `[batch, token]`; None: greedy."""
+    if sampling is None:
         return most_probable(logits)
     greedy, best = sampling.greedy, most_probable(logits)
 
@@ -371,7 +292,7 @@ def verify_sampling(
     if none is rejected the extra token is a draw from p.
 
     Args:
-      log_p: log-probabilities of the full model after the sampling method, at the token before each
+      log_p: log-probabilities of the full model after `SamplingParams`, at the token before each
         draft and at the last draft.
       log_q: those that the drafts were drawn from.
       drafts: drawn tokens.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +25,6 @@ from utio_jax.staircase.keys_values import at_least, at_most, project, project_o
 Layers = tuple[LayerParams, ...] | None
 """Each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: the stack's."""
 
-Bounds = tuple[int, int] | None
-"""Static depths between which the traced ones of a pass lie; None: anywhere."""
-
 Sources = tuple[int | jax.Array, ...]
 """Layers whose keys and values are read, their heads side by side."""
 
@@ -36,6 +33,22 @@ Attend = Callable[[jax.Array, jax.Array], jax.Array]
 
 Attention = Callable[[KVCache, Sources], Attend]
 """Maps the cache and the layers whose keys and values are read to an `Attend`."""
+
+
+class Span(TypedDict):
+    """The layers of a pass, as `utio_jax.core.layer.over_layers` takes them.
+
+    Attributes:
+      start: the first.
+      stop: the one to stop before. Traced and equal to `start`: nothing runs, nothing is copied.
+      layers: each one's parameters apart, where they are.
+      bounds: static depths between which traced ones lie, for `layers`; None: anywhere.
+    """
+
+    start: Depth
+    stop: Depth
+    layers: NotRequired[Layers]
+    bounds: NotRequired[tuple[int, int] | None]
 
 
 @pytree
@@ -76,26 +89,22 @@ def block_at(
     return Block(positions=positions, valid=valid, places=places, rows=rows)
 
 
-def run_segment(  # noqa: PLR0913 (arrays of one segment)
+def run_segment(
     decoder: Decoder,
     params: Params,
     cache: KVCache,
     x: Float[Array, "batch token dim"],
     block: Block,
     *,
-    start: Depth,
-    stop: Depth,
     width: int,
     runs: Bool[Array, "batch token"] | None = None,
     shown: Int[Array, "row slot"] | None = None,
-    layers: Layers = None,
-    bounds: Bounds = None,
+    **span: Unpack[Span],
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
-    """Returns the states after layers [start, stop), and the cache with these layers' K/V.
+    """Returns the states after some layers, and the cache with these layers' K/V.
 
-    All K/V of earlier positions must be valid in these layers. With a traced `stop` equal to
-    `start` nothing runs and nothing is copied: that is how a segment is skipped on the device. (A
-    cache that goes through `lax.cond` is copied whole.)
+    All K/V of earlier positions must be valid in these layers. A segment is skipped on the device
+    by a traced `stop` equal to `start`. (A cache that goes through `lax.cond` is copied whole.)
 
     Args:
       decoder: the model.
@@ -103,15 +112,12 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
       cache: carried whole; donate it.
       x: states at depth `start`, of the block's rows.
       block: the tokens' places, and rows, where they are not all.
-      start: first layer.
-      stop: layer to stop before.
       width: slots to attend over; more than every valid position. Static.
       runs: valid tokens whose state changes; the others are frozen, and their K/V projected from
         the frozen state. None means all.
       shown: layers at which each slot of each row of the cache may be seen, for `kv="drop"`; the
         tokens in `x` themselves included. None means all.
-      layers: each one's parameters apart, where they are.
-      bounds: of traced `start` and `stop`, for `layers`.
+      **span: the layers.
     """
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
     if shown is not None and block.rows is not None:
@@ -129,19 +135,7 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
 
         return attend
 
-    return run_layers(
-        decoder,
-        params,
-        cache,
-        x,
-        block,
-        attention,
-        start=start,
-        stop=stop,
-        runs=runs,
-        layers=layers,
-        bounds=bounds,
-    )
+    return run_layers(decoder, params, cache, x, block, attention, runs=runs, **span)
 
 
 def depth_of_kv(decoder: Decoder, index: jax.Array) -> jax.Array:
@@ -149,7 +143,7 @@ def depth_of_kv(decoder: Decoder, index: jax.Array) -> jax.Array:
     return jnp.minimum(index, decoder.config.kv_complete)
 
 
-def run_layers(  # noqa: PLR0913 (arrays of one segment)
+def run_layers(
     decoder: Decoder,
     params: Params,
     cache: KVCache,
@@ -157,28 +151,23 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
     block: Block,
     attention: Attention,
     *,
-    start: Depth,
-    stop: Depth,
     runs: Bool[Array, "batch token"] | None = None,
-    layers: Layers = None,
-    bounds: Bounds = None,
+    **span: Unpack[Span],
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
-    """Returns the states after layers [start, stop), and the cache with the K/V made there.
+    """Returns the states after some layers, and the cache with the K/V made there.
 
     Args:
       decoder: the model.
       params: its parameters.
       cache: carried whole; donate it.
-      x: states at depth `start`.
+      x: states in front of them.
       block: the tokens' places.
       attention: maps the cache and the layers whose K/V are read to what maps a layer's index and
         its queries, by row, to the attended values.
-      start: first layer.
-      stop: layer to stop before.
       runs: valid tokens whose state changes. None means all.
-      layers: each one's parameters apart, where they are.
-      bounds: of traced `start` and `stop`, for `layers`.
+      **span: the layers.
     """
+    start, stop = span["start"], span["stop"]
     runs = block.valid if runs is None else runs & block.valid
 
     def rows(y: jax.Array) -> jax.Array:
@@ -198,7 +187,9 @@ def run_layers(  # noqa: PLR0913 (arrays of one segment)
         cache = project(decoder, layer, cache, index, x, block.places, block.at)
         return run_one(index, layer, x, attention(cache, (index,))), cache
 
-    over = partial(over_layers, decoder, params, layers=layers, bounds=bounds)
+    over = partial(
+        over_layers, decoder, params, layers=span.get("layers"), bounds=span.get("bounds")
+    )
     config, first = decoder.config, decoder.config.kv_own
     x, cache = over(own, (x, cache), start=at_most(start, first), stop=at_most(stop, first))
     if first == config.num_layers:

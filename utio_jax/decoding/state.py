@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -56,13 +56,20 @@ def stop_rules(
         and room for four end tokens, or eight ...: another number compiles no other program.
 
     Raises:
-      ValueError: a sequence is empty, or holds something else than ids of the vocabulary, as -1,
-        which stands for any token.
+      ValueError: more than there is room for, or a sequence is empty, or holds something else than
+        ids of the vocabulary, as -1, which stands for any token.
     """
+    sizes = [len(sequence) for _, sequences in rows for sequence in sequences]
+    most, count = (max(map(len, each)) for each in zip(*rows, strict=True))
+    found = max(1, most), count, max(sizes, default=0)
     if room is None:
-        most = max(1, *(len(ends) for ends, _ in rows))
-        sizes = [len(sequence) for _, sequences in rows for sequence in sequences]
-        room = -(-most // 4) * 4, max(len(stops) for _, stops in rows), max(sizes, default=0)
+        room = -(-found[0] // 4) * 4, *found[1:]
+    elif any(one > most for one, most in zip(found, room, strict=True)):
+        raise ValueError(
+            f"Wanted at most {room[0]} eos_ids and {room[1]} stop_sequences of at most {room[2]} "
+            f"tokens, which every slot has room for. Got {found[0]} eos_ids and {found[1]} "
+            f"sequences of up to {found[2]} tokens. Name the rest as stop_strings."
+        )
     most, count, longest = room
     eos_ids = np.full((len(rows), most), -1, np.int32)
     padded = np.full((len(rows), count, longest), -2, np.int32)
@@ -263,61 +270,6 @@ class PromptPass:
 
 
 @pytree
-class Followed:
-    """What a hook makes of some new tokens.
-
-    Attributes:
-      hook: behind them.
-      kept: which of them come out.
-      limits: lengths at which rows end.
-      last: whether a row has reached its limit with each.
-    """
-
-    hook: Any
-    kept: Bool[Array, "batch new"]
-    limits: Int[Array, " batch"]
-    last: Bool[Array, "batch new"]
-
-
-@runtime_checkable
-class RowHook(Protocol):
-    """What may put other tokens into rows than were drawn, and end them: a pytree of rows.
-
-    Each row has rules of its own, and how far it has come with them, as arrays; one that has none
-    is left alone. `utio_jax.decoding.thinking.ThinkingRows` is one.
-    """
-
-    @property
-    def progress(self) -> Int[Array, "batch number"]:
-        """How far rows have come, as numbers that the host reads."""
-        ...
-
-    def force(self, lengths: Any, token_ids: Any, counts: Any) -> tuple[Any, Any]:
-        """Returns new tokens behind `lengths`, and how many are real: what is forced instead."""
-        ...
-
-    def measure(self, logits: Any, total: Any) -> Float[Array, "batch new"]:
-        """Returns the uncertainty of distributions; `total`: their `logsumexp`."""
-        ...
-
-    def follow(
-        self, token_ids: Any, positions: Any, fresh: Any, limits: Any, *, uncertainty: Any,
-        ends_with: Callable[[Any], Bool[Array, "batch new"]],
-    ) -> Followed:  # fmt: skip
-        """Returns what comes of new tokens, forced ones included.
-
-        Args:
-          token_ids: `[batch, new]`.
-          positions: theirs.
-          fresh: which are real.
-          limits: lengths at which rows end, `[batch]`.
-          uncertainty: of all tokens so far, these included, by position: `[batch, slot]`.
-          ends_with: maps sequences of each row to whether one ends at each new token.
-        """
-        ...
-
-
-@pytree
 class DecodeState:
     """Everything that a token loop carries. Donated: the caller keeps only what comes back.
 
@@ -337,7 +289,8 @@ class DecodeState:
       memory: what the mode remembers, any pytree; its fields say where rows lie.
       prompt: how prompts were read, where not by the dense program, and where all rows were read
         together.
-      hook: a `RowHook`; None where no row has one.
+      hook: what may put other tokens into rows than were drawn, and end them, see
+        `utio_jax.decoding.thinking.ThinkingRows`; None where no row has one.
     """
 
     lengths: Int[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})

@@ -25,8 +25,6 @@ from utio_jax.core.html import depth_html
 from utio_jax.decoding.generate import Generated, GenerateOptions, check_options, generate, stream
 from utio_jax.decoding.loop import Prompts
 
-Ids = Sequence[int] | np.ndarray
-
 StopStrings = Sequence[str] | Sequence[Sequence[str]]
 """What ends texts, or a list of what ends each."""
 
@@ -156,10 +154,9 @@ def generate_text(
       ValueError: an empty prompt or stop string, or see `generate`.
     """
     ids = model.encode(listed(prompts))
-    generated = generate_until(
+    return generate_until(
         model.tokenizer, model.decoder, model.params, ids, stop_strings=stop_strings, **options
     )
-    return read_text(model.tokenizer, ids, generated, stop_strings=stop_strings)
 
 
 def stream_text(
@@ -211,7 +208,9 @@ class StreamedRow:
     """A text that grows by tokens up to a stop string: what it has shown, what it holds back."""
 
     def __init__(self, reader: TextReader, stops: tuple[str, ...]):
-        self._reader, self._stops, self._held = reader, stops, ""
+        self._reader, self._stops, self._held, self._pieces = reader, stops, "", list[str]()
+        self.text = ""
+        """What it has shown."""
         self.ended = False
         self.stopped = False
         """Whether that was before a stop string."""
@@ -226,13 +225,15 @@ class StreamedRow:
             return ""
         self.used = 0
         for token_id in token_ids:
-            self._held += self._reader.add(int(token_id))
+            self._pieces.append(self._reader.add(int(token_id)))
+            self._held += self._pieces[-1]
             self.used, self.seen = self.used + 1, self.seen + 1
             if self._stopped():
                 return self._show(len(self._held))
         if not running:
-            self._held += self._reader.rest()
-            self.ended = True
+            rest, self.ended = self._reader.rest(), True
+            self._held += rest
+            self._pieces[-1:] = [piece + rest for piece in self._pieces[-1:]]
             self._stopped()
             return self._show(len(self._held))
         return self._show(len(self._held) - self._doubtful())
@@ -257,7 +258,14 @@ class StreamedRow:
 
     def _show(self, size: int) -> str:
         shown, self._held = self._held[:size], self._held[size:]
+        self.text += shown
         return shown
+
+    @property
+    def pieces(self) -> tuple[str, ...]:
+        """What each token adds to the text; joined, they are the text."""
+        ends = np.minimum(np.cumsum([0, *map(len, self._pieces)]), len(self.text))
+        return tuple(self.text[start:end] for start, end in itertools.pairwise(ends))
 
 
 def _streamed(
@@ -315,8 +323,8 @@ def generate_until(
     *,
     stop_strings: StopStrings = (),
     **options: Unpack[GenerateOptions],
-) -> Generated:
-    """Returns what `generate` does, each row cut after the token that completes a stop string.
+) -> GeneratedText:
+    """Returns what `generate` does as text, each row cut after the token that completes a stop.
 
     The host looks for stop strings once per `chunk` tokens. Up to `chunk` tokens that were decoded
     beyond one are dropped, but charged. Where rows end does not depend on `chunk`.
@@ -326,60 +334,24 @@ def generate_until(
     """
     check_options(options)
     stops = _by_row(stop_strings, len(prompts))
-    if not any(stops):
-        return generate(decoder, params, prompts, **options)
-
     rows = _streamed(tokenizer, prompts, stops)
 
     def stop_when(row: int, new: np.ndarray) -> bool:
         rows[row].add(new[rows[row].seen :], running=True)
         return rows[row].stopped
 
-    found = generate(decoder, params, prompts, stop_when=stop_when, **options)
+    found = generate(
+        decoder, params, prompts, stop_when=stop_when if any(stops) else None, **options
+    )
     for row, new in zip(rows, found.token_ids, strict=True):
         row.add(new[row.seen :], running=False)
     reasons = zip(rows, found.finish_reasons, strict=True)
-    return found.first(
+    generated = found.first(
         [row.seen for row in rows],
         finish_reasons=["stop" if row.stopped else reason for row, reason in reasons],
     )
-
-
-def read_text(
-    tokenizer: Tokenizer,
-    prompts: Prompts,
-    generated: Generated,
-    *,
-    stop_strings: StopStrings = (),
-) -> GeneratedText:
-    """Returns the new tokens as text, cut before the first occurrence of a stop string."""
-    texts, pieces, stops = [], [], _by_row(stop_strings, len(prompts))
-    for prompt, new, strings in zip(prompts, generated.token_ids, stops, strict=True):
-        mine = pieces_of(tokenizer, prompt, new)
-        text = "".join(mine)
-        ends = [text.find(stop) for stop in strings if stop in text]
-        text = text[: min(ends, default=len(text))]
-        starts = np.cumsum([0, *map(len, mine)])
-        texts.append(text)
-        pieces.append(tuple(text[start:end] for start, end in itertools.pairwise(starts)))
-    return GeneratedText(texts=tuple(texts), pieces=tuple(pieces), generated=generated)
-
-
-def new_text(tokenizer: Tokenizer, prompt: Ids, new: Ids) -> str:
-    """Returns the text of new tokens, decoded behind their prompt.
-
-    Some tokenizers drop a space that opens a text, and what is new does not open it.
-    """
-    return "".join(pieces_of(tokenizer, prompt, new))
-
-
-def pieces_of(tokenizer: Tokenizer, prompt: Ids, new: Ids) -> list[str]:
-    """Returns what each new token adds to the text; joined, they are the text."""
-    reader = TextReader(tokenizer, prompt)
-    pieces = [reader.add(int(token_id)) for token_id in new]
-    if pieces:
-        pieces[-1] += reader.rest()
-    return pieces
+    texts, pieces = zip(*((row.text, row.pieces) for row in rows), strict=True)
+    return GeneratedText(texts=texts, pieces=pieces, generated=generated)
 
 
 class TextReader:
@@ -389,7 +361,7 @@ class TextReader:
     out with the last of them, also where the prompt ends within it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Ids):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray):
         self._decode = tokenizer.decode
         before, size = [int(token_id) for token_id in prompt], 8
         self._ids, self._since = before[-size:], 0

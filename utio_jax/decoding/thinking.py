@@ -28,7 +28,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.core.documents import check_ids
 from utio_jax.core.pytrees import pytree
-from utio_jax.decoding.state import Followed
 
 LONGEST_SEQUENCE, MOST_CUES, LONGEST_WINDOW = 32, 64, 64
 """What a rule may bring: static shapes, so that none compiles anything."""
@@ -189,8 +188,25 @@ def thought_of(progress: Sequence[int], *, prompt: int, length: int) -> Thought:
 
 
 @pytree
+class Followed:
+    """What rules of thinking make of some new tokens.
+
+    Attributes:
+      hook: the rules and progress behind them.
+      kept: which of them come out.
+      limits: lengths at which rows end.
+      last: whether a row has reached its limit with each.
+    """
+
+    hook: Any
+    kept: Bool[Array, "batch new"]
+    limits: Int[Array, " batch"]
+    last: Bool[Array, "batch new"]
+
+
+@pytree
 class ThinkingRows:
-    """A `Thinking` for each row, and how far it has come: the `RowHook` of thinking.
+    """A `Thinking` for each row, and how far it has come: the `DecodeState.hook` of thinking.
 
     Places are positions in the row, `NEVER` for what has not happened.
 
@@ -267,7 +283,7 @@ class ThinkingRows:
     def measure(
         self, logits: Float[Array, "batch new vocab"], total: Float[Array, "batch new"]
     ) -> Float[Array, "batch new"]:
-        """Returns each row's measure of distributions: entropy in nats, or doubt."""
+        """Returns each row's measure of distributions, of which `total` is the `logsumexp`."""
         chances = jnp.exp(logits - total[:, :, None])
         entropy = total - jnp.sum(jnp.where(chances > 0, chances * logits, 0), axis=-1)
         doubt = 1 - jnp.exp(jnp.max(logits, axis=-1) - total)
@@ -283,7 +299,16 @@ class ThinkingRows:
         uncertainty: Float[Array, "batch slot"],
         ends_with: Callable[[Any], Bool[Array, "batch new"]],
     ) -> Followed:
-        """Returns what comes of new tokens, one after the other; behind a cut, none do."""
+        """Returns what comes of new tokens, one after the other; behind a cut, none do.
+
+        Args:
+          token_ids: forced ones included.
+          positions: theirs.
+          fresh: which are real.
+          limits: lengths at which rows end.
+          uncertainty: of all tokens so far, these included, by position.
+          ends_with: maps sequences of each row to whether one ends at each new token.
+        """
         sure = self._sure(token_ids, positions, uncertainty)
         least = jnp.maximum(jnp.asarray(self.min_tokens), jnp.asarray(self.window))
 

@@ -4,7 +4,7 @@
 from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine
 from utio_jax.engine.leader import Channel, LeaderEngine, run_worker
-from utio_jax.engine.planning import RebatchingPlan, RowRates, measure_rates, plan_rebatching
+from utio_jax.engine.planning import RebatchingPlan, RowRates, plan_mode, plan_rebatching
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.engine.slots import Shapes
 from utio_jax.engine.statistics import EngineStats, Percentiles
@@ -21,7 +21,7 @@ __all__ = [
     "RebatchingPlan",
     "RowRates",
     "Shapes",
-    "measure_rates",
+    "plan_mode",
     "plan_rebatching",
     "run_worker",
 ]

@@ -17,7 +17,7 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import put_rows
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import advance
-from utio_jax.decoding.sampling import PerRowSampling
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, StopRules
 from utio_jax.engine.depths import with_thresholds
 
@@ -29,12 +29,12 @@ class Rules:
     """What each slot's request brings of its own.
 
     Attributes:
-      sampling: a method for each.
+      sampling: how the tokens of each are drawn.
       stops: what ends each.
       thresholds: of each one's depth policy; None where the mode has none.
     """
 
-    sampling: PerRowSampling
+    sampling: SamplingParams
     stops: StopRules
     thresholds: Float[Array | np.ndarray, "slot boundary"] | None = dataclasses.field(
         default=None, metadata={"row_axis": 0}

@@ -3,7 +3,7 @@
 
     engine = Engine(decoder, params, slots=16, capacity=512, mode=Adaptive(policy=policy))
     engine.warmup()
-    number = engine.submit(prompt_ids, max_new_tokens=64, sampling=Temperature(0.8), seed=1)
+    number = engine.submit(prompt_ids, max_new_tokens=64, sampling=SamplingParams(temperature=0.8))
     finished = engine.drain()[number]
 
 Synchronous and without threads: `advance` runs one block on the device and returns what it brought.
@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,13 +27,13 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import check_prompts
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Greedy, PerRowSampling
+from utio_jax.decoding.sampling import SamplingParams, check_sampling
+from utio_jax.decoding.state import Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow, TextModel, TextReader, Tokenizer, checked_stops
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.engine.blocks import read_report
 from utio_jax.engine.depths import RequestPolicy, thresholds_of
-from utio_jax.engine.planning import RebatchingPlan, plan_mode, planned
-from utio_jax.engine.requests import Event, Finished, Method, Request, stop_arrays
+from utio_jax.engine.requests import STOPS_ROOM, Event, Finished, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
 from utio_jax.engine.statistics import EngineStats, Recorder
 
@@ -47,11 +47,7 @@ class _Flying:
 
 
 class Engine:
-    """Requests in, tokens out: slots of one cache, in which prompts come and go.
-
-    Attributes:
-      plan: whether a depth per token pays here, where `warmup` was asked to find out; else None.
-    """
+    """Requests in, tokens out: slots of one cache, in which prompts come and go."""
 
     def __init__(  # noqa: PLR0913 (options, each named)
         self,
@@ -102,21 +98,21 @@ class Engine:
             params=params,
             slots=slots,
             capacity=capacity,
+            mode=mode,
             prefill=prefill,
             steps=steps,
             shapes=shapes,
             alternatives=alternatives,
             thinking=thinking,
         )
-        self._rows = self._make_rows(mode)
-        self._asked_for = mode  # As given: a plan may fall back to another one.
-        self.plan: RebatchingPlan | None = None
+        self._rows = self._make_rows()
         self._tokenizer, self._clock = tokenizer, clock
         self._late = jax.default_backend() != "cpu" if read_late is None else read_late
         self._numbers = itertools.count()
         self._queue: collections.deque[Request] = collections.deque()
         self._known: dict[int, Request] = {}
         self._owners: list[Request | None] = [None] * slots
+        self._opened: Request | None = None  # Whose prompt is being read in chunks.
         self._flying: _Flying | None = None
         self._freed: list[int] = []
         self._recorder = Recorder()
@@ -131,7 +127,7 @@ class Engine:
         prompt_ids: Sequence[int] | np.ndarray,
         *,
         max_new_tokens: int = 128,
-        sampling: Method = Greedy(),
+        sampling: SamplingParams = SamplingParams(),
         seed: int = 0,
         eos_ids: Sequence[int] | None = None,
         stop_sequences: Sequence[Sequence[int]] = (),
@@ -153,17 +149,15 @@ class Engine:
           stop_strings: that end its text; found between blocks, and what is behind is dropped.
           deadline: seconds from now, after which it ends with what it has.
           policy: how deep its tokens run, in an engine whose mode is `Adaptive`: of the mode's own
-            signal, with depths among the mode's. `"full"`: all layers; None: the mode's policy. An
-            engine whose plan fell back to plain decoding runs all layers whatever is asked for.
+            signal, with depths among the mode's. `"full"`: all layers; None: the mode's policy.
           whole_prompt: whether its prompt is read in full, in an engine with a `prefill`. Prompts
             of both kinds are read one after the other.
           thinking: how long it may think before its answer, in an engine made with `thinking=True`.
 
         Raises:
           ValueError: it can never fit, more stops than there is room for, stop strings without a
-            tokenizer, a deadline that has passed, a chain of sampling methods in an order that a
-            row cannot have, a policy that the mode cannot serve, a `Thinking` where the engine
-            takes none, or see `utio_jax.generate`.
+            tokenizer, a deadline that has passed, a policy that the mode cannot serve, a `Thinking`
+            where the engine takes none, or see `utio_jax.generate`.
         """
         config, prompt = self._served.decoder.config, np.asarray(prompt_ids)
         (prompt,) = check_prompts([prompt], config=config, max_new_tokens=max_new_tokens)
@@ -177,12 +171,10 @@ class Engine:
                 f"max_new_tokens={max_new_tokens} and {ahead} that the mode may run ahead: "
                 f"{needed}. Cut one of them, or make an engine of a larger capacity."
             )
-        PerRowSampling.of([sampling])
-        ends, sequences = stop_arrays(
-            config.eos_ids if eos_ids is None else eos_ids,
-            stop_sequences,
-            vocab_size=config.vocab_size,
-        )
+        check_sampling([sampling], rows=1)
+        ends = config.eos_ids if eos_ids is None else eos_ids
+        stops: Stops = ([*ends], [[*each] for each in stop_sequences])
+        stop_rules([stops], vocab_size=config.vocab_size, room=STOPS_ROOM)
         if stop_strings and self._tokenizer is None:
             raise ValueError(
                 f"Wanted an engine with a tokenizer for stop_strings={[*stop_strings]}. Got one "
@@ -190,7 +182,7 @@ class Engine:
             )
         if deadline is not None and not deadline > 0:
             raise ValueError(f"Wanted a deadline of more than 0 seconds. Got {deadline}.")
-        stops, now = checked_stops(stop_strings), self._clock()
+        strings, now = checked_stops(stop_strings), self._clock()
         reader = None if self._tokenizer is None else TextReader(self._tokenizer, prompt)
         if thinking is not None:
             if not self._served.thinking:
@@ -205,10 +197,9 @@ class Engine:
             max_new_tokens=max_new_tokens,
             sampling=sampling,
             seed=seed % 2**32,
-            eos_ids=ends,
-            sequences=sequences,
-            thresholds=thresholds_of(policy, self._asked_for, self._served.decoder),
-            text=None if reader is None else StreamedRow(reader, stops),
+            stops=stops,
+            thresholds=thresholds_of(policy, self.mode, self._served.decoder),
+            text=None if reader is None else StreamedRow(reader, strings),
             whole_prompt=whole_prompt,
             alternatives=self._served.alternatives,
             thinking=thinking,
@@ -275,32 +266,20 @@ class Engine:
             running=sum(owner is not None for owner in self._owners),
         )
 
-    def warmup(
-        self,
-        *,
-        histogram: Mapping[int, float] | None = None,
-        progress: Callable[[int, int], None] = lambda done, programs: None,
-    ) -> None:
+    def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
         """Compiles every program that requests may need, on requests of its own.
 
         Args:
-          histogram: share of new tokens that stop at each depth, as a calibration foretells it.
-            With it blocks are timed, and the engine falls back to rows that step together, or to
-            plain decoding, where that is foretold to be faster (`plan`).
           progress: called with how many programs are compiled, and of how many.
 
         Raises:
-          ValueError: requests wait or run, or a histogram where there is nothing to plan.
+          ValueError: requests wait or run.
         """
         if not self.idle:
             raise ValueError(
                 "Wanted an engine without requests. Got one in which "
                 f"{len(self._known)} wait or run. Warm it up before the first one."
             )
-        if histogram is not None:
-            self.plan = plan_mode(self._served, self.mode, histogram)
-            self._rows = self._make_rows(planned(self.mode, self.plan))
-            self._flying, self._freed = None, []
         rows = self._rows
         room = min(rows.capacity - self.mode.block, self._served.decoder.config.context_length)
         programs = [(each, group) for each in rows.readings for group in rows.groups_of(each)]
@@ -321,8 +300,8 @@ class Engine:
                 progress(done, len(programs))
         self._recorder = Recorder()
 
-    def _make_rows(self, mode: Mode) -> Slots:
-        return Slots(self._served, mode)
+    def _make_rows(self) -> Slots:
+        return Slots(self._served)
 
     def _end_by_host(self) -> list[Event]:
         """Ends requests that were cancelled, or whose deadline has passed."""
@@ -340,7 +319,9 @@ class Engine:
         event = request.end(reason, self._clock())
         if request.slot is None:
             self._queue.remove(request)
-            self._rows.forget(request)
+            if request is self._opened:
+                self._opened = None
+                self._rows.forget()
         else:
             self._freed.append(request.slot)
         self._forget(request, event)
@@ -378,8 +359,16 @@ class Engine:
                 request.admitted = now if request.admitted is None else request.admitted
             free = [slot for slot, owner in enumerate(self._owners) if owner is None]
             taken = dict(zip(free, chosen, strict=False))
-            if not rows.read(chosen, [*taken], reading=reading, group=group):
-                continue  # There are chunks to come.
+            if reading.chunked:
+                if chosen[0] is not self._opened:
+                    rows.open(rows.fresh(chosen, rows=1, width=rows.capacity))
+                    self._opened = chosen[0]
+                if not rows.read_chunk(free[0], chunk=reading.width):
+                    continue
+                self._opened = None
+            else:
+                fresh = rows.fresh(chosen, rows=group, width=reading.width)
+                rows.read(fresh, [*taken], reading=reading)
             for slot, request in taken.items():
                 self._queue.popleft()
                 request.slot, self._owners[slot] = slot, request

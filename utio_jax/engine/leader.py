@@ -22,9 +22,9 @@ with or without requests: the runtime may give up on a collective that takes lon
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
-import math
 import struct
 import types
 import zlib
@@ -37,13 +37,12 @@ import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.processes import check_same, exchange, lost_processes
-from utio_jax.decoding import sampling as methods
-from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.thinking import Confidence, Thinking
+from utio_jax.decoding.base import Plain
+from utio_jax.decoding.loop import canonical
 from utio_jax.engine.blocks import report_columns
 from utio_jax.engine.engine import Engine
-from utio_jax.engine.requests import Event, Request
-from utio_jax.engine.slots import Reading, Served, Shapes, Slots
+from utio_jax.engine.requests import Event, Fresh
+from utio_jax.engine.slots import Reading, Served, Slots
 
 _HEAD = struct.Struct("!I?")
 
@@ -109,35 +108,31 @@ class Channel:
 class LeaderSlots(Slots):
     """Rows on all processes: each call that touches devices is broadcast before it is made."""
 
-    def __init__(self, served: Served, mode: Mode, channel: Channel) -> None:
+    def __init__(self, served: Served, channel: Channel) -> None:
         """Makes free rows alone, here; workers make theirs."""
-        super().__init__(served, mode)
+        super().__init__(served)
         self._channel = channel
-        self._sent: set[int] = set()
 
-    def read(
-        self, requests: Sequence[Request], rows: Sequence[int], *, reading: Reading, group: int
-    ) -> bool:
+    def read(self, fresh: Fresh, rows: Sequence[int], *, reading: Reading) -> None:
         """Reads prompts on all processes, see `Slots.read`."""
-        numbers = {each.number for each in requests}
-        self._channel.broadcast(
-            "read",
-            fresh=[encode(each) for each in requests if each.number not in self._sent],
-            numbers=[each.number for each in requests],
-            rows=[*rows],
-            reading=self.readings.index(reading),
-            group=group,
-        )
-        done = super().read(requests, rows, reading=reading, group=group)
-        self._sent = self._sent - numbers if done else self._sent | numbers
-        return done
+        way = self.readings.index(reading)
+        self._channel.broadcast("read", fresh=encode(fresh), rows=[*rows], reading=way)
+        super().read(fresh, rows, reading=reading)
 
-    def forget(self, request: Request) -> None:
+    def open(self, fresh: Fresh) -> None:
+        """Begins to read a prompt in chunks on all processes, see `Slots.open`."""
+        self._channel.broadcast("open", fresh=encode(fresh))
+        super().open(fresh)
+
+    def read_chunk(self, row: int, *, chunk: int) -> bool:
+        """Reads a chunk on all processes, see `Slots.read_chunk`."""
+        self._channel.broadcast("read_chunk", row=row, chunk=chunk)
+        return super().read_chunk(row, chunk=chunk)
+
+    def forget(self) -> None:
         """Drops a prompt's chunks on all processes, see `Slots.forget`."""
-        if request.number in self._sent:
-            self._sent.discard(request.number)
-            self._channel.broadcast("forget", number=request.number)
-        super().forget(request)
+        self._channel.broadcast("forget")
+        super().forget()
 
     def run(self) -> jax.Array:
         """Runs a block on all processes, see `Slots.run`."""
@@ -183,7 +178,7 @@ class LeaderEngine(Engine):
         self._channel = channel
         options["mode"] = everywhere(options.get("mode", Plain()), params)
         super().__init__(decoder, params, **options)
-        _check_same(channel, self._served, self.mode, identity)
+        _check_same(channel, self._served, identity)
 
     def advance(self) -> list[Event]:
         """Runs one block on all processes, see `Engine.advance`. Without requests workers rest.
@@ -197,27 +192,12 @@ class LeaderEngine(Engine):
                 self._channel.broadcast("rest")
             return super().advance()
 
-    def warmup(
-        self,
-        *,
-        histogram: Mapping[int, float] | None = None,
-        progress: Callable[[int, int], None] = lambda done, programs: None,
-    ) -> None:
-        """Compiles every program that requests may need, on all processes.
-
-        Args:
-          histogram: has to be None: blocks are timed on devices of one process.
-          progress: see `Engine.warmup`.
+    def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
+        """Compiles every program on all processes, see `Engine.warmup`.
 
         Raises:
-          ValueError: requests wait or run, or a histogram.
           ProcessLostError: a process has ended.
         """
-        if histogram is not None:
-            raise ValueError(
-                "Wanted a warmup without a histogram: a plan is made of times on one process. Make "
-                "it there with Engine.warmup, and this engine with the mode that it chooses."
-            )
         with lost_processes():
             super().warmup(progress=progress)
 
@@ -225,8 +205,8 @@ class LeaderEngine(Engine):
         """Ends the workers: they return from `run_worker`."""
         self._channel.broadcast("stop")
 
-    def _make_rows(self, mode: Mode) -> Slots:
-        return LeaderSlots(self._served, mode, self._channel)
+    def _make_rows(self) -> Slots:
+        return LeaderSlots(self._served, self._channel)
 
 
 def run_worker(
@@ -234,7 +214,6 @@ def run_worker(
     decoder: Decoder,
     params: Params,
     *,
-    mode: Mode = Plain(),
     identity: str = "",
     calls: Calls = types.MappingProxyType({}),
     **options: Any,
@@ -245,34 +224,31 @@ def run_worker(
       channel: to the leader.
       decoder: the model.
       params: its parameters, on a mesh over the devices of all processes.
-      mode: see `Engine`.
       identity: see `LeaderEngine`.
       calls: what else the leader may broadcast.
-      **options: fields of `utio_jax.engine.slots.Served`, with the defaults of `Engine`.
+      **options: other fields of `utio_jax.engine.slots.Served`.
 
     Raises:
       ValueError: the leader has another model or other options, or see `Engine`.
       ProcessLostError: a process has ended.
       RuntimeError: they have come to different tokens.
     """
-    defaults = {"prefill": None, "steps": 8, "shapes": Shapes(), "alternatives": 0}
-    served = Served(decoder=decoder, params=params, **{**defaults, **options})
-    held = Slots(served, everywhere(mode, params))
-    _check_same(channel, served, held.mode, identity)
-    known: dict[int, Request] = {}  # Whose prompts are not read to the end.
+    options["mode"] = everywhere(options.get("mode", Plain()), params)
+    served = Served(decoder=decoder, params=params, **options)
+    held = Slots(served)
+    _check_same(channel, served, identity)
+    like = held.fresh((), rows=1, width=1)
 
-    def read(*, fresh: Any, numbers: list[int], rows: list[int], reading: int, group: int) -> None:
-        known.update((each.number, each) for each in map(decode, fresh))
-        requests, way = [known[number] for number in numbers], held.readings[reading]
-        if held.read(requests, rows, reading=way, group=group):
-            for number in numbers:
-                del known[number]
+    def read(*, fresh: Any, rows: list[int], reading: int) -> None:
+        held.read(decode(fresh, like), rows, reading=held.readings[reading])
 
     own: Calls = {
         "read": read,
+        "open": lambda fresh: held.open(decode(fresh, like)),
+        "read_chunk": held.read_chunk,
+        "forget": held.forget,
         "run": lambda: channel.note(held.run(), held.room),
         "release": held.release,
-        "forget": lambda number: held.forget(known.pop(number)),
         "rest": lambda: None,
     }
     with lost_processes():
@@ -304,45 +280,31 @@ def everywhere(tree: Any, params: Params) -> Any:
     return jax.tree.map(put, tree)
 
 
-_METHODS = (methods.Greedy, methods.Temperature, methods.TopK, methods.TopP, methods.MinP)
-_KINDS = {kind.__name__: kind for kind in (Request, Thinking, Confidence, methods.Chain, *_METHODS)}
-
-_HOST = {"text": None, "submitted": 0.0, "expires": math.inf}
-"""Fields of a request that the leader alone knows, and what workers have instead."""
-
-
-def encode(value: Any) -> Any:
-    """Returns what devices need of a request, and what it is made of, as JSON has it."""
-    if (kind := type(value).__name__) in _KINDS:
-        fields = {each.name for each in dataclasses.fields(value)}
-        if isinstance(value, Request):  # Others change while it runs, and begin as they are there.
-            fields -= {*_HOST, "slot", "admitted", "ending", "done"}
-            fields = {name for name in fields if not name.startswith("_")}
-        return {"kind": kind, **{name: encode(getattr(value, name)) for name in sorted(fields)}}
-    if isinstance(value, list | tuple):
-        return [*map(encode, value)]
-    if isinstance(value, np.ndarray | np.generic | jax.Array) and np.ndim(value):
-        array = np.asarray(value)
-        return {"array": array.tolist(), "dtype": array.dtype.name, "shape": array.shape}
-    return value.item() if isinstance(value, np.ndarray | np.generic | jax.Array) else value
+def encode(tree: Any) -> list[Any]:
+    """Returns the arrays of a pytree as JSON has them, bit by bit."""
+    return [
+        [leaf.dtype.str, leaf.shape, base64.b64encode(zlib.compress(leaf.tobytes())).decode()]
+        for leaf in map(np.asarray, jax.tree.leaves(tree))
+    ]
 
 
-def decode(value: Any) -> Any:
-    """Returns what `encode` was given, lists as tuples and numbers as Python's."""
-    if isinstance(value, list):
-        return tuple(map(decode, value))
-    if not isinstance(value, dict):
-        return value
-    if "array" in value:
-        return np.asarray(value["array"], value["dtype"]).reshape(value["shape"])
-    kind, fields = _KINDS[value["kind"]], {k: decode(v) for k, v in value.items() if k != "kind"}
-    return kind(**fields, **(_HOST if kind is Request else {}))
+def decode(leaves: Sequence[Any], like: Any) -> Any:
+    """Returns the pytree that `encode` was given, of the structure of another one."""
+    arrays = [
+        np.ndarray(shape, dtype, zlib.decompress(base64.b64decode(data)))
+        for dtype, shape, data in leaves
+    ]
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
-def _check_same(channel: Channel, served: Served, mode: Mode, identity: str) -> None:
-    apart = ("decoder", "params", "prefill")
+def _check_same(channel: Channel, served: Served, identity: str) -> None:
+    apart = ("decoder", "params", "mode", "prefill")
     names = [each.name for each in dataclasses.fields(served) if each.name not in apart]
     sizes = [(name, getattr(served, name)) for name in names]
     about = repr((type(served.decoder).__name__, served.decoder.config, sizes, identity))
     shapes = repr([(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(served.params)])
-    check_same((about, shapes, mode, served.prefill), what="model and options", by=channel.exchange)
+    check_same(
+        (about, shapes, canonical((served.mode, served.prefill))),
+        what="model and options",
+        by=channel.exchange,
+    )

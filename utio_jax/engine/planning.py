@@ -20,29 +20,22 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from scipy.stats import binom
 
-from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.engine.depths import own_thresholds
-from utio_jax.engine.requests import Request, stop_arrays
-from utio_jax.engine.slots import Served, Shapes, Slots
-from utio_jax.policies.base import Signal
+from utio_jax.engine.requests import Request
+from utio_jax.engine.slots import Served, Slots
 from utio_jax.policies.depth import Thresholded
 
-_BLOCKS, _STEPS = 5, 8
-"""Timed blocks, of which the median counts; and steps of each, where no engine says how many."""
-
-_REPEATS, _TRIES = 3, 3
-"""Measurements that rates are the medians of, where nobody waits; and tries, until they make sense.
-"""
+_BLOCKS, _TRIES = 5, 3
+"""Timed blocks, of which the median counts; and measurements, until they make sense."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,14 +47,11 @@ class RowRates:
       seconds_per_layer: of a layer on so many rows, by number of rows: the widths that rows are
         packed into, and all rows.
       plain_seconds: of the plain model's step.
-      seconds_per_boundary: of a boundary that some row comes to: its gate, and the head where its
-        signal reads logits. 0: boundaries are in `seconds`, all of them.
     """
 
     seconds: float
     seconds_per_layer: Mapping[int, float]
     plain_seconds: float
-    seconds_per_boundary: float = 0.0
 
     @property
     def nonsense(self) -> str | None:
@@ -91,7 +81,6 @@ class RowRates:
             "ms_per_layer": {
                 str(width): round(1e3 * each, 4) for width, each in self.seconds_per_layer.items()
             },
-            "ms_per_boundary": round(1e3 * self.seconds_per_boundary, 4),
             "plain_ms": round(1e3 * self.plain_seconds, 4),
         }
 
@@ -152,15 +141,13 @@ def plan_rebatching(
     stopped = np.cumsum([0.0, *shares[:-1]]) / shares.sum()
     packed = together = rates.seconds
     layer = [_layer_seconds(rates, needed, packs, rows) for needed in range(rows + 1)]
-    last = max(histogram)
     for (start, stop), q in zip(
         itertools.pairwise((0, *sorted(histogram))), 1.0 - stopped, strict=True
     ):
         chances = binom.pmf(np.arange(rows + 1), rows, min(1.0, max(0.0, q)))
         anybody = float(1.0 - chances[0])
-        boundary = anybody * rates.seconds_per_boundary if stop < last else 0.0
-        packed += (stop - start) * float(chances @ layer) + boundary
-        together += (stop - start) * anybody * rates.seconds_per_layer[rows] + boundary
+        packed += (stop - start) * float(chances @ layer)
+        together += (stop - start) * anybody * rates.seconds_per_layer[rows]
     # Of equals the plainest.
     seconds = {"plain": rates.plain_seconds, "together": together}
     if packs:
@@ -177,22 +164,24 @@ def _layer_seconds(rates: RowRates, needed: int, packs: list[int], rows: int) ->
     return rates.seconds_per_layer[width]
 
 
-def plan_mode(served: Served, mode: Mode, histogram: Mapping[int, float]) -> RebatchingPlan:
-    """Returns what is fastest where all slots run: `mode` packed, its rows together, or `Plain`.
+def plan_mode(served: Served, histogram: Mapping[int, float]) -> RebatchingPlan:
+    """Returns what is fastest where all slots run: the mode packed, its rows together, or `Plain`.
+
+    Times blocks in which all rows stop early, and in which none does. Compiles, and takes seconds.
 
     Args:
-      served: what runs.
-      mode: adaptive, with a policy of thresholds at two depths or more.
+      served: what runs, in an adaptive mode with a policy of thresholds at two depths or more.
       histogram: share of new tokens that stop at each of the policy's depths.
 
     Raises:
       ValueError: another mode or policy, shares of other depths, too small a capacity to time, or
         times that cannot be.
     """
+    mode = served.mode
     if not isinstance(mode, Adaptive) or not isinstance(mode.policy, Thresholded):
         raise ValueError(
             "Wanted Adaptive with a policy of thresholds, whose tokens can be made to stop where "
-            f"times are taken. Got {type(mode).__name__}. Warm up without a histogram."
+            f"times are taken. Got {type(mode).__name__}."
         )
     depths = mode.policy.depths
     if len(depths) < 2 or {*histogram} - {*depths}:
@@ -200,83 +189,12 @@ def plan_mode(served: Served, mode: Mode, histogram: Mapping[int, float]) -> Reb
             f"Wanted shares of tokens at a policy's depths, two or more. Got depths={depths} and "
             f"a histogram of {sorted(histogram)}."
         )
-    rates = _sane(lambda: _rates(served, mode), "Or warm up without a histogram.")
+    rates = _sane(lambda: _rates(served, mode))
     full = {depth: histogram.get(depth, 0.0) for depth in depths}
     return plan_rebatching(rates, full, rows=served.slots, widths=_widths(served, mode)[:-1])
 
 
-def measure_rates(
-    decoder: Decoder,
-    params: Params,
-    signal: Signal,
-    *,
-    slots: int,
-    pack: tuple[int, ...] = (),
-    capacity: int = 256,
-) -> RowRates:
-    """Returns what a step of an engine takes, for policies of one signal over any of the exits.
-
-    As `Engine.warmup(histogram=...)` measures it, all slots half filled: rows that all stop at the
-    first exit, or nowhere. Boundaries apart: all exits' against one alone. Of three measurements
-    the medians.
-
-    Args:
-      decoder: the model, with an early exit.
-      params: its parameters, on one device.
-      signal: that decides depths.
-      slots: rows that run at once.
-      pack: numbers of rows into which they may be packed.
-      capacity: tokens of a slot; 57 of them are new ones that are timed.
-
-    Raises:
-      ValueError: too small a capacity, or three times in a row what cannot be: other programs run.
-    """
-    exits, room = decoder.config.exits, min(capacity, decoder.config.context_length)
-    served = Served(
-        decoder=decoder,
-        params=params,
-        slots=slots,
-        capacity=room,
-        prefill=None,
-        steps=_STEPS,
-        shapes=Shapes(prompt_widths=(max(1, room // 2),), groups=(1,)),
-        alternatives=0,
-    )
-
-    def over(depths: tuple[int, ...]) -> Adaptive:
-        thresholds = jnp.zeros((len(depths) - 1,), jnp.float32)
-        policy = Thresholded(signal=signal, thresholds=thresholds, depths=depths)
-        return Adaptive(policy=policy, pack=pack)
-
-    def measured() -> RowRates:
-        rates = _rates(served, over((exits[0], exits[-1])))
-        if len(exits) == 2:
-            return rates
-        nowhere = _stopping(over(exits), -jnp.inf)
-        every = _seconds(Slots(served, nowhere), served, nowhere, slots)
-        one = rates.seconds + exits[-1] * rates.seconds_per_layer[slots]
-        boundary = max(0.0, every - one) / (len(exits) - 2)
-        return dataclasses.replace(
-            rates, seconds=rates.seconds - boundary, seconds_per_boundary=boundary
-        )
-
-    return _sane(
-        lambda: _medians([measured() for _ in range(_REPEATS)]), "Or take flops for the clock."
-    )
-
-
-def _medians(found: Sequence[RowRates]) -> RowRates:
-    """Returns the median of each of the rates: one that the machine spoiled changes little."""
-    widths, names = found[0].seconds_per_layer, ("seconds", "plain_seconds", "seconds_per_boundary")
-    middle = {name: float(np.median([getattr(each, name) for each in found])) for name in names}
-    layers = {
-        width: float(np.median([each.seconds_per_layer[width] for each in found]))
-        for width in widths
-    }
-    return RowRates(seconds_per_layer=layers, **middle)
-
-
-def _sane(measured: Callable[[], RowRates], remedy: str) -> RowRates:
+def _sane(measured: Callable[[], RowRates]) -> RowRates:
     """Returns rates that may be true, of three tries.
 
     Raises:
@@ -291,19 +209,19 @@ def _sane(measured: Callable[[], RowRates], remedy: str) -> RowRates:
     raise ValueError(
         f"Wanted seconds of layers that a plan can be made of. Got, in {_TRIES} tries, what no "
         f"machine left alone takes: {seen[-1]}. A plan made while other programs run is worth "
-        f"nothing: measure again while none do. {remedy}"
+        "nothing: measure again while none do."
     )
 
 
 def _widths(served: Served, mode: Adaptive) -> tuple[int, ...]:
     """Returns the numbers of rows that a segment may run, ascending."""
-    return (*(width for width in mode.pack if width < served.slots), served.slots)
+    return (*(width for width in mode.pack or () if width < served.slots), served.slots)
 
 
 def _rates(served: Served, mode: Adaptive) -> RowRates:
     """Returns what a step takes, boundaries included: where all rows stop at once, and nowhere."""
-    depths, rows, slots = mode.depth_policy.depths, served.slots, Slots(served, mode)
-    per_layer, shallow = {}, 0.0
+    depths, rows, slots = mode.policy.depths, served.slots, Slots(served)
+    plain, per_layer, shallow = dataclasses.replace(served, mode=Plain()), {}, 0.0
     for width in _widths(served, mode):
         shallow = _seconds(slots, served, _stopping(mode, jnp.inf), width)
         deep = _seconds(slots, served, _stopping(mode, -jnp.inf), width)
@@ -311,16 +229,8 @@ def _rates(served: Served, mode: Adaptive) -> RowRates:
     return RowRates(
         seconds=shallow - depths[0] * per_layer[rows],
         seconds_per_layer=per_layer,
-        plain_seconds=_seconds(Slots(served, Plain()), served, Plain(), rows),
+        plain_seconds=_seconds(Slots(plain), plain, Plain(), rows),
     )
-
-
-def planned(mode: Mode, plan: RebatchingPlan) -> Mode:
-    """Returns the mode that a plan has chosen."""
-    if plan.choice == "plain":
-        return Plain()
-    assert isinstance(mode, Adaptive)
-    return dataclasses.replace(mode, pack=()) if plan.choice == "together" else mode
 
 
 def _stopping(mode: Adaptive, threshold: float) -> Adaptive:
@@ -340,30 +250,27 @@ def _seconds(slots: Slots, served: Served, mode: Mode, rows: int) -> float:
     if size < 1:
         raise ValueError(
             f"Wanted slots that hold {blocks} blocks of {steps} steps, which are timed. Got a "
-            f"capacity of {served.capacity}. Take fewer steps, or warm up without a histogram."
+            f"capacity of {served.capacity}. Take fewer steps."
         )
     slots.mode = mode
-    ends, sequences = stop_arrays((), (), vocab_size=1)
+    vocab = served.decoder.config.vocab_size
     for slot in range(rows):
         request = Request(
             number=slot,
-            prompt=np.full(size, slot % served.decoder.config.vocab_size, np.int32),
+            prompt=np.full(size, slot % vocab, np.int32),
             max_new_tokens=new,
-            sampling=Greedy(),
             seed=slot,
-            eos_ids=ends,
-            sequences=sequences,
             thresholds=own_thresholds(mode),
-            text=None,
-            whole_prompt=False,
-            alternatives=served.alternatives,
-            submitted=0.0,
-            expires=np.inf,
         )
         reading = slots.reading_of(request)
-        how: dict[str, Any] = {"reading": reading, "group": slots.groups_of(reading)[0]}
-        while not slots.read([request], [slot], **how):
-            pass
+        if reading.chunked:
+            slots.open(slots.fresh([request], rows=1, width=slots.capacity))
+            while not slots.read_chunk(slot, chunk=reading.width):
+                pass
+        else:
+            group = slots.groups_of(reading)[0]
+            fresh = slots.fresh([request], rows=group, width=reading.width)
+            slots.read(fresh, [slot], reading=reading)
     seconds = []
     for _ in range(blocks):
         began = time.perf_counter()

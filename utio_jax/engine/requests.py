@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt32
 
-from utio_jax.decoding.sampling import Greedy, Method, PerRowSampling
-from utio_jax.decoding.state import Columns, StopRules, stop_rules
+from utio_jax.core.pytrees import pytree
+from utio_jax.decoding.sampling import SamplingParams, rows_of
+from utio_jax.decoding.state import Columns, Stops, stop_rules
 from utio_jax.decoding.text import StreamedRow
-from utio_jax.decoding.thinking import Thinking, Thought, opening, thought_of
+from utio_jax.decoding.thinking import Thinking, ThinkingRows, Thought, opening, thought_of
 from utio_jax.engine.blocks import TALLIED, RowReport, Rules
 
-MOST_EOS, MOST_SEQUENCES, LONGEST_SEQUENCE = 8, 4, 16
-"""What a request may bring of its own to end it: static shapes, so that none compiles anything."""
+STOPS_ROOM = (8, 4, 16)
+"""End tokens, stop sequences and tokens of one that a request may bring of its own: static shapes,
+so that none compiles anything."""
 
 END_REASONS = ("eos", "stop", "length", "cancelled", "deadline")
 """Why requests end."""
@@ -85,8 +88,7 @@ class Request:
       max_new_tokens: at most.
       sampling: how tokens are drawn.
       seed: of the draws.
-      eos_ids: tokens that end it.
-      sequences: token sequences that end it.
+      stops: tokens, and token sequences, that end it.
       thresholds: of its depth policy, at the mode's boundaries; None where the mode has none.
       text: reads its tokens; None without a tokenizer.
       whole_prompt: whether its prompt is read in full, whatever the engine's `prefill`.
@@ -103,16 +105,15 @@ class Request:
     number: int
     prompt: Int[np.ndarray, " token"]
     max_new_tokens: int
-    sampling: Method
-    seed: int
-    eos_ids: Int[np.ndarray, " eos"]
-    sequences: Int[np.ndarray, "sequence longest"]
-    thresholds: Float[np.ndarray, " boundary"] | None
-    text: StreamedRow | None
-    whole_prompt: bool
-    alternatives: int
-    submitted: float
-    expires: float
+    sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    seed: int = 0
+    stops: Stops = ((), ())
+    thresholds: Float[np.ndarray, " boundary"] | None = None
+    text: StreamedRow | None = None
+    whole_prompt: bool = False
+    alternatives: int = 0
+    submitted: float = 0.0
+    expires: float = math.inf
     thinking: Thinking | None = None
     slot: int | None = None
     admitted: float | None = None
@@ -120,7 +121,6 @@ class Request:
     done: bool = False
     _parts: list[Columns] = dataclasses.field(default_factory=list)
     _last: RowReport | None = None
-    _texts: list[str] = dataclasses.field(default_factory=list)
     _times: list[float] = dataclasses.field(default_factory=list)
 
     def take(self, report: RowReport, now: float) -> Event:
@@ -132,7 +132,6 @@ class Request:
                 new, reason = new.cut(slice(self.text.used)), "stop"
         self._parts.append(new)
         self._last = report
-        self._texts.append(text)
         if new.token_ids.size:
             self._times.append(now)
         return Event(
@@ -147,7 +146,6 @@ class Request:
         text = ""
         if self.text is not None:
             text = self.text.add(np.zeros(0, np.int32), running=False)
-            self._texts.append(text)
         finished = self.finish(reason, now)
         return Event(**vars(self._nothing), request=self.number, text=text, finished=finished)
 
@@ -166,7 +164,7 @@ class Request:
         return Finished(
             **vars(new),
             reason=reason,
-            text="".join(self._texts),
+            text="" if self.text is None else self.text.text,
             **counts,
             seconds=now - self.submitted,
             seconds_in_queue=None if self.admitted is None else self.admitted - self.submitted,
@@ -181,52 +179,69 @@ class Request:
         return Columns.empty(0, alternatives=self.alternatives)
 
 
-def stop_arrays(
-    eos_ids: Sequence[int], sequences: Sequence[Sequence[int]], *, vocab_size: int
-) -> tuple[Int[np.ndarray, " eos"], Int[np.ndarray, "sequence longest"]]:
-    """Returns what ends a request as rows of `StopRules`, of the sizes that all have.
+@pytree
+class Fresh:
+    """Prompts on their way into rows, as arrays on the host: what devices know of requests.
 
-    Raises:
-      ValueError: more than there is room for, an empty sequence, or ids that are none.
+    Attributes:
+      token_ids: padded on the right.
+      lengths: tokens of each.
+      limits: lengths at which rows end.
+      seeds: of the draws.
+      hook: of thinking; None in an engine without.
+      rules: what each request brings of its own.
     """
-    longest = max(map(len, sequences), default=0)
-    found = len(eos_ids), len(sequences), longest
-    room = MOST_EOS, MOST_SEQUENCES, LONGEST_SEQUENCE
-    if any(one > most for one, most in zip(found, room, strict=True)):
-        raise ValueError(
-            f"Wanted at most {MOST_EOS} eos_ids and {MOST_SEQUENCES} stop_sequences of at most "
-            f"{LONGEST_SEQUENCE} tokens, which every slot has room for. Got {found[0]} eos_ids and "
-            f"{found[1]} sequences of up to {longest} tokens. Name the rest as stop_strings."
-        )
-    rules = stop_rules([(eos_ids, sequences)], vocab_size=vocab_size, room=room)
-    return rules.eos_ids[0], rules.sequences[0]
+
+    token_ids: Int[np.ndarray, "row token"]
+    lengths: Int[np.ndarray, " row"]
+    limits: Int[np.ndarray, " row"]
+    seeds: UInt32[np.ndarray, " row"]
+    hook: ThinkingRows | None
+    rules: Rules
+
+    @property
+    def prompts(self) -> tuple[Any, ...]:
+        """The rows as `utio_jax.decoding.loop.begin` takes them."""
+        return self.token_ids, self.lengths, self.limits, self.seeds, self.hook
 
 
-def rules_of(
+def fresh_of(
     requests: Sequence[Request],
     *,
     rows: int,
+    width: int,
     own: Float[np.ndarray, " boundary"] | None,
-) -> Rules:
-    """Returns the rules of some requests as arrays of `rows` rows; further rows end at once.
+    thinking: bool,
+) -> Fresh:
+    """Returns requests as arrays; rows behind the last request end at once.
 
     Args:
       requests: at most `rows`.
       rows: of the arrays.
+      width: that prompts are padded to.
       own: thresholds of the mode; None where it has none, whatever requests were made with.
+      thinking: whether rows may have a `Thinking`.
     """
+    token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+    limits, seeds = np.ones(rows, np.int32), np.zeros(rows, np.uint32)
+    for row, request in enumerate(requests):
+        size = lengths[row] = request.prompt.size
+        token_ids[row, :size], limits[row] = request.prompt, size + request.max_new_tokens
+        seeds[row] = request.seed
     missing = rows - len(requests)
-    nothing = stop_arrays((), (), vocab_size=1)
-    stops = [(each.eos_ids, each.sequences) for each in requests] + [nothing] * missing
-    thresholds = None
+    stops = [each.stops for each in requests] + [((), ())] * missing
+    thresholds = hook = None
     if own is not None:
         asked = [own if each.thresholds is None else each.thresholds for each in requests]
         thresholds = np.stack([*asked, *[own] * missing])
-    return Rules(
+    if thinking:
+        prompts = [each.prompt for each in requests] + [np.zeros(0, np.int32)] * missing
+        hook = ThinkingRows.of([each.thinking for each in requests] + [None] * missing, prompts)
+    rules = Rules(
+        sampling=rows_of([each.sampling for each in requests] + [SamplingParams()] * missing),
+        stops=stop_rules(stops, room=STOPS_ROOM),
         thresholds=thresholds,
-        sampling=PerRowSampling.of([each.sampling for each in requests] + [Greedy()] * missing),
-        stops=StopRules(
-            eos_ids=np.stack([ends for ends, _ in stops]),
-            sequences=np.stack([padded for _, padded in stops]),
-        ),
+    )
+    return Fresh(
+        token_ids=token_ids, lengths=lengths, limits=limits, seeds=seeds, hook=hook, rules=rules
     )

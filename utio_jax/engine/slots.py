@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,15 +21,14 @@ from utio_jax.decoding.admission import (
     read_chunk,
     release,
 )
-from utio_jax.decoding.base import Mode, Setting, check_mode
+from utio_jax.decoding.base import Mode, Plain, Setting, check_mode
 from utio_jax.decoding.loop import begin, canonical
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.state import DecodeState
-from utio_jax.decoding.thinking import ThinkingRows
 from utio_jax.engine.blocks import Rules, block_room, put_rules, run_block
 from utio_jax.engine.depths import own_thresholds
-from utio_jax.engine.requests import Request, rules_of
+from utio_jax.engine.requests import Fresh, Request, fresh_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Reading:
 class _Partial:
     """A prompt of which some chunks have been read: all tokens before `start`."""
 
-    request: Request
+    fresh: Fresh
     state: DecodeState
     last: jax.Array
     start: int = 0
@@ -92,28 +92,17 @@ class _Partial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """What an engine's rows are made of, but for the mode.
-
-    Attributes:
-      decoder: the model.
-      params: its parameters.
-      slots: rows.
-      capacity: tokens that each can hold.
-      prefill: how prompts are read; None: in full.
-      steps: new tokens of each running row in a block.
-      shapes: which programs there are.
-      alternatives: to each new token, that are kept.
-      thinking: whether requests may bring a `Thinking`.
-    """
+    """What an engine's rows are made of: the options of `Engine` that devices know of."""
 
     decoder: Decoder
     params: Params
     slots: int
     capacity: int
-    prefill: Prefill | None
-    steps: int
-    shapes: Shapes
-    alternatives: int
+    mode: Mode = dataclasses.field(default_factory=Plain)
+    prefill: Prefill | None = None
+    steps: int = 8
+    shapes: Shapes = Shapes()
+    alternatives: int = 0
     thinking: bool = False
 
 
@@ -130,17 +119,6 @@ def prompt_widths(capacity: int) -> tuple[int, ...]:
     return (*widths, capacity)
 
 
-def _arrays(requests: Sequence[Request], *, rows: int, width: int) -> tuple[np.ndarray, ...]:
-    """Returns padded prompts, their lengths, where rows end, and seeds: a program's arguments."""
-    token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-    limits, seeds = np.ones(rows, np.int32), np.zeros(rows, np.uint32)
-    for row, request in enumerate(requests):
-        size = lengths[row] = request.prompt.size
-        token_ids[row, :size], limits[row] = request.prompt, size + request.max_new_tokens
-        seeds[row] = request.seed
-    return token_ids, lengths, limits, seeds
-
-
 class Slots:
     """Rows that run in one mode, free ones among them.
 
@@ -152,15 +130,16 @@ class Slots:
       room: new tokens that a row can report of a block.
     """
 
-    def __init__(self, served: Served, mode: Mode) -> None:
+    def __init__(self, served: Served) -> None:
         """Makes free rows alone.
 
         Raises:
           TypeError: no mode, but the name or the class of one.
           ValueError: sizes below 1, or a mode or prefill that do not fit the model or each other.
         """
+        mode, slots, capacity = served.mode, served.slots, served.capacity
+        prefill = served.prefill
         check_mode(mode, served.decoder)
-        slots, capacity, prefill = served.slots, served.capacity, served.prefill
         if min(slots, served.steps) < 1 or capacity < mode.block + 2:
             raise ValueError(
                 "Wanted at least one slot and step, and a capacity for one prompt token, a new one "
@@ -201,10 +180,10 @@ class Slots:
         self._layers = split_layers(served.decoder, served.params)
         self._key_widths = key_widths(capacity, key_step=served.shapes.key_step)
         self._own = own_thresholds(self.mode)
-        self._rules = self._rules_of((), rows=slots)
-        self._sizes = {"slots": capacity, "alternatives": served.alternatives}
-        hook = self._hook_of((), rows=slots)
-        self.state = empty_state(self._setting(self._rules), hook, batch=slots, **self._sizes)
+        self._sizes: dict[str, Any] = {"slots": capacity, "alternatives": served.alternatives}
+        empty = self.fresh((), rows=slots, width=1)
+        self._rules, setting = empty.rules, self._setting(empty.rules)
+        self.state = empty_state(setting, empty.hook, batch=slots, **self._sizes)
 
     def _all_readings(
         self, widths: list[int], prefill: Prefill | None, chunk: int | None
@@ -241,47 +220,42 @@ class Slots:
         fit = [size for size in groups if most is None or size * reading.width <= most]
         return fit or groups[:1]
 
-    def read(
-        self, requests: Sequence[Request], rows: Sequence[int], *, reading: Reading, group: int
-    ) -> bool:
-        """Reads the prompts of some requests together, or one's next chunk.
+    def fresh(self, requests: Sequence[Request], *, rows: int, width: int) -> Fresh:
+        """Returns requests as arrays of `rows` rows, their prompts padded to `width` tokens."""
+        thinking = self._served.thinking
+        return fresh_of(requests, rows=rows, width=width, own=self._own, thinking=thinking)
+
+    def read(self, fresh: Fresh, rows: Sequence[int], *, reading: Reading) -> None:
+        """Reads prompts together, whole.
 
         Args:
-          requests: no more than `group`.
-          rows: free slots, one for each.
+          fresh: prompts, as many as a group has; further rows fill it up.
+          rows: free slots, one for each prompt.
           reading: of all of them.
-          group: one of `groups_of` it.
-
-        Returns:
-          Whether they are in their slots; else there are chunks to come.
         """
-        if reading.chunked:
-            return self._read_chunk(requests[0], rows[0], chunk=reading.width)
-        rules = self._rules_of(requests, rows=group)
-        fresh = begin(
-            self._setting(rules),
-            *_arrays(requests, rows=group, width=reading.width),
-            self._hook_of(requests, rows=group),
+        group = fresh.lengths.shape[0]
+        state = begin(
+            self._setting(fresh.rules),
+            *fresh.prompts,
             prefill=self._how[reading, group],
             **self._sizes,
         )
-        nowhere = [self._served.slots] * (group - len(requests))
-        self._put(fresh, rules, [*rows, *nowhere])
-        return True
+        self._put(state, fresh.rules, [*rows, *[self._served.slots] * (group - len(rows))])
 
-    def forget(self, request: Request) -> None:
-        """Drops the chunks of a prompt that were read so far, if there are any."""
-        if self._partial is not None and self._partial.request is request:
-            self._partial = None
+    def open(self, fresh: Fresh) -> None:
+        """Begins to read one prompt in chunks, padded to the capacity."""
+        state, last = open_prompt(self._setting(fresh.rules), *fresh.prompts, **self._sizes)
+        self._partial = _Partial(fresh, state, last)
 
-    def _read_chunk(self, request: Request, row: int, *, chunk: int) -> bool:
-        served, part = self._served, self._partial
-        if part is None or part.request is not request:
-            arrays = _arrays([request], rows=1, width=self.capacity)
-            hook = self._hook_of([request], rows=1)
-            part = _Partial(
-                request, *open_prompt(self._setting(self._rules), *arrays, hook, **self._sizes)
-            )
+    def read_chunk(self, row: int, *, chunk: int) -> bool:
+        """Reads the next tokens of the prompt that was opened; returns whether it is in its slot.
+
+        Args:
+          row: the slot, free.
+          chunk: tokens.
+        """
+        part, served = self._partial, self._served
+        assert part is not None
         end = part.start + chunk
         width = next(each for each in self._key_widths if each >= min(end, self.capacity))
         state, last = read_chunk(
@@ -293,12 +267,16 @@ class Slots:
             chunk=chunk,
             width=width,
         )
-        if end < request.prompt.size:
-            self._partial = _Partial(request, state, last, start=end)
+        if end < part.fresh.lengths[0]:
+            self._partial = _Partial(part.fresh, state, last, start=end)
             return False
-        self._partial, rules = None, self._rules_of([request], rows=1)
+        self._partial, rules = None, part.fresh.rules
         self._put(close_prompt(self._setting(rules), state, last), rules, [row])
         return True
+
+    def forget(self) -> None:
+        """Drops the chunks of the prompt that was opened."""
+        self._partial = None
 
     def _put(self, fresh: DecodeState, rules: Rules, rows: Sequence[int]) -> None:
         where = np.asarray(rows, np.int32)
@@ -321,15 +299,6 @@ class Slots:
     def release(self, rows: Sequence[int]) -> None:
         """Keeps some rows from taking further steps."""
         self.state = release(self.state, rows)
-
-    def _rules_of(self, requests: Sequence[Request], *, rows: int) -> Rules:
-        return rules_of(requests, rows=rows, own=self._own)
-
-    def _hook_of(self, requests: Sequence[Request], *, rows: int) -> ThinkingRows | None:
-        if not self._served.thinking:
-            return None
-        pairs = [(each.thinking, each.prompt) for each in requests]
-        return ThinkingRows.of(*zip(*pairs, *[(None, ())] * (rows - len(pairs)), strict=True))
 
     def _setting(self, rules: Rules, layers: Layers = None) -> Setting:
         return Setting(

@@ -25,7 +25,7 @@ from utio_jax.core.pytrees import pytree
 from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
-from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.staircase.reference import dense_states
 
@@ -239,7 +239,7 @@ def generation_ledger(
     batches: Sequence[Prompts],
     results: Sequence[Generated],
     *,
-    sampling: Sampling = Greedy(),
+    sampling: SamplingParams = SamplingParams(),
     budget: float | None = None,
 ) -> Ledger:
     """Returns the record of generated text, layers counted per emitted token; times are left None.
@@ -290,7 +290,7 @@ def generation_ledger(
         involuntary_exits=int(np.sum(executed < decided)),
         nll_full=float(np.mean(np.concatenate([reading.nll for reading in readings]))),
         nll=-float(np.mean(likelihood)),
-        agreement=float(np.mean(agrees)) if isinstance(sampling, Greedy) else None,
+        agreement=float(np.mean(agrees)) if sampling.temperature == 0 else None,
         throttled_ratio=spent.throttled / spent.decided,
         kv_bytes_ratio=spent.kv_bytes / spent.kv_bytes_plain if spent.kv_bytes_plain else None,
         flops_ratio=spent.flops / spent.flops_plain,

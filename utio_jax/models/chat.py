@@ -28,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from utio_jax.core.html import depth_html
 from utio_jax.decoding.generate import Generated, check_options, stream
-from utio_jax.decoding.text import TextReader, generate_until, read_text
+from utio_jax.decoding.text import TextReader, generate_until
 from utio_jax.models.huggingface import read_json
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def answer(
     """
     prompt = encode_chat(model, messages, **(variables or {}))
     options = {"eos_ids": turn_ends(model), **options}
-    generated = generate_until(
+    found = generate_until(
         model.tokenizer,
         model.decoder,
         model.params,
@@ -213,8 +213,7 @@ def answer(
         stop_strings=stop_strings,
         **options,
     )
-    found = read_text(model.tokenizer, [prompt], generated, stop_strings=stop_strings)
-    return Reply(text=found.texts[0], pieces=found.pieces[0], generated=generated)
+    return Reply(text=found.texts[0], pieces=found.pieces[0], generated=found.generated)
 
 
 def stream_answer(

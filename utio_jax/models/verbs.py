@@ -30,7 +30,7 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import (
     GeneratedText,
     StopStrings,
@@ -183,7 +183,7 @@ class Verbs:
         budget: float | None = None,
         max_new_tokens: int = 128,
         stop: StopStrings = (),
-        sampling: Sampling | Sequence[Sampling] = Greedy(),
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         seed: int = 0,
         prompt_budget: float | None = None,
         **options: Any,
@@ -225,7 +225,7 @@ class Verbs:
         budget: float | None = None,
         max_new_tokens: int = 128,
         stop: StopStrings = (),
-        sampling: Sampling | Sequence[Sampling] = Greedy(),
+        sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         seed: int = 0,
         prompt_budget: float | None = None,
         **options: Any,

@@ -163,9 +163,8 @@ def plan_depth(
     if model.histogram is None:
         return None
     options = _options(model, slots=slots, capacity=capacity, shapes=shapes)
-    mode = options.pop("mode")
     served = Served(decoder=model.text.decoder, params=model.text.params, **options)
-    return plan_mode(served, mode, model.histogram)
+    return plan_mode(served, model.histogram)
 
 
 def run_server_worker(

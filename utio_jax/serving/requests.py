@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.thinking import Thinking
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.model import Limits, ServedModel
@@ -299,16 +299,14 @@ class Reader:
 def _sampling(body: CompletionRequest | ChatRequest) -> Any:
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature == 0:
-        return Greedy()
+        return SamplingParams()
     try:
-        methods: list[Any] = [Temperature(temperature)]
-        if body.top_k is not None and body.top_k > 0:
-            methods.append(TopK(body.top_k))
-        if body.top_p is not None and body.top_p < 1:
-            methods.append(TopP(body.top_p))
-        if body.min_p:
-            methods.append(MinP(body.min_p))
-        return Chain(tuple(methods))
+        return SamplingParams(
+            temperature=temperature,
+            top_k=max(0, body.top_k or 0),
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
+        )
     except ValueError as error:
         raise _refused(error, "temperature") from error
 

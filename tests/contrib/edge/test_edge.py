@@ -32,7 +32,7 @@ from utio_jax.contrib.edge import wire as wires
 from utio_jax.contrib.edge.wire import pack_states, unpack_states
 from utio_jax.core.layer import layer_at
 from utio_jax.core.lens import Lens, lensed
-from utio_jax.decoding import Adaptive, Prefill, Temperature
+from utio_jax.decoding import Adaptive, Prefill, SamplingParams
 from utio_jax.policies import never_stops
 from utio_jax.staircase.reference import apply_layer, positions_of
 
@@ -156,7 +156,7 @@ def test_alone_and_where_all_stop_tokens_are_the_truncated_models() -> None:
 
 
 def test_draws_are_those_of_generate() -> None:
-    model, method = lively_model(), Temperature(0.8)
+    model, method = lively_model(), SamplingParams(temperature=0.8)
     with clouded(model) as cloud:
         edge = edge_of(model, never_stops((EXIT, LAYERS)), link=link_to(cloud))
         found = written(edge, sampling=method, seed=5)
@@ -266,7 +266,13 @@ def test_a_second_text_compiles_nothing(count_compiles: Callable[[], Any]) -> No
             edge.generate(PROMPT, max_new_tokens=40, eos_ids=())
             edge.policy = sure(0.9)
             other = [4] * 23
-            edge.generate(other, max_new_tokens=30, sampling=Temperature(0.7), seed=3, eos_ids=())
+            edge.generate(
+                other,
+                max_new_tokens=30,
+                sampling=SamplingParams(temperature=0.7),
+                seed=3,
+                eos_ids=(),
+            )
         assert compiles.count == 0
         assert cloud.stats.texts == 2
 

@@ -21,7 +21,7 @@ from helpers.folders import save_small_model
 from helpers.generation import DepthAt, lively_model
 from helpers.models import gated
 from helpers.tasks import write_tasks
-from helpers.texts import source
+from helpers.texts import new_text, source
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
@@ -34,7 +34,6 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.text import new_text
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import Transformer
 from utio_jax.models.checkpoint import Model

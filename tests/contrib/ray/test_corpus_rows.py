@@ -25,7 +25,7 @@ from utio_jax.contrib.ray.commands import Generate, Score
 from utio_jax.contrib.ray.rows import seed_of
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.generate import generate
-from utio_jax.decoding.sampling import Temperature
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.policies.depth import uniform
 
@@ -180,7 +180,7 @@ def test_prompts_get_what_each_gets_alone(folder: Path, tiny: Model, tmp_path: P
         tiny.params,
         [np.asarray(ids) for ids in alone.values()],
         mode=Plain(),
-        sampling=Temperature(0.9),
+        sampling=SamplingParams(temperature=0.9),
         max_new_tokens=12,
         seeds=[seed_of(name, 3) for name in alone],
     )

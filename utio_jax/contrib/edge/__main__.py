@@ -92,7 +92,7 @@ class Edge(OfModel):
         import jax.numpy as jnp
 
         from utio_jax.contrib.edge.edge import Edge as Shallow
-        from utio_jax.decoding.sampling import Greedy, Temperature
+        from utio_jax.decoding.sampling import SamplingParams
         from utio_jax.policies import SoftmaxGap, Thresholded
 
         link, model = self._link(), self.load()
@@ -112,7 +112,7 @@ class Edge(OfModel):
             found = edge.generate(
                 ids,
                 max_new_tokens=self.max_new_tokens,
-                sampling=Temperature(self.temperature) if self.temperature else Greedy(),
+                sampling=SamplingParams(temperature=self.temperature),
                 seed=self.seed,
             )
         if found.record.lost is not None:

@@ -36,7 +36,7 @@ from utio_jax.contrib.edge.wire import (
 )
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.loop import round_up
-from utio_jax.decoding.sampling import PerRowSampling
+from utio_jax.decoding.sampling import SamplingParams
 
 _POLL_MS = 50
 
@@ -254,7 +254,7 @@ class Cloud:
             ran = run_part(part, row.cache, block, *where, width=width)
             row.cache, last, row.known = ran.cache, ran.last, row.known + real
             done, slots = done + real, slots + wide
-        sampling = PerRowSampling(
+        sampling = SamplingParams(
             temperature=np.asarray([ask.temperature], np.float32),
             top_k=np.asarray([ask.top_k], np.int32),
             top_p=np.asarray([ask.top_p], np.float32),

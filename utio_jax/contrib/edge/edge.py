@@ -35,7 +35,7 @@ from utio_jax.contrib.edge.wire import (
 )
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.decoding.loop import canonical, check_prompts, round_up
-from utio_jax.decoding.sampling import Greedy, PerRowSampling, Sampling, check_sampling
+from utio_jax.decoding.sampling import SamplingParams, check_sampling, rows_of
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.loop import check_policy
 
@@ -156,7 +156,7 @@ class Edge:
     def warmup(self) -> None:
         """Compiles every program that texts may need."""
         all_shapes(self._part, self._widths, self._room)
-        row = _Row(self, [0], PerRowSampling.of([Greedy()]), 0, 1)
+        row = _Row(self, [0], rows_of([SamplingParams()]), 0, 1)
         row.run()
         row.read()
 
@@ -165,7 +165,7 @@ class Edge:
         prompt: Sequence[int] | np.ndarray,
         *,
         max_new_tokens: int = 128,
-        sampling: Sampling = Greedy(),
+        sampling: SamplingParams = SamplingParams(),
         seed: int = 0,
         eos_ids: Sequence[int] | None = None,
         on_token: Callable[[int], bool | None] = lambda token: None,
@@ -177,7 +177,7 @@ class Edge:
         Args:
           prompt: token ids, at least one.
           max_new_tokens: at most.
-          sampling: `Greedy()`, or a method to draw by. Draws are those of `utio_jax.generate`.
+          sampling: how tokens are drawn. Draws are those of `utio_jax.generate`.
           seed: of the draws.
           eos_ids: tokens that end the text; None takes the model's own, `()` none.
           on_token: called with each token's id as it comes; what returns True ends the text.
@@ -205,9 +205,7 @@ class Edge:
                 "more slots."
             )
         ends = config.eos_ids if eos_ids is None else tuple(eos_ids)
-        method = check_sampling(sampling, rows=1)
-        if not isinstance(method, PerRowSampling):
-            method = PerRowSampling.of([method])
+        method = check_sampling(sampling, rows=1) or rows_of([sampling])
         self._texts += 1
         row = _Row(self, ids.tolist(), method, int(np.int64(seed).astype(np.uint32)), total)
         found, reason = list[tuple[int, int, float]](), ""
@@ -248,7 +246,7 @@ class _Row:
     """One text while it is decoded."""
 
     def __init__(
-        self, edge: Edge, ids: list[int], sampling: PerRowSampling, seed: int, slots: int
+        self, edge: Edge, ids: list[int], sampling: SamplingParams, seed: int, slots: int
     ) -> None:
         self.ids, self.record = ids, EdgeRecord()
         self._edge, self._sampling, self._seed, self._slots = edge, sampling, seed, slots

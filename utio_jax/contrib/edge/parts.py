@@ -27,7 +27,7 @@ from utio_jax.core.files import hash_params
 from utio_jax.core.layer import keys_values_of, run_layer
 from utio_jax.core.lens import Lensed
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.sampling import DRAW, PerRowSampling, draw, token_keys
+from utio_jax.decoding.sampling import DRAW, SamplingParams, draw, token_keys
 from utio_jax.policies.base import Boundary, Policy
 from utio_jax.prompts.maps import KVMapped
 
@@ -202,7 +202,7 @@ class Next(NamedTuple):
 def read_last(
     part: Part,
     policy: Policy | None,
-    sampling: PerRowSampling,
+    sampling: SamplingParams,
     x: Float[Array, " dim"],
     token_id: Int[Array, ""],
     position: Int[Array, ""],

@@ -60,7 +60,7 @@ class Ask(NamedTuple):
     slots: int  # Tokens that it will have at most.
     first: int  # Position of the first of these states.
     seed: int
-    temperature: float  # This and the next three as `PerRowSampling` has them.
+    temperature: float  # This and the next three as `SamplingParams` has them.
     top_k: int
     top_p: float
     min_p: float

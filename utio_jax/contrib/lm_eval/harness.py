@@ -31,17 +31,8 @@ from utio_jax.core.documents import Batch, batches_of, row_widths
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import (
-    Chain,
-    Greedy,
-    MinP,
-    Sampling,
-    Temperature,
-    TopK,
-    TopP,
-    check_sampling,
-)
-from utio_jax.decoding.text import generate_until, read_text
+from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.decoding.text import generate_until
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.policies.base import Policy
@@ -51,7 +42,7 @@ from utio_jax.staircase.prompts import PromptImportance
 from utio_jax.staircase.reference import check_kv
 from utio_jax.staircase.score import Comparison, full_depth
 
-_METHODS = {"temperature": Temperature, "top_k": TopK, "top_p": TopP, "min_p": MinP}
+_METHODS = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +52,7 @@ class _Request:
     prompt: np.ndarray
     stops: tuple[str, ...]
     max_new_tokens: int
-    sampling: Sampling
+    sampling: SamplingParams
 
 
 class UtioLM(TemplateLM):
@@ -294,10 +285,7 @@ class UtioLM(TemplateLM):
                 f"Wanted generation_kwargs among until, max_gen_toks, do_sample, "
                 f"{', '.join(_METHODS)}. Got {', '.join(map(str, wanted))}."
             )
-        sampling: Sampling = Greedy()
-        if draws:
-            used = {"temperature": 1.0, **methods}
-            sampling = Chain(tuple(_METHODS[name](value) for name, value in used.items()))
+        sampling = SamplingParams(**{"temperature": 1.0, **methods}) if draws else SamplingParams()
         prompt = self.tok_encode(context) or [self.prefix_token_id]
         room = self.max_length - size
         self._record.count("generate_until", truncated=len(prompt) > room)
@@ -313,14 +301,14 @@ class UtioLM(TemplateLM):
         decoder, params = self.model.decoder, self.model.params
         requests = [asked[index] for index in chosen]
         prompts, stops = [each.prompt for each in requests], [each.stops for each in requests]
-        sampling = check_sampling([each.sampling for each in requests], rows=len(requests))
+        sampling = [each.sampling for each in requests]
         # Text is decoded without special pieces: one that is a stop string has to be an id.
         pieces = self.tokenizer.get_added_tokens_decoder().items()
         special = {piece.content: index for index, piece in pieces if piece.special}
         ends = [{special[stop] for stop in mine if stop in special} for mine in stops]
         longest = max(prompt.size for prompt in prompts)
         widths = row_widths(self.max_length)
-        generated = generate_until(
+        found = generate_until(
             self.tokenizer,
             decoder,
             params,
@@ -334,8 +322,8 @@ class UtioLM(TemplateLM):
             prefill=self.prefill,
             lengths=Lengths(prompt_step=next(width for width in widths if width >= longest)),
         )
-        self._record.add_written(prompts, generated, sampling)
-        return read_text(self.tokenizer, prompts, generated, stop_strings=stops).texts
+        self._record.add_written(prompts, found.generated, sampling)
+        return found.texts
 
     def ledger(self) -> Ledger:
         """Returns the record of all that was executed so far, see `RequestLedger.ledger`."""

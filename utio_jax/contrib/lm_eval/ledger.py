@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from utio_jax.decoding.base import Mode
 from utio_jax.decoding.generate import Generated
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.decoding.sampling import Greedy, Sampling
+from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation.evaluate import Quality
 from utio_jax.evaluation.generation import Spent, generation_ledger, spent_on
 from utio_jax.evaluation.ledger import Ledger
@@ -70,7 +71,7 @@ class RequestLedger:
         self.decoder, self.params, self.mode, self.budget = decoder, params, mode, budget
         self.scored, self.spent = Quality(), Spent()
         self.written: list[tuple[Prompts, Generated]] = []
-        self.sampling: Sampling = Greedy()
+        self.sampling = SamplingParams()
         self.counts: dict[str, int] = {}
         self.truncated: dict[str, int] = {}
 
@@ -83,12 +84,15 @@ class RequestLedger:
         """Adds texts that were scored."""
         self.scored += quality
 
-    def add_written(self, prompts: Prompts, generated: Generated, sampling: Sampling) -> None:
-        """Adds one batch of texts that were written; once some were drawn, `sampling` says so."""
+    def add_written(
+        self, prompts: Prompts, generated: Generated, sampling: Sequence[SamplingParams]
+    ) -> None:
+        """Adds a batch of texts that were written; once some were drawn, the ledger says so."""
         self.spent += spent_on(self.decoder, self.params, self.mode, prompts, generated)
         self.written.append((prompts, generated))
-        if not isinstance(sampling, Greedy):
-            self.sampling = sampling
+        for each in sampling:
+            if each.temperature != 0:
+                self.sampling = each
 
     def ledger(self) -> Ledger:
         """Returns the record of all that was executed so far.

@@ -14,7 +14,6 @@ import numpy as np
 from utio_jax.contrib.ray.corpus import Document, id_digest
 from utio_jax.contrib.ray.job import Job
 from utio_jax.core.documents import check_ids
-from utio_jax.decoding.sampling import Greedy
 from utio_jax.engine.engine import Engine
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.evaluation.quality import Quality
@@ -117,7 +116,7 @@ class Continuer:
     encode: Encode
     vocab_size: int
     room: int
-    options: dict[str, Any] = dataclasses.field(default_factory=lambda: {"sampling": Greedy()})
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seed: int = 0
 
     def __call__(self, documents: Sequence[Document]) -> tuple[Any, list[dict[str, Any]]]:
