@@ -32,8 +32,9 @@ class Adaptive(Mode):
     """Early-exit decoding: after each of the policy's depths a row's token stops or goes on.
 
     A segment that makes keys and values is skipped only where *no* row needs it; otherwise, unless
-    they are packed, all rows go through it, and those that had stopped keep their states (involuntary stays: cost, no change of results). With a probability of .5 to go on and 8
-    rows, 0.4 % of the steps skip.
+    they are packed, all rows go through it, and those that had stopped keep their states
+    (involuntary stays: cost, no change of results). With a probability of .5 to go on and 8 rows,
+    0.4 % of the steps skip.
 
     Attributes:
       policy: decides at each of its depths; must be causal.
