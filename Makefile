@@ -229,7 +229,7 @@ types: $(VENV)/.installed-all
 docs: $(VENV)/.installed-docs
 	$(BIN)/python docs/readme_table.py --check
 	$(BIN)/python -m sphinx -b html -c docs -W --keep-going --quiet . out/docs
-	@echo "out/docs/docs/index.html"
+	@echo "out/docs/index.html"
 
 # Tables of README.md and results/README.md, from the rows of results/figures.json.
 figures: $(VENV)/.python

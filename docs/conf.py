@@ -8,14 +8,19 @@ nothing is executed.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import os
 import pkgutil
 import re
+import textwrap
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import utio_jax
+from utio_jax.cli.main import GROUPS, overview, parsed
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,6 +76,14 @@ ROOMS = {
 }
 
 
+def _write(name: str, lines: list[str]) -> None:
+    """Writes a page into docs/_api where it is new."""
+    file, text = ROOT / "docs" / "_api" / f"{name}.rst", "\n".join(lines) + "\n"
+    file.parent.mkdir(exist_ok=True)
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
+
+
 def modules_of(room: str) -> list[str]:
     """Returns the modules of a room that have something public in them."""
     package = importlib.import_module(f"utio_jax.{room}")
@@ -83,21 +96,24 @@ def listed(package: Any) -> list[str]:
     names = [name for name in getattr(package, "__all__", ()) if not name.startswith("_")]
     if not names:
         return []
-    lines = ["Public, from ``" + package.__name__ + "``:\n", ".. autosummary::\n"]
+    lines, of_room = ["Public, from ``" + package.__name__ + "``:\n"], dict[str, list[str]]()
     for name in sorted(names, key=str.lower):
         thing = getattr(package, name)
         home = str(getattr(thing, "__module__", ""))
         known = home.startswith("utio_jax") and hasattr(thing, "__qualname__")
         path = f"~{home}.{thing.__qualname__}" if known else f"{package.__name__}.{name}"
-        lines.append(f"   {path}")
-    return [*lines, ""]
+        of_room.setdefault(home.split(".")[1] if known else "", []).append(f"   {path}")
+    for room in ("", *ROOMS):  # By what they are about, then by name.
+        if room in of_room:
+            title = ROOMS.get(room, "Types")
+            lines += [f"{title}:\n"] * (package is utio_jax) + [".. autosummary::\n"]
+            lines += [*of_room[room], ""]
+    return lines
 
 
 def write_api(app: Any) -> None:
     """Writes docs/_api: a page of what `utio_jax` lists, and one per room from its docstrings."""
     del app
-    folder = ROOT / "docs" / "_api"
-    folder.mkdir(exist_ok=True)
     pages = {"utio_jax": [_title("utio_jax"), *listed(utio_jax)]}
     for room, title in ROOMS.items():
         package = importlib.import_module(f"utio_jax.{room}")
@@ -106,9 +122,23 @@ def write_api(app: Any) -> None:
         for module in modules_of(room):
             pages[room].append(f"{_title(module, '-')}\n.. automodule:: {module}\n")
     for name, lines in pages.items():
-        file, text = folder / f"{name}.rst", "\n".join(lines) + "\n"
-        if not file.exists() or file.read_text() != text:
-            file.write_text(text)
+        _write(name, lines)
+
+
+def write_commands(app: Any) -> None:
+    """Writes docs/_api/commands.rst: every command's whole help, as its parser prints it."""
+    del app
+    os.environ |= {"COLUMNS": "96", "NO_COLOR": "1"}
+    lines = [_title("Commands"), ".. code-block:: none\n", textwrap.indent(overview(), "   "), ""]
+    for group, commands in GROUPS.items():
+        lines.append(_title(group, "-"))
+        for name in commands:
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+                parsed(name, ["--help-all"])
+            lines += [_title(name, "~"), ".. code-block:: none\n"]
+            lines += [textwrap.indent(shown.getvalue(), "   "), ""]
+    _write("commands", lines)
 
 
 def _title(text: str, line: str = "=") -> str:
@@ -143,7 +173,16 @@ def plain_text(app: Any, what: str, name: str, thing: Any, options: Any, lines: 
     lines[:] = "".join(parts).split("\n")
 
 
+def write_front_page(app: Any, error: Exception | None) -> None:
+    """Writes an index.html that leads to the first page, which lies in a folder of the site."""
+    if error is None and app.builder.format == "html":
+        to = '<meta charset="utf-8"><meta http-equiv="refresh" content="0; url=docs/index.html">'
+        (Path(app.outdir) / "index.html").write_text(f"<!doctype html>{to}\n")
+
+
 def setup(app: Any) -> None:
     """Connects the above."""
+    app.connect("build-finished", write_front_page)
     app.connect("config-inited", lambda app, _: write_api(app))
+    app.connect("config-inited", lambda app, _: write_commands(app))
     app.connect("autodoc-process-docstring", plain_text, priority=400)

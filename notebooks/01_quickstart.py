@@ -302,11 +302,12 @@ plt.show()
 
 # %% [markdown]
 # The red mark is what the FLOPs of the decided layers alone would give: the distance to it is
-# padding, the gate, packing, and blocks that are smaller than those of the dense baseline. More
-# tokens per pass close it: on 16 x 512 tokens `make demo` measured 1.65 times for the learned gate
-# at this budget, of 1.67 by FLOPs (two CPU cores, table in the README). Two thousand tokens also
-# say little about the *loss*; the next notebook measures that on more text, against what uniform
-# exits would lose at the same cost.
+# padding, the gate, packing, and blocks that are smaller than those of the dense baseline; more
+# tokens per pass close some of it. Truncating all tokens to one exit is about as fast at about as
+# much loss: at one fixed budget a depth per token is as good as truncating, and no better. What it
+# adds is any budget from one set of weights. Two thousand tokens also say little about the *loss*;
+# the next notebook measures that on more text, against what uniform exits would lose at the same
+# cost.
 #
 # Where to go on: [2, which tokens go deep](02_which_tokens_go_deep.ipynb), [3, your own
 # model](03_your_own_model.ipynb), [4, many devices](04_many_devices.ipynb), [5, what to

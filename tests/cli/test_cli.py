@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import re
 import shutil
@@ -13,7 +15,9 @@ import numpy as np
 import pytest
 from helpers.folders import save_small_model
 from helpers.texts import SOURCES, source
+from rich.console import Console
 
+from utio_jax.cli.chat import show_stream
 from utio_jax.cli.main import main
 from utio_jax.evaluation.ledger import Ledger
 
@@ -192,7 +196,8 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
         assert PROMPT in captured.err
         assert set(Ledger(policy="").to_dict()) <= set(found)
         assert found["involuntary_exits"] == found["compiles"] == 0
-        assert "layers behind each token" in captured.err
+        assert ("layers behind each token" in captured.err) == (mode != "plain")
+        assert captured.err.endswith(".\n"), "a sentence to act on"
     assert rows["plain"]["policy"] == rows["lossless"]["policy"] == "full"
     assert rows["plain"]["flops_ratio"] == rows["plain"]["speedup"] == 1
     assert rows["plain"]["acceptance"] is None
@@ -243,6 +248,41 @@ def test_generate_colours_a_terminal(
     assert json.loads(record)["command"] == "generate"
     assert "\x1b[" in "".join(shown)
     assert "mean" in "".join(shown)
+
+
+def test_generate_streams_one_prompt_to_a_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    generate = importlib.import_module("utio_jax.decoding.generate")  # Its name is a function's.
+    begun, shown, stream = list[Any](), list[str](), generate.stream
+
+    def watched(*given: Any, **options: Any) -> Any:
+        for chunk in stream(*given, **options):
+            begun.append(chunk.token_ids[0].size)
+            yield chunk
+            shown.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(generate, "stream", watched)
+    options = ["--model", str(folder), "--max-new-tokens", "20", "--mode", "adaptive"]
+    options += ["--policy", "uniform", "--depth", "2", "--json"]
+    assert main(["generate", PROMPT, *options]) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out.splitlines()[-1])
+    assert len(begun) >= 4
+    assert all(begun)
+    assert all(shown[1:]), "text comes while there is more to come"
+    assert "".join(shown).startswith(PROMPT)
+    assert record["texts"][0] in "".join(shown) + captured.out
+    assert "layers behind each token:" in captured.out
+    assert re.search(r"[\d.]+ times as fast as plain decoding[:,.]", captured.err)
+
+
+def test_copied_tokens_have_a_colour_in_a_stream() -> None:
+    console = Console(file=io.StringIO())
+    text, depths, stopped = show_stream(console, iter([("a", 0), ("b", 3)]), 3, coloured=True)
+    assert (text, depths, stopped) == ("ab", [0, 3], False)
+    assert "0: copied" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_model_without_exits_drafts_from_its_text_alone(

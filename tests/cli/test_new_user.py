@@ -28,6 +28,7 @@ from utio_jax.bench.terminal import documents_table
 from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.calibration.lens import LensConfig, fit_lens
+from utio_jax.cli.calibrate import keeping
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.main import COMMANDS, GROUPS, main, parsed
@@ -495,6 +496,31 @@ def test_help_is_short_and_begins_with_examples_that_work(
     assert ("--help-all" in brief) == bool(hidden)
 
 
+def test_the_page_of_commands_has_every_option_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    spec = importlib.util.spec_from_file_location("docs_conf", docs / "conf.py")
+    assert spec is not None
+    assert spec.loader is not None
+    conf: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conf)
+    for name in ("COLUMNS", "NO_COLOR"):  # Which it sets.
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    monkeypatch.setattr(conf, "ROOT", tmp_path)
+    (tmp_path / "docs").mkdir()
+    conf.write_commands(None)
+    page = (tmp_path / "docs" / "_api" / "commands.rst").read_text()
+    assert "\x1b" not in page
+    for name in COMMANDS:
+        section = page.partition(f"\n{name}\n~~~")[2].partition("\n~~~")[0]
+        fields = dataclasses.fields(COMMANDS[name])
+        for option in options_of(name):
+            positional = option[2:].upper() in (field.name.upper() for field in fields)
+            assert option in section or positional, (name, option)
+    assert "_api/commands" in (docs / "index.md").read_text()
+
+
 WHOLE_COMMAND = r"utio-jax ([a-z-]+)((?:(?!utio-jax|\. |`|: |; ).)*)"
 
 
@@ -560,6 +586,28 @@ def test_a_stock_model_is_told_how_to_get_exits(
     said = refused(capsys, *arguments.split(), "--model", bare)
     assert "--exits 2 3 4 (load(..., exits=(2, 3, 4)))" in said
     assert "--lens FILE, which utio-jax calibrate --exits 2 3 4 --fit-lens writes" in said
+
+
+def test_of_two_runs_that_calibrate_into_one_file_the_second_is_told(tmp_path: Path) -> None:
+    entry = Thresholds(depths=(2, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    one, two = (
+        Calibration(
+            info={"model_sha256": "m", "run": run},
+            signals={"position": Position()},
+            entries={"position": {0.8: entry}},
+        )
+        for run in (1, 2)
+    )
+    out = tmp_path / "policies.json"
+    first, second = keeping(out), keeping(out)
+    first(one)
+    first(one)  # As often as this run likes.
+    with pytest.raises(ValueError, match="Another one has written there since"):
+        second(two)
+    assert json.loads(out.read_text())["info"]["run"] == 1
+    keeping(out)(two)
+    with pytest.raises(ValueError, match="Name another --out"):
+        first(one)
 
 
 # Verdicts are repeated, and readable.

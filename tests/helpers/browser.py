@@ -130,6 +130,10 @@ class Page:
         """Clicks on the element with this id."""
         self.element(name).click()
 
+    def press_label(self, name: str) -> None:
+        """Clicks on the label of an input, as of one that is not seen itself."""
+        self.driver.find_element("css selector", f"label[for={name}]").click()
+
     def press(self, *keys: str) -> None:
         """Presses keys together, wherever the focus is; the last one is let go first."""
         chains = importlib.import_module("selenium.webdriver.common.action_chains")

@@ -95,6 +95,7 @@ class StandIn:
       policy: whether the page comes with its Content-Security-Policy.
       refusal: status, headers and body that answer the next request for text, once.
       warming: what `/ready` says, one after the other, before it is.
+      plan: what it says of depths per token then.
       asked: requests for text, oldest first.
       left: set when a client went away before its answer was complete.
     """
@@ -106,6 +107,7 @@ class StandIn:
         self.policy = True
         self.refusal: tuple[int, dict[str, str], bytes] | None = None
         self.warming: list[str] = []
+        self.plan: str | None = None
         self.asked: list[Asked] = []
         self.left = threading.Event()
         self._told: queue.Queue[bytes | None] | None = None
@@ -218,7 +220,8 @@ class _Answers(BaseHTTPRequestHandler):
             if self.stand_in.warming:
                 self._answer(503, kind, refusal_body(self.stand_in.warming.pop(0)))
             else:
-                self._answer(200, kind, b'{"status": "ready"}')
+                said = {"status": "ready", "plan": self.stand_in.plan}
+                self._answer(200, kind, json.dumps(said).encode())
         elif self.path == "/favicon.ico":  # Browsers ask for it by themselves.
             self._answer(204, {}, b"")
         else:

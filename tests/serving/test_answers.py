@@ -385,7 +385,7 @@ def test_a_chat_is_answered_as_the_models_own_chat(server: Running, model: Model
     # Without a limit it goes on as far as there is room.
     endless = {**body, "max_completion_tokens": None, "max_tokens": None, "ignore_eos": True}
     usage = server.ask("/v1/chat/completions", endless).body["usage"]
-    assert usage["total_tokens"] == server.server.app.reader.room
+    assert usage["total_tokens"] == server.server.app.reader.context
 
 
 @pytest.fixture

@@ -558,7 +558,9 @@ def test_models_are_listed_with_what_may_be_asked_for(server: Running) -> None:
     assert (card["id"], card["object"], card["max_model_len"]) == ("small", "model", 256)
     assert card["utio"] == {
         "mode": "adaptive",
+        "default_mode": "adaptive",
         "layers": 4,
+        "exits": [2, 3, 4],
         "policy": "learned",
         "budget": 0.5,
         "budgets": [0.5, 0.8],
@@ -586,10 +588,15 @@ def test_warming_up_tells_how_many_programs_are_compiled(server: Running) -> Non
 
 def test_life_and_the_page(server: Running) -> None:
     assert server.ask("/health").body == {"status": "ok"}
-    assert server.ask("/ready").body == {"status": "ready"}
+    ready = {"status": "ready", "mode": "adaptive", "plan": None}
+    assert server.ask("/ready").body == ready
     assert "jax" in server.ask("/version").body
     schema = server.ask("/openapi.json").body
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= {*schema["paths"]}
+    docs = server.ask("/docs").body.decode()
+    for told in ("POST /v1/completions", "thinking_token_budget", "max_tokens", "/tokenizer_info"):
+        assert told in docs
+    assert "<script" not in docs
     page = server.ask("/")
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")

@@ -18,6 +18,7 @@ from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import Greedy, PerRowSampling, Temperature
 from utio_jax.decoding.text import new_text
+from utio_jax.engine import RowRates, planning
 
 pytestmark = pytest.mark.check
 
@@ -74,3 +75,51 @@ def test_texts_are_those_of_generate_in_this_mode(folder: Path, name: str) -> No
     finally:
         server.close()
     assert not server.faults
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_requests_run_in_full_where_a_depth_per_token_is_predicted_not_to_pay(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
+    plain = 0.012 if pays else 0.005
+    rates = RowRates(seconds=0.0, seconds_per_layer={4: 0.002}, plain_seconds=plain)
+    monkeypatch.setattr(planning, "_rates", lambda *_: rates)
+    # At 4 slots: two layers for all, and two more where one of them goes on.
+    server = Running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4)
+    try:
+        said = server.ask("/ready").body
+        mode = "adaptive" if pays else "plain"
+        (planned,) = (line for line in server.lines if line["event"] == "planned")
+        assert said == {"status": "ready", "mode": mode, "plan": planned["why"]}
+        assert planned["speedup"] == pytest.approx(plain / (0.004 + 0.004 * (1 - 0.9**4)), abs=1e-3)
+        assert planned["why"].endswith("run at 0.5." if pays else "run in full.")
+        about = server.ask("/v1/models").body["data"][0]["utio"]
+        assert (about["mode"], about["default_mode"]) == ("adaptive", mode)
+
+        def used(**asked: Any) -> tuple[str, float]:
+            utio = server.completion("def mean(", max_tokens=30, utio=asked).body["usage"]["utio"]
+            return utio["mode"], utio["mean_depth_decided"]
+
+        assert used(mode="plain") == ("plain", 4)
+        shallow = used(budget=0.5)
+        assert shallow == used(mode="adaptive")
+        assert shallow[0] == "adaptive"
+        assert shallow[1] < 4
+        assert used() == (shallow if pays else ("plain", 4))
+    finally:
+        server.close()
+    assert not server.faults
+
+
+def test_a_server_stays_as_asked_where_times_make_no_sense(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = RowRates(seconds=0.0, seconds_per_layer={4: -1.0}, plain_seconds=1.0)
+    monkeypatch.setattr(planning, "_rates", lambda *_: rates)
+    server = Running(served_model(folder, histogram={2: 0.9, 4: 0.1}), slots=4)
+    try:
+        (planned,) = (line for line in server.lines if line["event"] == "planned")
+        assert "measure again" in planned["why"]
+        assert server.ask("/ready").body == {"status": "ready", "mode": "adaptive", "plan": None}
+    finally:
+        server.close()

@@ -8,10 +8,13 @@ a server that runs already: UTIO_PAGE_URL=http://127.0.0.1:8000/ make test-brows
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import itertools
+import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from html.parser import HTMLParser
@@ -26,6 +29,7 @@ from helpers.page_server import (
     inline_texts,
     refusal_body,
     stand_in_server,
+    text_chunk,
     usage_chunk,
 )
 from helpers.serving import Running
@@ -61,10 +65,13 @@ def test_the_page_is_one_file_with_one_style_and_one_script() -> None:
     assert elements.named("script") == [{}]
     assert not elements.named("link", "img", "iframe", "object", "embed", "base", "audio", "video")
     for tag, attributes in elements.found:
-        barred = {"style", "src", "srcdoc", "href", "action", "formaction"} & set(attributes)
+        barred = {"style", "src", "srcdoc", "action", "formaction"} & set(attributes)
+        barred |= {"href"} & set(attributes) if tag != "a" else set()
         barred |= {name for name in attributes if name.startswith("on")}
         assert not barred, (tag, barred)
     assert not re.findall(r"https?:|//\w|@import|url\(", HTML)
+    links = {attributes["href"] for attributes in elements.named("a")}
+    assert links == {"docs", "openapi.json", "metrics"}, "of this server, wherever it is mounted"
 
 
 def test_the_hashes_of_style_and_script_are_those_that_a_browser_computes() -> None:
@@ -585,11 +592,11 @@ def test_the_request_says_what_the_boxes_say(stand_in: StandIn, visit: Callable[
     page = visit()
     page.generate("def", max_tokens=4)
     page.wait(lambda: page.idle() and page.tokens(), "an answer")
-    options = "return [...document.querySelectorAll('#budget option')].map((o) => o.value)"
-    assert page.run(options) == ["0.4", "0.5", "0.6", "0.8"]
+    assert page.text("budget-value") == "0.6"
     page.write("temperature", "0")
     page.write("seed", "17")
-    page.element("budget").send_keys("0.4")
+    page.element("budget").send_keys(page.keys.HOME)
+    assert page.text("budget-value") == "0.4"
     page.element("prompt-budget").send_keys("1")
     page.write("prompt", "x =")
     page.click("generate")
@@ -611,6 +618,100 @@ def test_the_request_says_what_the_boxes_say(stand_in: StandIn, visit: Callable[
         "seed": 17,
         "utio": {"budget": 0.4, "prompt_budget": 1, "depths": True},
     }
+    page.press_label("mode-plain")
+    assert not page.element("budget").is_enabled()
+    page.click("generate")
+    page.wait(lambda: len(stand_in.asked) == 3 and page.idle(), "an answer")
+    assert stand_in.asked[2].body["utio"] == {"mode": "plain", "prompt_budget": 1, "depths": True}
+    assert not page.element("mode-lossless").is_enabled()
+
+
+@pytest.mark.browser
+def test_what_requests_get_by_default_is_chosen_and_why_is_said(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    stand_in.models[0]["utio"]["default_mode"] = "plain"
+    stand_in.plan = "With all 8 slots busy, a budget of 0.6 is predicted to be slower."
+    page = visit()
+    page.wait(lambda: page.text("state") == "Ready", "the state")
+    assert page.element("mode-plain").is_selected()
+    assert page.text("modes-hint") == stand_in.plan
+    page.generate("def", max_tokens=4)
+    page.wait(lambda: page.idle() and page.tokens(), "an answer")
+    assert stand_in.asked[0].body["utio"]["mode"] == "plain"
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("chat", [False, True])
+def test_two_answers_are_compared(
+    stand_in: StandIn, visit: Callable[[], Page], clock: Callable[[float], None], chat: bool
+) -> None:
+    stand_in.models[0]["utio"] |= {"chat": chat, "exits": [4, 8, 16]}
+    page = visit()
+    stand_in.take_over()
+    clock(0.0)
+    page.write("prompt", "def")
+    page.click("compare")
+    answers = [(("a", "b", "c", "d"), (16,) * 4, 2.0), (("a", "x", "c", "d"), (4, 8, 4, 8), 4.0)]
+    for number, (pieces, depths, now) in enumerate(answers, start=1):
+        page.wait(lambda number=number: len(stand_in.asked) == number, "the request")
+        clock(now if number == 1 else 3.0)
+        stand_in.send(text_chunk(pieces, depths, chat=chat, finish_reason="stop"))
+        stand_in.send(usage_chunk(1, 4, mean_depth_decided=sum(depths) / 4))
+        stand_in.send("[DONE]")
+        stand_in.end()
+    page.wait(page.idle, "both answers")
+    full, adaptive = (asked.body for asked in stand_in.asked)
+    assert full["utio"]["mode"] == "plain"
+    assert adaptive["utio"]["budget"] == 0.6
+    assert full["seed"] == adaptive["seed"]
+    # Two seconds in full, one second by depths; three of four tokens are there in this order.
+    assert page.text("verdict") == "2.0 x, 6.0 of 16 layers, 75 % the same"
+    changed = "return [...document.querySelectorAll('.changed')].map((each) => each.textContent)"
+    assert page.run(changed) == ["b", "x"]
+    assert page.run("return document.querySelectorAll('.column').length") == 3, "exits alone"
+    assert page.element("prompt").get_property("value") == "def"
+    if chat:  # What was compared is no part of the conversation.
+        page.generate("more")
+        page.wait(lambda: len(stand_in.asked) == 3, "the request")
+        assert stand_in.asked[2].body["messages"] == [{"role": "user", "content": "more"}]
+        assert not page.shows("pair")
+        page.click("stop")
+
+
+@pytest.mark.browser
+def test_examples_are_filled_in_and_requests_can_be_copied(
+    stand_in: StandIn, visit: Callable[[], Page]
+) -> None:
+    page = visit()
+    chips = page.driver.find_elements("css selector", "#examples button")
+    assert len(chips) == 4
+    chips[0].click()
+    assert page.element("prompt").get_property("value") == 'if __name__ == "__main__":\n    '
+    page.run("navigator.clipboard.writeText = (text) => { window.copied = text; }")
+    page.write("prompt", "it's None")
+    page.click("copy-curl")
+    page.wait(lambda: page.run("return window.copied"), "the command")
+    arguments = shlex.split(page.run("return window.copied"))
+    assert arguments[:2] == ["curl", f"{stand_in.url}v1/completions"]
+    body = json.loads(arguments[-1])
+    assert body["prompt"] == "it's None"
+    assert "stream" not in body
+    page.run("window.copied = ''")
+    page.click("copy-python")
+    page.wait(lambda: page.run("return window.copied"), "the program")
+    program = page.run("return window.copied")
+    (call,) = [
+        node
+        for node in ast.walk(ast.parse(program))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "client.completions.create"
+    ]
+    given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+    assert given.pop("extra_body") == {"utio": body.pop("utio")}
+    assert given == body
+    (client,) = [node for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)
+                 and ast.unparse(node.func) == "OpenAI"]  # fmt: skip
+    assert ast.literal_eval(client.keywords[0].value) == f"{stand_in.url}v1"
 
 
 @pytest.mark.browser
@@ -621,7 +722,7 @@ def test_a_plain_server_offers_no_budget_and_no_chat(
         "mode": "plain", "budgets": [], "budget": None, "prompt_budget": None,
     }  # fmt: skip
     page = visit()
-    for name in ("budget", "prompt-budget", "budget-hint", "chat", "model", "anew"):
+    for name in ("budget", "prompt-budget", "budget-hint", "chat", "model", "anew", "compare"):
         assert not page.shows(name), name
     page.generate("def", max_tokens=4)
     page.wait(lambda: page.idle() and page.tokens(), "an answer")
@@ -640,9 +741,9 @@ def test_the_page_waits_for_a_server_that_compiles(
     expected.append("503")
     stand_in.warming = ["Not ready: compiling, 12 of 31 programs."] * 2
     page = visit()
-    page.wait(lambda: "12 of 31 programs" in page.text("status"), "how far it is")
+    page.wait(lambda: page.text("state") == "Compiling 12 of 31", "how far it is")
     assert not page.element("generate").is_enabled()
-    page.wait(lambda: page.text("status") == "Ready.", "the end of it")
+    page.wait(lambda: page.text("state") == "Ready", "the end of it")
     assert page.element("generate").is_enabled()
 
 

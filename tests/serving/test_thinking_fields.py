@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.serving import CONTEXT, Running, completion, served_model
 
-from utio_jax.cli.options import OfThinking, cue_ids
+from utio_jax.cli.options import OfThinking
 from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
@@ -43,19 +44,9 @@ def test_fields_change_the_operators_rule(folder: Path) -> None:
     assert read(model, thinking_token_budget=7).max_tokens == 7
     assert read(model, thinking_token_budget=0).max_tokens == 0
     assert read(model, thinking_token_budget=-1).max_tokens is None
-    stop = {"max_thinking_tokens": 5, "max_answer_tokens": 3, "threshold": 0.5, "window": 4}
-    wanted = Thinking(
-        end_ids=(70, 71),
-        max_tokens=5,
-        max_answer_tokens=3,
-        confidence=Confidence(threshold=0.5, window=4),
-    )
-    assert read(model, utio={"stop": stop}) == wanted
     sure = Confidence(threshold=1.0, window=8, cue_ids=(10,), measure="doubt")
     model = served(folder, Thinking(end_ids=(70,), confidence=sure))
-    found = read(model, utio={"stop": {"threshold": 0.2}}).confidence
-    assert found == Confidence(threshold=0.2, window=8, cue_ids=(10,), measure="doubt")
-    assert read(model).confidence == sure
+    assert read(model, thinking_token_budget=3) == dataclasses.replace(model.thinking, max_tokens=3)
 
 
 def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
@@ -71,15 +62,7 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     said, param = refused(off, thinking_token_budget=9)
     assert param == "thinking_token_budget"
     assert "started without --think-end" in said
-    assert refused(off, utio={"stop": {}})[1] == "utio.stop"
-    on = served(folder, RULE)
-    both = {"stop": {"max_thinking_tokens": 3}}
-    assert "Wanted one budget" in refused(on, thinking_token_budget=4, utio=both)[0]
-    assert refused(on, utio={"stop": {"window": 3}})[1] == "utio.stop.threshold"
-    for wrong in ({"max_answer_tokens": 0}, {"window": 65}, {"tokens": 3}, {"threshold": "low"}):
-        with pytest.raises(ValueError, match=r"utio\.stop"):
-            CompletionRequest(**completion("x", utio={"stop": wrong}))
-    assert not off.card(context=9, created=0)["utio"]["thinking"]
+    assert not off.card(context=9, created=0, in_full=False)["utio"]["thinking"]
 
 
 def test_usage_of_nothing_is_no_token() -> None:
@@ -91,16 +74,11 @@ def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
     assert OfThinking().thinking(tokenizer) is None
     with pytest.raises(ValueError, match="Wanted --think-end TEXT with --max-thinking-tokens"):
         OfThinking(max_thinking_tokens=0).thinking(tokenizer)
-    asked = OfThinking(think_end="ab", think_start="ca", sure_below=0.5, think_cue=("\n",))
-    rule = asked.thinking(tokenizer)
+    rule = OfThinking(think_end="ab", think_start="ca").thinking(tokenizer)
     assert rule is not None
     assert tokenizer.decode([*rule.end_ids]) == "ab"
     assert tokenizer.decode([*rule.start_ids]) == "ca"
     assert rule.forced == rule.end_ids
-    assert rule.confidence is not None
-    assert {tokenizer.decode([i])[-1] for i in rule.confidence.cue_ids} == {"\n"}
-    with pytest.raises(ValueError, match="Wanted --think-cue texts"):
-        cue_ids(tokenizer, ("no such token",))
 
 
 @pytest.mark.check

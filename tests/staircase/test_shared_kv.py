@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -163,10 +164,19 @@ def test_exact_modes_are_the_full_model(lively: Model, mode: Any) -> None:
 
 def test_packed_rows_are_the_same_rows(lively: Model) -> None:
     policy = DepthAt(table=depth_table(DEPTHS, shape=(3, 64)), depths=DEPTHS)
-    together, packed = (run(lively, mode=Adaptive(policy=policy, pack=p)) for p in ((), (1, 2)))
-    for one, other in zip(together.token_ids, packed.token_ids, strict=True):
-        np.testing.assert_array_equal(one, other)
+    packs = ((), (1, 2), None)
+    together, packed, free = (run(lively, mode=Adaptive(policy=policy, pack=p)) for p in packs)
+    for one, *others in zip(*(each.token_ids for each in (together, packed, free)), strict=True):
+        for other in others:
+            np.testing.assert_array_equal(one, other)
     assert len(PROMPTS) == 3
+    # Of its own accord a batch packs what makes no keys and values, and that alone.
+    layers, least, most = (np.sum(r.token_layers) for r in (free, packed, together))
+    alone = [not lively.decoder.config.kv_made(*span) for span in itertools.pairwise((0, *DEPTHS))]
+    assert least <= layers <= most
+    assert (layers < most) == any(alone)
+    for decided, executed in zip(free.decided, free.executed, strict=True):
+        assert np.all(executed >= decided)
 
 
 def test_a_config_is_made_again_of_its_own_fields() -> None:

@@ -9,9 +9,11 @@ other kinds of mixing. A `Decoder` mixes by softmax attention; one that has a me
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.products import attend, attend_counted, visible_keys, with_count
@@ -106,6 +108,28 @@ class OwnMixer(_Visibility):
         self, queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array
     ) -> jax.Array:
         return self.decoder.mix(queries, keys, values, visible)
+
+
+def mix_apart(
+    mix: Mixer, queries: jax.Array, keys_values: Sequence[Sequence[jax.Array]], visible: jax.Array
+) -> Float[Array, "*lead query head head_dim"]:
+    """Returns what queries attend to where their heads read keys and values of several layers.
+
+    The same as `mix` on these side by side, which would copy them: heads of one layer after the
+    other are a product each.
+
+    Args:
+      mix: of the layer whose queries these are.
+      queries: as many heads for each of the layers that are read, in order.
+      keys_values: of each of these layers, `[..., key, kv_head, head_dim]`.
+      visible: which keys each query may see.
+    """
+    heads = jnp.split(queries, len(keys_values), axis=-2)
+    found = [
+        mix(mine, keys, values, visible)
+        for mine, (keys, values) in zip(heads, keys_values, strict=True)
+    ]
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-2)
 
 
 def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.cache import KVCache, side_by_side
-from utio_jax.attention.mixing import Mixer
+from utio_jax.attention.cache import KVCache
+from utio_jax.attention.mixing import Mixer, mix_apart
 
 
 def attend_rows(  # noqa: PLR0913 (arrays of one product)
@@ -60,13 +60,11 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
             start = tuple(map(jnp.int32, (layer, cached, 0, 0, 0)))
             return jax.lax.dynamic_slice(leaf, start, size)[0, 0]
 
-        keys, values = (
-            side_by_side([of_layer(leaf, layer) for layer in layers]) for leaf in cache.arrays
-        )
+        seen = [[of_layer(leaf, layer) for leaf in cache.arrays] for layer in layers]
         visible = mix.visible(of_row(positions), slots)
         if shown is not None:
             visible &= (of_row(shown, cached)[:width] > seen_from)[None, :]
-        new = mix(of_row(queries), keys, values, visible)
+        new = mix_apart(mix, of_row(queries), seen, visible)
         return jax.lax.dynamic_update_index_in_dim(attended, new.astype(attended.dtype), row, 0)
 
     return jax.lax.fori_loop(0, count, one, attended)

@@ -24,7 +24,7 @@ from utio_jax.cli.options import (
 )
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.documents import Batch, calibration_batches
-from utio_jax.core.files import check_writable, load_json
+from utio_jax.core.files import check_writable, hash_file, load_json
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 
 
@@ -110,6 +110,7 @@ class Calibrate(OfWindows):
         if fit_lens:
             first, documents = split_documents(documents, seed=self.seed)
             model, before = self._read_through_lens(model, first, documents, described, out, say)
+        keep = keeping(out)
         if out.is_file():
             known = _known(model, out)
         check_same([model.sha256, documents], what="model and text")
@@ -143,7 +144,7 @@ class Calibrate(OfWindows):
             done=known,
             refit=not self.resume,
             mesh=mesh,
-            keep=(lambda so_far: so_far.save(out)) if is_first() else None,
+            keep=keep if is_first() else None,
             progress=say,
         )
         lens = model.lens is not None
@@ -299,6 +300,30 @@ class Calibrate(OfWindows):
             for depth, lost in zip(config.exits, early, strict=False)
         }
         return model.with_lens(file), before
+
+
+def keeping(out: Path) -> Callable[[Calibration], None]:
+    """Returns what writes a calibration to a file that is now as this run knows it.
+
+    It raises ValueError where another run has written there since.
+    """
+
+    def state() -> str | None:
+        return hash_file(out) if out.is_file() else None
+
+    seen = state()
+
+    def keep(fitted: Calibration) -> None:
+        nonlocal seen
+        if state() != seen:
+            raise ValueError(
+                f"Wanted {out} as this run left it. Another one has written there since, and what "
+                "this one has fitted would replace it. Name another --out, or run one at a time."
+            )
+        fitted.save(out)
+        seen = state()
+
+    return keep
 
 
 def _known(model: Any, file: Path) -> Calibration:

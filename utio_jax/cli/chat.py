@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from utio_jax.cli.options import OfDecoding, Rare
 
-# Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once.
-_CHUNK = 4
+CHUNK = 4
+"""Tokens between two looks at the device: few, so that text appears and Ctrl-C works at once."""
 
 _HELP = "/new begins anew, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -77,7 +78,6 @@ class Chat(OfDecoding):
         options: dict[str, Any],
     ) -> dict[str, Any]:
         """Shows an answer as it comes; returns it with its depths, and whether it was stopped."""
-        from utio_jax.bench.terminal import depth_legend, depth_text
         from utio_jax.decoding.base import Plain
         from utio_jax.models.chat import encode_chat, stream_answer
 
@@ -88,29 +88,48 @@ class Chat(OfDecoding):
                 f"Wanted a conversation within the model's context of {config.context_length} "
                 f"tokens. It has {config.context_length - left}."
             )
-        levels = range(1, config.num_layers + 1)
-        coloured = not isinstance(options["mode"], Plain)
-        text, depths, stopped = "", [], False
-        answer = stream_answer(
+        pieces = stream_answer(
             model,
             messages,
-            chunk=_CHUNK,
+            chunk=CHUNK,
             max_new_tokens=min(self.max_new_tokens, left),
             seeds=self.seed + turn,
             **options,
         )
-        try:
-            for piece, depth in answer:
-                text += piece
-                depths.append(depth)
-                shown = depth_text([piece], [depth], levels=levels)
-                console.print(shown if coloured else shown.plain, end="", markup=False)
-        except KeyboardInterrupt:
-            stopped = True
-        console.print(" (stopped)" if stopped else "", style="dim")
-        if coloured and depths:
-            console.print(depth_legend(sorted(set(depths)), levels=levels))
+        coloured = not isinstance(options["mode"], Plain)
+        text, depths, stopped = show_stream(console, pieces, config.num_layers, coloured=coloured)
         return {"answer": text, "depths": depths, "stopped": stopped}
+
+
+def show_stream(
+    console: Any, pieces: Iterator[tuple[str, int]], layers: int, *, coloured: bool
+) -> tuple[str, list[int], bool]:
+    """Prints pieces of text as they come, and what their colours mean.
+
+    Args:
+      console: of rich.
+      pieces: each with the layers behind its token; 0: it was copied.
+      layers: of the model.
+      coloured: by depth.
+
+    Returns:
+      The text, the depths, and whether Ctrl-C stopped it.
+    """
+    from utio_jax.bench.terminal import depth_legend, depth_text
+
+    text, depths, stopped, levels = "", [], False, range(layers + 1)
+    try:
+        for piece, depth in pieces:
+            text += piece
+            depths.append(depth)
+            shown = depth_text([piece], [depth], levels=levels)
+            console.print(shown if coloured else shown.plain, end="", markup=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        stopped = True
+    console.print(" (stopped)" if stopped else "", style="dim")
+    if coloured and depths:
+        console.print(depth_legend(sorted(set(depths)), levels=levels))
+    return text, depths, stopped
 
 
 def _next_message(console: Any) -> str | None:

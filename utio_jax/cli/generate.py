@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import tyro
 
+from utio_jax.cli.chat import CHUNK, show_stream
 from utio_jax.cli.options import OfDecoding, OfThinking, Rare, progress_bar, read_token_ids
 
 
@@ -43,6 +44,9 @@ class Generate(OfDecoding, OfThinking):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
+        from rich.console import Console
+        from rich.text import Text
+
         from utio_jax.decoding.base import Plain
         from utio_jax.decoding.text import generate_until, read_text
 
@@ -56,6 +60,14 @@ class Generate(OfDecoding, OfThinking):
         label = "prompt" if prefill is not None and isinstance(mode, Plain) else mode.name
         modes = {"plain": plain, label: mode}
 
+        options: dict[str, Any] = {
+            "sampling": sampling,
+            "max_new_tokens": self.max_new_tokens,
+            "seeds": self.seed,
+            "eos_ids": eos_ids,
+            "thinking": thinking,
+        }
+
         def decode(mode: Any) -> Any:
             return generate_until(
                 tokenizer,
@@ -65,21 +77,31 @@ class Generate(OfDecoding, OfThinking):
                 stop_strings=self.stop,
                 mode=mode,
                 prefill=None if mode is plain else prefill,
-                sampling=sampling,
-                max_new_tokens=self.max_new_tokens,
-                seeds=self.seed,
-                eos_ids=eos_ids,
-                thinking=thinking,
+                **options,
             )
 
-        generated = decode(mode)
-        found = read_text(tokenizer, prompts, generated, stop_strings=self.stop)
         shown = self.prompts or [tokenizer.decode(ids.tolist()) for ids in prompts]
-        _show(shown, found, model.decoder.config.num_layers, between="\n" if self.chat else "")
-        measured = self._measured(model, modes, prompts, generated, decode, sampling, budget)
+        between, layers = "\n" if self.chat else "", model.decoder.config.num_layers
+        streams = sys.stdout.isatty() and len(prompts) == 1 and not self.stop
+        if streams:
+            console = Console(highlight=False)
+            console.print(Text(shown[0] + between, "dim"), end="", soft_wrap=True)
+            pieces = _streamed(model, tokenizer, prompts, mode=mode, prefill=prefill, **options)
+            *_, stopped = show_stream(console, pieces, layers, coloured=label != "plain")
+            if stopped:
+                raise KeyboardInterrupt
+        warm = [] if streams and self.rounds else [decode(mode)]
+        if not streams:
+            found = read_text(tokenizer, prompts, warm[0], stop_strings=self.stop)
+            _show(shown, found, layers, between=between, coloured=label != "plain")
+        measured = self._measured(model, modes, prompts, warm, decode, sampling, budget)
+        (generated,) = measured.results
+        found = read_text(tokenizer, prompts, generated, stop_strings=self.stop)
         record = measured.to_dict()
-        if label != "plain" and record.get("speedup") is not None:
-            print(verdict(record["speedup"], record["agreement"]), file=sys.stderr)
+        if self.rounds:
+            said = verdict(record["speedup"], record["agreement"])
+            rate = f"{record['tokens_per_second']:.0f} tokens a second. "
+            print(said if label != "plain" else rate + _FASTER, file=sys.stderr)
         return {
             "command": "generate",
             "mode": mode.name,
@@ -130,12 +152,15 @@ class Generate(OfDecoding, OfThinking):
         model: Any,
         modes: dict[str, Any],
         prompts: list[Any],
-        generated: Any,
+        warm: list[Any],
         decode: Callable[[Any], Any],
         sampling: Any,
         budget: float | None,
     ) -> Any:
-        """Returns cost and time beside plain decoding's; without rounds, the cost alone."""
+        """Returns cost and time beside plain decoding's; without rounds, the cost alone.
+
+        `warm` holds what `modes`' last one has written already, if anything: it needs no warm-up.
+        """
         from utio_jax.bench.decoding import Written, measure_modes
         from utio_jax.evaluation.generation import generation_ledger
 
@@ -146,12 +171,11 @@ class Generate(OfDecoding, OfThinking):
                 model.params,
                 modes[label],
                 [prompts],
-                [generated],
+                warm,
                 sampling=sampling,
                 budget=budget,
             )
-            return Written(results=(generated,), ledger=ledger)
-        warm = [generated]  # It has been decoded once, and need not be for a warm-up.
+            return Written(results=tuple(warm), ledger=ledger)
 
         def run(_: Any, chosen: Any) -> Any:
             return warm.pop() if chosen is modes[label] and warm else decode(chosen)
@@ -168,6 +192,11 @@ class Generate(OfDecoding, OfThinking):
                 rounds=self.rounds,
                 progress=step,
             )[label]
+
+
+_FASTER = (
+    "Faster with the same tokens, perhaps: --mode lossless. What else pays here: utio-jax try."
+)
 
 
 def verdict(speedup: float, agreement: float | None) -> str:
@@ -217,6 +246,21 @@ def _prompt_record(
     }
 
 
+def _streamed(
+    model: Any, tokenizer: Any, prompts: list[Any], **options: Any
+) -> Iterator[tuple[str, int]]:
+    """Yields what each new token adds to the text of one prompt, and the layers behind it."""
+    from utio_jax.decoding.generate import stream
+    from utio_jax.decoding.text import TextReader
+
+    reader, depth = TextReader(tokenizer, prompts[0]), 0
+    for chunk in stream(model.decoder, model.params, prompts, chunk=CHUNK, **options):
+        for token, depth in zip(chunk.token_ids[0], chunk.decided[0], strict=True):
+            yield reader.add(int(token)), int(depth)
+    if rest := reader.rest():
+        yield rest, int(depth)
+
+
 class _Numbers:
     """Reads token ids as numbers, for a model without a tokenizer."""
 
@@ -233,8 +277,10 @@ def _tokenizer_of(model: Any) -> Any:
         return _Numbers()
 
 
-def _show(prompts: Sequence[str], found: Any, num_layers: int, *, between: str) -> None:
-    """Prints prompts and texts, coloured where they go to a terminal."""
+def _show(
+    prompts: Sequence[str], found: Any, num_layers: int, *, between: str, coloured: bool
+) -> None:
+    """Prints prompts and texts, coloured by depth where they go to a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -247,4 +293,5 @@ def _show(prompts: Sequence[str], found: Any, num_layers: int, *, between: str) 
     for prompt, pieces, depths in rows:
         new = depth_text(pieces, depths.tolist(), levels=levels)
         console.print(Text.assemble((prompt + between, "dim"), new), soft_wrap=True)
-    console.print(depth_legend(levels))
+    if coloured:
+        console.print(depth_legend(levels))

@@ -4,7 +4,7 @@
     utio-jax launch --processes 2 evaluate FILES --policy learned
 
 Slurm, Kubernetes and TPU pods have launchers of their own, and then this one is not needed. It does
-what a laptop needs: start, name who fails, end the rest.
+what a laptop needs: start all, name the one that fails, end the rest.
 """
 
 from __future__ import annotations
@@ -82,18 +82,18 @@ def launch(processes: int, command: Sequence[str]) -> int:
 @contextlib.contextmanager
 def _signals_for(processes: Collection[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Hands signals to end on: the first may be answered at leisure, a second may not."""
-    told = 0
+    signals = 0
 
-    def tell(number: int, _: Any) -> None:
-        nonlocal told
-        told += 1
+    def pass_on(number: int, _: Any) -> None:
+        nonlocal signals
+        signals += 1
         for process in processes:
-            if told > 1:
+            if signals > 1:
                 process.kill()
             elif number == signal.SIGTERM:  # Ctrl-C has gone to all of them by itself.
                 process.terminate()
 
-    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:

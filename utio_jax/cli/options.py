@@ -92,8 +92,8 @@ class OfProcesses:
 
         from utio_jax.core.processes import exchange
 
-        told = (self.coordinator, self.num_processes, self.process_id)
-        if not self.distributed and any(value is not None for value in told):
+        given = (self.coordinator, self.num_processes, self.process_id)
+        if not self.distributed and any(value is not None for value in given):
             raise ValueError(
                 "Wanted --distributed with --coordinator, --num-processes and --process-id."
             )
@@ -103,7 +103,7 @@ class OfProcesses:
         jax.config.update("jax_enable_preemption_service", False)
         try:
             # A process that dies is missed after so long, and the runtime ends the others.
-            jax.distributed.initialize(*told, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
+            jax.distributed.initialize(*given, heartbeat_timeout_seconds=_HEARTBEAT_SECONDS)
         except (ValueError, RuntimeError) as error:
             raise ValueError(
                 "Wanted --distributed on a cluster that JAX knows (Slurm, Kubernetes, TPU pod, "
@@ -338,25 +338,19 @@ class OfThinking:
         where it has to end. Without it nothing is known of thinking.
       think_start: behind which it thinks, as `<think>`. By default from the first new token on.
       max_thinking_tokens: thought tokens before the end is forced.
-      sure_below: thinking ends, too, where the entropy over its last tokens is at most this, in
-        nats, see `utio_jax.contrib.stopping.fit_stop`.
-      think_cue: asked is behind tokens that end with this text alone, as a line's end. May be given
-        several times; by default behind every token.
     """
 
     think_end: Rare[str | None] = None
     think_start: Rare[str | None] = None
     max_thinking_tokens: Rare[int | None] = None
-    sure_below: Rare[float | None] = None
-    think_cue: Rare[tyro.conf.UseAppendAction[tuple[str, ...]]] = ()
 
     def thinking(self, tokenizer: Any) -> Thinking | None:
         """Returns the rule that was asked for; None: none was.
 
         Raises:
-          ValueError: an option without --think-end, or see `Thinking` and `Confidence`.
+          ValueError: an option without --think-end, or see `Thinking`.
         """
-        from utio_jax.decoding.thinking import Confidence, Thinking
+        from utio_jax.decoding.thinking import Thinking
 
         if self.think_end is None:
             for field in dataclasses.fields(OfThinking):
@@ -370,33 +364,11 @@ class OfThinking:
         def ids(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False).ids)
 
-        sure = None
-        if self.sure_below is not None:
-            cues = cue_ids(tokenizer, self.think_cue) if self.think_cue else ()
-            sure = Confidence(threshold=self.sure_below, cue_ids=cues)
         return Thinking(
             end_ids=ids(self.think_end),
             start_ids=() if self.think_start is None else ids(self.think_start),
             max_tokens=self.max_thinking_tokens,
-            confidence=sure,
         )
-
-
-def cue_ids(tokenizer: Any, cues: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the tokens whose text ends with one of the cues; of too many the lowest ids.
-
-    Low ids are the frequent ones in vocabularies of merged pairs.
-
-    Raises:
-      ValueError: none does.
-    """
-    from utio_jax.decoding.thinking import MOST_CUES
-
-    texts = ((token, tokenizer.decode([token])) for token in range(tokenizer.get_vocab_size()))
-    found = [token for token, text in texts if text.endswith(cues)]
-    if not found:
-        raise ValueError(f"Wanted --think-cue texts that a token ends with. Got {[*cues]}.")
-    return tuple(found[:MOST_CUES])
 
 
 def read_documents(
@@ -480,46 +452,30 @@ def _same_without_lens(model: Any, file: Path) -> str:
     return ""
 
 
-def check_policy_options(
-    name: str,
-    *,
-    budget: float | None = None,
-    depth: int | None = None,
-    calibration: Path | None = None,
-    **others: Any,
-) -> None:
+def check_policy_options(name: str, **given: Any) -> None:
     """Checks that a policy has a use for the options that were given with it.
 
     Args:
       name: full, uniform, random, or one of a calibration.
-      budget: for fitted policies.
-      depth: for uniform, which needs one.
-      calibration: for fitted policies.
-      **others: options that mean nothing at full depth, by name; None where they were not given.
+      **given: budget and calibration, which are of fitted policies; depth, of uniform, which needs
+        it; others mean nothing at full depth. None where they were not given.
 
     Raises:
       ValueError: names each option that would have been ignored.
     """
-    fitted = {"--budget": budget, "--calibration": calibration}
-    routed = {f"--{each.replace('_', '-')}": value for each, value in others.items()}
-    useless = {"full": {**fitted, "--depth": depth, **routed}, "uniform": fitted}
-    given = [
-        option
-        for option, value in useless.get(name, {"--depth": depth}).items()
-        if value is not None
-    ]
-    if given:
-        wanted = (
-            "--policy uniform"
-            if given == ["--depth"]
-            else "a fitted policy, such as --policy learned,"
-        )
+    fitted = ("budget", "calibration")
+    useless = {"full": (*fitted, *given), "uniform": fitted}.get(name, ("depth",))
+    left_over = [each for each in dict.fromkeys(useless) if given.get(each) is not None]
+    if left_over:
+        options = [f"--{each.replace('_', '-')}" for each in left_over]
+        learned = "a fitted policy, such as --policy learned,"
+        wanted = "--policy uniform" if options == ["--depth"] else learned
         raise ValueError(
-            f"Wanted {wanted} with {', '.join(given)}. Got --policy {name}, which has no use for "
-            f"{'it' if len(given) == 1 else 'them'}. Name the policy, or leave out "
-            f"{' and '.join(given)}."
+            f"Wanted {wanted} with {', '.join(options)}. Got --policy {name}, which has no use for "
+            f"{'it' if len(options) == 1 else 'them'}. Name the policy, or leave out "
+            f"{' and '.join(options)}."
         )
-    if name == "uniform" and depth is None:
+    if name == "uniform" and given.get("depth") is None:
         raise ValueError(
             "Wanted --depth with --policy uniform: the layers that every token runs. Got none. "
             "For example: --depth 8; --policy full runs all of them."

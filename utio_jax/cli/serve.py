@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from utio_jax.cli.options import (
     OfMode,
@@ -33,9 +33,13 @@ class Serve(OfMode, OfProcesses, OfThinking):
     devices of all of them. Process 0 listens; if one is lost, all end.
 
     A request may bring a budget that the policy was calibrated for, and with --think-end how long
-    it thinks; otherwise these options count.
+    it thinks; otherwise these options count. An adaptive server times at its start whether a depth
+    per token pays; where it does not, requests run in full that ask for nothing else.
 
     Attributes:
+      mode: plain, the model as it is; lossless, its own tokens, drafted and checked; adaptive, a
+        depth per token. By default adaptive where the model comes with depths that may pay, else
+        plain.
       name: what requests call the model; by default the name of its folder or file.
       host: where to listen. Another address than this machine's own wants --api-key-file.
       port: 0 takes a free one, which is logged.
@@ -43,18 +47,17 @@ class Serve(OfMode, OfProcesses, OfThinking):
       insecure: listen to others without a key.
       slots: answers that are written at once.
       capacity: tokens of each, prompt included; by default the model's context, 2048 at most.
-      queue: answers that may wait for a slot; more get a 429.
-      queue_tokens: prompt tokens that may wait.
       drain_seconds: that open requests have after SIGTERM.
       request_seconds: that a request may take.
     """
 
     EXAMPLES: ClassVar = (
         "serve --port 8000",
-        "serve --model DIR --budget 0.75",
+        "serve --model NAME.gguf --mode lossless",
         "serve --model DIR --host 0.0.0.0 --api-key-file key.txt",
     )
 
+    mode: Literal["plain", "lossless", "adaptive"] | None = None
     name: Rare[str | None] = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -62,8 +65,6 @@ class Serve(OfMode, OfProcesses, OfThinking):
     insecure: Rare[bool] = False
     slots: int = 8
     capacity: int | None = None
-    queue: Rare[int] = 256
-    queue_tokens: Rare[int] = 65536
     drain_seconds: Rare[float] = 30.0
     request_seconds: Rare[float] = 300.0
 
@@ -116,12 +117,7 @@ class Serve(OfMode, OfProcesses, OfThinking):
         address = Address(
             host=self.host, port=self.port, key_file=self.api_key_file, insecure=self.insecure
         )
-        limits = Limits(
-            queue_requests=self.queue,
-            queue_tokens=self.queue_tokens,
-            drain_seconds=self.drain_seconds,
-            request_seconds=self.request_seconds,
-        )
+        limits = Limits(drain_seconds=self.drain_seconds, request_seconds=self.request_seconds)
         sizes |= {"address": address, "limits": limits, "distributed": self.distributed}
         server = Server(self.served(), **sizes)
         done = server.run()
@@ -134,6 +130,8 @@ class Serve(OfMode, OfProcesses, OfThinking):
 
         named = self.named_mode()  # Before the model is loaded.
         model = self.load()
+        if self.mode is None and _may_pay(model):
+            named = "adaptive"
         prefill, (mode, routing) = self.prefill(model), self._mode(model, named)
         return ServedModel(
             name=self.name or Path(self.model).stem,
@@ -160,6 +158,7 @@ class Serve(OfMode, OfProcesses, OfThinking):
             return lossless_for(model.decoder, drafter), {}
         calibration, name = calibration_of(model, self.calibration), self.policy_name
         budget = calibration.budget_of(name, self.budget)
+        fitted = calibration.entry(name, budget)
         repeat_verdict(model, name, self.calibration)
         budgets: dict[float, Any] = {
             each: calibration.policy(name, each) for each in calibration.entries[name]
@@ -169,7 +168,22 @@ class Serve(OfMode, OfProcesses, OfThinking):
         layers = model.decoder.config.num_layers
         depths = tuple(sorted({*covering_depths(budgets.values()), layers}))
         mode = Adaptive(policy=with_depths(budgets[budget], depths))
-        return mode, {"policy": name, "budget": budget, "budgets": budgets}
+        about: dict[str, Any] = {"policy": name, "budget": budget, "budgets": budgets}
+        if not self.distributed:  # Blocks are timed on devices of one process.
+            about["histogram"] = dict(zip(fitted.depths, fitted.fractions, strict=True))
+        return mode, about
+
+
+def _may_pay(model: Any) -> bool:
+    """Returns whether a model comes with fitted depths, and its own calibration does not object."""
+    from utio_jax.calibration.advice import advise
+
+    try:
+        calibration = model.calibration
+        calibration.budget_of("learned")
+        return advise(model.decoder, model.params, calibration.info, lens=bool(model.lens)) is None
+    except (KeyError, ValueError):
+        return False
 
 
 def _chat_of(model: Any) -> Any:

@@ -31,12 +31,14 @@ class Platform:
         what such a layer does beside its products weighs more than they do, and is fused across
         layers.
       stack_in_place: whether a layer is read where it lies in the stack; on CPU it is copied first.
-      folds_heads: whether the queries of heads that share keys are one axis in attention.
+      folds_heads: whether many queries of heads that share keys are one axis in attention.
       search: method of `jnp.searchsorted`: accelerators run "scan" as a serial loop.
       least_rows: of a matrix product in decoding; fewer are padded. A product of one row goes to
         the TPU's vector unit, at half the memory's rate.
       heads_apart: whether the reshape to heads stays out of decoding's products. XLA:TPU folds it
         into their weights, and copies whole stacks of layers for that on every call.
+      scores_turned: whether a few queries' scores are made key by key: XLA:CPU would transpose all
+        keys for the other product, in every layer of every step.
     """
 
     head_block: int = 512
@@ -49,6 +51,7 @@ class Platform:
     search: Literal["scan", "compare_all"] = "compare_all"
     least_rows: int = 1
     heads_apart: bool = False
+    scores_turned: bool = False
 
 
 _CPU = Platform(
@@ -60,6 +63,7 @@ _CPU = Platform(
     stack_in_place=False,
     folds_heads=True,
     search="scan",
+    scores_turned=True,
 )
 _PLATFORMS = {"cpu": _CPU, "tpu": Platform(least_rows=2, heads_apart=True)}
 _OTHER = Platform()

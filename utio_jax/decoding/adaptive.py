@@ -44,7 +44,9 @@ class Adaptive(Mode):
       pack: numbers of rows, ascending. A segment then runs the rows that need it alone, packed into
         the smallest of these that holds them, and all rows where none does: the same tokens for
         less work in large batches, see `utio_jax.decoding.rows`. Each is a body to compile, for
-        each segment. Empty: rows run together. Static.
+        each segment. Empty: rows run together. None: quarters of the batch where upper layers read
+        keys and values made below, so that no row has to wait for others; elsewhere, and with a
+        throttle, rows run together. Static.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -52,11 +54,12 @@ class Adaptive(Mode):
     policy: Policy
     kv: FrozenKV = static(default="propagate")
     throttle: Throttle | None = None
-    pack: tuple[int, ...] = static(default=())
+    pack: tuple[int, ...] | None = static(default=None)
 
     def __post_init__(self) -> None:
         frozen_kv(self.kv)
-        if [*self.pack] != sorted({*self.pack}) or any(width < 1 for width in self.pack):
+        pack = self.pack or ()
+        if [*pack] != sorted({*pack}) or any(width < 1 for width in pack):
             raise ValueError(
                 f"Wanted numbers of rows to pack of at least 1, ascending. Got pack={self.pack}."
             )
@@ -120,7 +123,7 @@ class Adaptive(Mode):
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
         # While it runs, a token sees itself everywhere.
         shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
-        model = Model(decoder, params, self._rows(setting, shown))
+        model = Model(decoder, params, self._rows(setting, shown, batch=active.size))
         packing = Packing(model)
         if self.throttle is not None:
             packing = ThrottlePacking(model, self.throttle, tokens, ids, state.memory.scores)
@@ -176,14 +179,17 @@ class Adaptive(Mode):
             throttled=spent.view_layers,
         )
 
-    def _rows(self, setting: Setting, shown: Int[Array, "batch slot"] | None) -> CachedRows:
+    def _rows(
+        self, setting: Setting, shown: Int[Array, "batch slot"] | None, *, batch: int
+    ) -> CachedRows:
         """Returns what runs a step."""
         options: dict[str, Any] = {"width": setting.width, "layers": setting.layers, "shown": shown}
         if self.throttle is not None:
             return ThrottledRows(**options)
         if self.pack:
             return PackedRows(**options, widths=self.pack, project=self.frozen.projects)
-        return CachedRows(**options)
+        quarters = tuple(sorted({batch * part // 4 for part in (1, 2, 3)} - {0}))
+        return CachedRows(**options, widths=quarters if self.pack is None else ())
 
 
 def _show(

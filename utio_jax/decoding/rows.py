@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import jax
@@ -117,11 +118,13 @@ class CachedRows:
       width: slots to attend over; more than every valid position. Static.
       layers: each layer's parameters apart, where they are.
       shown: layers at which each slot of each row may be seen, under `kv="drop"`; None: all.
+      widths: rows of a packed block, ascending; none here: rows run together. Static.
     """
 
     width: int
     layers: Layers = None
     shown: Int[Array, "batch slot"] | None = None
+    widths: tuple[int, ...] = ()
     keeps_logits: ClassVar[bool] = True
 
     @property
@@ -176,10 +179,50 @@ class CachedRows:
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         """Returns the states after a segment, and the cache: what these executors differ in."""
+        if not decoder.config.kv_made(*span["bounds"]):
+            return self._read_alone(decoder, params, tokens, slots.live, span, cache)
         where: dict[str, Any] = {"width": self.width, "runs": slots.live, "shown": self.shown}
         x, kv = run_segment(decoder, params, cache.kv, tokens.x, _block(tokens), **span, **where)
         ran = span["stop"] - span["start"]
         return x, cache.after(kv, layers=ran, key_slots=ran * float(self.width))
+
+    def _read_alone(
+        self,
+        decoder: Decoder,
+        params: Params,
+        tokens: Tokens,
+        live: Bool[Array, "batch 1"],
+        span: Span,
+        cache: RowCache,
+    ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
+        """Returns the states after a segment whose layers read K/V of others and make none.
+
+        What no row waits for: the cache is read alone, so a block of the rows that need the segment
+        is one branch of a conditional. Their K/V are copied side by side, once for all its layers.
+        """
+        start, end = span["bounds"]
+        batch = live.shape[0]
+        sizes = (*(size for size in self.widths if size < batch), batch)
+        order, count = chosen_first(live[:, 0])
+
+        def run(x: jax.Array, *, rows: jax.Array | None = None) -> jax.Array:
+            leaves = (x, tokens.positions, tokens.places, live)
+            if rows is not None:
+                leaves = jax.tree.map(lambda leaf: leaf[rows], leaves)
+            mine, positions, places, valid = leaves
+            block = Block(positions=positions, valid=valid, places=places, rows=rows)
+            fixed: Span = {**span, "start": start, "stop": end}
+            where: dict[str, Any] = {"width": self.width, "shown": self.shown}
+            new, _ = run_segment(decoder, params, cache.kv, mine, block, **fixed, **where)
+            return new if rows is None else x.at[rows].set(new)
+
+        branches = [lambda x: x, *(partial(run, rows=order[:size]) for size in sizes[:-1]), run]
+        chosen = jnp.sum(count > jnp.asarray((0, *sizes[:-1]), jnp.int32))
+        x = jax.lax.switch(chosen, branches, tokens.x)
+        size = jnp.asarray((0, *sizes), jnp.int32)[chosen]
+        ran = jnp.zeros_like(live[:, 0]).at[order].set(jnp.arange(batch) < size)
+        layers = (end - start) * ran.astype(jnp.int32)
+        return x, cache.after(cache.kv, layers=layers, key_slots=layers * float(self.width))
 
     def map_slots(self, slots: RowSlots, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         live = slots.live
@@ -220,14 +263,12 @@ class PackedRows(CachedRows):
     States are gathered, keys and values are not: a loop attends a row at a time, and reads no row
     of the cache that is not in the block. There is a body for each width, and one for all rows;
     those that are not chosen take no turn of their loops, so that no cache passes through a
-    conditional.
+    conditional. In segments that make no K/V, one does: see `CachedRows`.
 
     Attributes:
-      widths: rows of a packed block, ascending. Static.
       project: whether stopped rows show K/V of their last state in layers that others run. Static.
     """
 
-    widths: tuple[int, ...]
     project: bool
 
     def run_span(
@@ -240,6 +281,8 @@ class PackedRows(CachedRows):
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         live, (start, end), stop = slots.live, span["bounds"], span["stop"]
+        if not decoder.config.kv_made(start, end):
+            return self._read_alone(decoder, params, tokens, live, span, cache)
         sizes = [size for size in self.widths if size < live.shape[0]]
         order, count = chosen_first(live[:, 0])
         chosen = sum(((count > size).astype(jnp.int32) for size in sizes), start=jnp.int32(0))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.cache import KVCache, fill, read
-from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.mixing import mix_apart, mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params, Places
 from utio_jax.core.layer import Depth, over_layers, run_layer
@@ -118,14 +118,14 @@ def run_segment(  # noqa: PLR0913 (arrays of one segment)
         shown = shown.at[block.rows].get(mode="clip")
 
     def attention(cache: KVCache, sources: Sources) -> Attend:
-        keys, values = read(cache, sources, width=width, rows=block.rows)
+        seen = [read(cache, (each,), width=width, rows=block.rows) for each in sources]
 
         def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
             mix = mixer_at(decoder, index)
             visible = mix.visible(block.positions, slots)
             if shown is not None:
                 visible &= (shown[:, :width] > depth_of_kv(decoder, index))[:, None, :]
-            return mix(queries, keys, values, visible)
+            return mix_apart(mix, queries, seen, visible)
 
         return attend
 

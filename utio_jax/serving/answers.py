@@ -156,7 +156,7 @@ class Choice:
 
     def _named(self, token: int, number: float | None) -> dict[str, Any]:
         name = self._name_of(token)
-        # Half a character has bytes that its text does not tell.
+        # Half a character has bytes that its text does not have.
         known = None if "\ufffd" in name else [*name.encode()]
         return {"token": name, "logprob": number, "bytes": known}
 
@@ -226,11 +226,11 @@ def usage_of(
         known = [value for each in finished if (value := getattr(each, name)) is not None]
         return round(max(known), 6) if known else None
 
-    told: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     thoughts = [each.thought for each in finished if each.thought is not None]
     if thoughts:
         spent = sum(thought.tokens for thought in thoughts)
-        told["completion_tokens_details"] = {"reasoning_tokens": spent}
+        details["completion_tokens_details"] = {"reasoning_tokens": spent}
         shown = [
             {"tokens": each.tokens, "forced": each.forced, "ended_by": each.ended_by}
             for each in thoughts
@@ -240,7 +240,7 @@ def usage_of(
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new,
         "total_tokens": prompt_tokens + new,
-        **told,
+        **details,
         "utio": {
             **about,
             "mean_depth_decided": mean("decided"),

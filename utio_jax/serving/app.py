@@ -12,9 +12,10 @@ import base64
 import contextlib
 import functools
 import hashlib
+import html
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from importlib import resources
 from typing import Any
 
@@ -26,7 +27,7 @@ from utio_jax.core.files import versions
 from utio_jax.core.processes import ProcessLostError
 from utio_jax.engine import Channel, Shapes
 from utio_jax.serving.answers import Answer
-from utio_jax.serving.engine import PromptScorer, make_engine
+from utio_jax.serving.engine import PromptScorer, make_engine, plan_depth
 from utio_jax.serving.gate import (
     ApiError,
     Gate,
@@ -58,6 +59,7 @@ class Application:
       gate: stands before all addresses.
       limits: of queues and times.
       slots: choices that run at once.
+      planned: whether a depth per token pays here, in words; empty where that was not timed.
       compiled: how much is, in words.
       ready: whether everything is.
       dead: what has ended the engine; None: it runs.
@@ -92,18 +94,19 @@ class Application:
         Raises:
           ValueError: see `Engine`.
         """
-        room = model.room(capacity)
-        sizes: dict[str, Any] = {"capacity": room, "shapes": shapes, "channel": channel}
+        slot_tokens = model.slot_tokens(capacity)
+        sizes: dict[str, Any] = {"capacity": slot_tokens, "shapes": shapes, "channel": channel}
         self.model, self.limits, self.slots = model, limits, slots
-        self.reader = Reader(model, capacity=room, limits=limits)
+        self.reader = Reader(model, capacity=slot_tokens, limits=limits)
         self.worker = Worker(
             make_engine(model, slots=slots, **sizes),
             PromptScorer(model, **sizes),
             on_ready=self._ready,
             on_death=self._died,
             on_progress=self._compiled,
+            plan=functools.partial(self._planned, slots=slots, capacity=slot_tokens, shapes=shapes),
         )
-        self.compiled, self.ready = "warming up", False
+        self.compiled, self.ready, self.planned = "warming up", False, ""
         self.dead: BaseException | None = None
         self.on_change: Callable[[], None] = lambda: None
         self._channel, self._log = channel, log
@@ -153,7 +156,10 @@ class Application:
 
     def card(self) -> dict[str, Any]:
         """Returns the model as `/v1/models` lists it."""
-        return self.model.card(context=self.reader.room, created=self._created)
+        reader = self.reader
+        return self.model.card(
+            context=reader.context, created=self._created, in_full=reader.in_full
+        )
 
     def metrics(self) -> bytes:
         """Returns counters in Prometheus' format."""
@@ -170,6 +176,31 @@ class Application:
         for choice in answer.choices:
             if choice.finished is not None:
                 self._metrics.finished(choice.finished)
+
+    def _planned(self, **sizes: Any) -> None:
+        """Times whether a depth per token pays; where it does not, requests run in full by default.
+
+        In the engine's thread, before requests are taken.
+        """
+        record: dict[str, Any] = {"event": "planned"}
+        try:
+            plan = plan_depth(self.model, **sizes)
+        except ValueError as error:  # A noisy machine: it stays as the operator asked for it.
+            self._log({**record, "why": str(error)})
+            return
+        if plan is None:
+            return
+        adaptive = min(each for way, each in plan.seconds.items() if way != "plain")
+        ratio = plan.seconds["plain"] / adaptive
+        self.reader.in_full = plan.choice == "plain"
+        rest = "in full" if self.reader.in_full else f"at {self.model.budget:g}"
+        self.planned = (
+            f"With all {self.slots} slots busy, a budget of {self.model.budget:g} is predicted to "
+            f"be {ratio:.2f} times as fast as full depth: requests that name neither a mode nor a "
+            f"budget run {rest}."
+        )
+        rates = plan.rates.to_json()
+        self._log({**record, "speedup": round(ratio, 3), "why": self.planned, **rates})
 
     def _compiled(self, done: int, programs: int) -> None:
         self.compiled = f"compiling, {done} of {programs} programs"
@@ -251,7 +282,7 @@ def _add_models(app: FastAPI, service: Application) -> None:
             assert body.prompt is not None
             opened = body.add_special_tokens is not False
             ids = (await reader.encode([body.prompt], opened=opened))[0]
-        return {"count": ids.size, "max_model_len": reader.room, "tokens": ids.tolist()}
+        return {"count": ids.size, "max_model_len": reader.context, "tokens": ids.tolist()}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
@@ -272,7 +303,7 @@ def _add_models(app: FastAPI, service: Application) -> None:
             "tokenizer_class": "utio-jax",
             **{name: model.special_tokens.get(name) for name in names},
             "chat_template": None if model.chat is None else model.chat.template,
-            "model_max_length": reader.room,
+            "model_max_length": reader.context,
         }
 
 
@@ -290,7 +321,8 @@ def _add_life(app: FastAPI, service: Application, known: dict[str, str]) -> None
         if service.dead or not service.ready:
             state = "ended" if service.dead else service.compiled
             return ApiError(503, f"Not ready: {state}.", code="not_ready").response()
-        return JSONResponse({"status": "ready"})
+        mode = service.card()["utio"]["default_mode"]
+        return JSONResponse({"status": "ready", "mode": mode, "plan": service.planned or None})
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -307,6 +339,12 @@ def _add_life(app: FastAPI, service: Application, known: dict[str, str]) -> None
         """Browsers ask for one; there is none."""
         return Response(status_code=204)
 
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """The addresses, to read."""
+        found = api_page(app.openapi())
+        return HTMLResponse(found, headers={"content-security-policy": page_policy(found)})
+
     page = resources.files("utio_jax.serving").joinpath("page.html").read_text("utf-8")
     policy = page_policy(page)
 
@@ -314,6 +352,38 @@ def _add_life(app: FastAPI, service: Application, known: dict[str, str]) -> None
     async def root() -> Response:
         """A page to try it."""
         return HTMLResponse(page, headers={"content-security-policy": policy})
+
+
+def api_page(schema: dict[str, Any]) -> str:
+    """Returns an OpenAPI schema as a page without scripts: addresses, and the fields of bodies."""
+    models, parts = schema["components"]["schemas"], []
+
+    def fields(operation: dict[str, Any]) -> Iterator[str]:
+        body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        name = body.get("schema", {}).get("$ref", "").rpartition("/")[2]
+        for field, about in models.get(name, {}).get("properties", {}).items():
+            found = re.findall(r"#/components/schemas/(\w+)", str(about))
+            inner = [*models[found[0]].get("properties", {})] if found else []
+            said = about.get("description") or (f"with {', '.join(inner)}" if inner else "")
+            yield f"<li><code>{html.escape(field)}</code> {html.escape(said)}</li>"
+
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            named = f"{method.upper()} {path}"
+            listed = "".join(fields(operation))
+            said = html.escape(operation.get("description", ""))
+            parts.append(
+                f"<h2><code>{html.escape(named)}</code></h2><p>{said}</p><ul>{listed}</ul>"
+            )
+    title = html.escape(schema["info"]["title"])
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<style>:root{color-scheme:light dark}body{font:1rem/1.5 system-ui,sans-serif;"
+        "max-width:48rem;margin:2rem auto;padding:0 1rem}h2{font-size:1rem}</style>"
+        f"<h1>{title}</h1><p>{html.escape(schema['info']['description'])} "
+        'The same for programs: <a href="openapi.json">openapi.json</a>.</p>' + "".join(parts)
+    )
 
 
 def page_policy(page: str) -> str:

@@ -19,13 +19,17 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.processes import lost_processes
 from utio_jax.engine import Alternatives, Channel, Engine, LeaderEngine, Shapes, run_worker
 from utio_jax.engine.leader import everywhere
-from utio_jax.engine.slots import prompt_widths
+from utio_jax.engine.planning import RebatchingPlan, plan_mode
+from utio_jax.engine.slots import Served, prompt_widths
 from utio_jax.serving.gate import Log, log_line
 from utio_jax.serving.model import ServedModel
 from utio_jax.serving.schema import MOST_LOGPROBS
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.score import full_depth
+
+_STEPS = 8
+"""New tokens of each running row in a block, between which requests come and go."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +150,24 @@ def make_engine(
     return LeaderEngine(channel, model.text.decoder, model.text.params, **options)
 
 
+def plan_depth(
+    model: ServedModel, *, slots: int, capacity: int, shapes: Shapes
+) -> RebatchingPlan | None:
+    """Returns whether a depth per token pays where all slots run, by timed blocks of this engine.
+
+    None: the model names no histogram. Compiles, and takes seconds.
+
+    Raises:
+      ValueError: the times make no sense, or the capacity holds too few steps to be timed.
+    """
+    if model.histogram is None:
+        return None
+    options = _options(model, slots=slots, capacity=capacity, shapes=shapes)
+    mode = options.pop("mode")
+    served = Served(decoder=model.text.decoder, params=model.text.params, **options)
+    return plan_mode(served, mode, model.histogram)
+
+
 def run_server_worker(
     model: ServedModel,
     *,
@@ -162,14 +184,14 @@ def run_server_worker(
       ValueError: process 0 serves something else.
       ProcessLostError: another process has ended.
     """
-    channel, room = Channel(), model.room(capacity)
+    channel, slot_tokens = Channel(), model.slot_tokens(capacity)
 
     def ask(*_: Any) -> None:
         channel.ending = True
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     log({"event": "working", "process": jax.process_index(), "pid": os.getpid()})
-    scorer = PromptScorer(model, capacity=room, shapes=shapes)
+    scorer = PromptScorer(model, capacity=slot_tokens, shapes=shapes)
     try:
         run_worker(
             channel,
@@ -177,7 +199,7 @@ def run_server_worker(
             model.text.params,
             identity=_identity(model),
             calls={"score": lambda prompt: scorer.score(np.asarray(prompt, np.int32))},
-            **_options(model, slots=slots, capacity=room, shapes=shapes),
+            **_options(model, slots=slots, capacity=slot_tokens, shapes=shapes),
         )
     finally:
         for number, handler in before.items():
@@ -191,6 +213,7 @@ def _options(model: ServedModel, *, slots: int, capacity: int, shapes: Shapes) -
         "capacity": capacity,
         "mode": model.mode,
         "prefill": everywhere(model.prefill, model.text.params),
+        "steps": _STEPS,
         "shapes": shapes,
         "alternatives": MOST_LOGPROBS,
         "thinking": model.thinking is not None,
@@ -198,5 +221,5 @@ def _options(model: ServedModel, *, slots: int, capacity: int, shapes: Shapes) -
 
 
 def _identity(model: ServedModel) -> str:
-    """Returns what tells one model's weights from another's."""
+    """Returns the hash of a model's weights, empty where it has none."""
     return str(getattr(model.text, "sha256", ""))

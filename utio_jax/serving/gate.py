@@ -28,9 +28,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from utio_jax.core.processes import ProcessLostError
 
 OPEN = frozenset(
-    {"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
+    {"/", "/docs", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
 )
-"""Addresses that need no key: they tell nothing of what is asked, and nothing runs for them."""
+"""Addresses without a key: they show nothing of requests, and run nothing."""
 
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 """Addresses that are asked all the time: answers are logged where something is wrong."""
@@ -160,7 +160,7 @@ class Gate:
           app: that answers.
           body_bytes: of a request, at most.
           key: that requests bring; None: none.
-          log: takes what is to be told of a request.
+          log: takes the record of a request.
           count: takes address, status and seconds of a request.
         """
         self._app, self._body_bytes, self.key = app, body_bytes, key
@@ -209,7 +209,7 @@ class Gate:
             raise
         except OSError as error:  # The client has left.
             record["left"] = type(error).__name__
-        except Exception as error:  # A fault of this server: the client shall know, and the log.
+        except Exception as error:  # A fault of this server, answered and logged.
             note_fault(record, error)
             await answer(fault())
         finally:
@@ -258,7 +258,7 @@ _NO_SNIFFING = (b"x-content-type-options", b"nosniff")
 
 
 def _is_key(authorization: str, key: str) -> bool:
-    """Returns whether a header is `Bearer KEY`; how long that takes tells nothing of the key."""
+    """Returns whether a header is `Bearer KEY`; in a time that does not depend on the key."""
     scheme, _, given = authorization.partition(" ")
     same = hmac.compare_digest(given.strip().encode("latin-1"), key.encode())
     return same and scheme.lower() == "bearer"

@@ -72,6 +72,8 @@ class ServedModel:
       policy: name of the depth policy; None without one.
       budget: of a request that names none; None without a policy.
       budgets: policies that a request may choose by their budget.
+      histogram: share of tokens that stop at each depth of `mode`'s policy, by which the server
+        plans whether that pays; None: it plans nothing.
       prefill: how prompts are read; None: in full.
       prompt_budget: what that costs over reading them in full.
       thinking: how long a request's choices may think that says nothing of it; None: requests may
@@ -86,6 +88,7 @@ class ServedModel:
     policy: str | None = None
     budget: float | None = None
     budgets: Mapping[float, Thresholded] = dataclasses.field(default_factory=dict)
+    histogram: Mapping[int, float] | None = None
     prefill: Prefill | None = None
     prompt_budget: float | None = None
     thinking: Thinking | None = None
@@ -96,17 +99,18 @@ class ServedModel:
         """Layers of the model."""
         return self.text.decoder.config.num_layers
 
-    def room(self, capacity: int | None) -> int:
+    def slot_tokens(self, capacity: int | None) -> int:
         """Returns the tokens of a slot: by default the model's context, 2048 at most."""
         context = self.text.decoder.config.context_length
         return int(min(context + self.mode.block, 2048)) if capacity is None else capacity
 
-    def card(self, *, context: int, created: int) -> dict[str, Any]:
+    def card(self, *, context: int, created: int, in_full: bool) -> dict[str, Any]:
         """Returns the model as `/v1/models` lists it.
 
         Args:
           context: tokens that a request's prompt and answer have together.
           created: seconds since 1970.
+          in_full: whether requests run in full that name neither a mode nor a budget.
         """
         return {
             "id": self.name,
@@ -116,7 +120,9 @@ class ServedModel:
             "max_model_len": context,
             "utio": {
                 "mode": self.mode.name,
+                "default_mode": "plain" if in_full else self.mode.name,
                 "layers": self.layers,
+                "exits": list(self.text.decoder.config.exits),
                 "policy": self.policy,
                 "budget": self.budget,
                 "budgets": sorted(self.budgets),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a request says to what the engine shall do: prompts as tokens, options, depths."""
+"""Requests read into tasks of the engine: prompts as tokens, options, depths."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from utio_jax.decoding.sampling import Chain, Greedy, MinP, Temperature, TopK, TopP
-from utio_jax.decoding.thinking import Confidence, Thinking
+from utio_jax.decoding.thinking import Thinking
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.model import Limits, ServedModel
 from utio_jax.serving.schema import (
     ChatRequest,
     CompletionRequest,
     Message,
-    StopOptions,
     UtioOptions,
 )
 from utio_jax.serving.worker import Task
@@ -33,7 +32,7 @@ class Reading:
 
     Attributes:
       prompts: token ids of each.
-      tasks: what the engine shall do.
+      tasks: for the engine.
       choice_of: the choice that each task belongs to; of a prompt's scores, the prompt.
       choices: prompts times `n`.
       echo: texts of the prompts where they belong to the answer; None: they do not.
@@ -61,7 +60,11 @@ class Reading:
 
 
 class Reader:
-    """Understands requests to one model. What cannot be served raises `ApiError`."""
+    """Understands requests to one model. What cannot be served raises `ApiError`.
+
+    Attributes:
+      in_full: whether requests run in full that name neither a mode nor a budget.
+    """
 
     def __init__(self, model: ServedModel, *, capacity: int, limits: Limits) -> None:
         """Reads nothing yet.
@@ -72,6 +75,7 @@ class Reader:
           limits: of requests.
         """
         self.model, self.capacity, self.limits = model, capacity, limits
+        self.in_full = False
 
     async def completion(self, body: CompletionRequest) -> Reading:
         """Returns what a completion asks for."""
@@ -92,7 +96,7 @@ class Reader:
         most = body.max_completion_tokens
         most = body.max_tokens if most is None else most
         if most is None:
-            most = max(1, self.room - prompt.size)
+            most = max(1, self.context - prompt.size)
         if body.top_logprobs and not body.logprobs:
             said = "Wanted logprobs=true with top_logprobs. Set it."
             raise ApiError(400, said, param="top_logprobs")
@@ -150,7 +154,7 @@ class Reader:
         return self.model.text.tokenizer.decode(ids.tolist())
 
     @property
-    def room(self) -> int:
+    def context(self) -> int:
         """Tokens that a prompt and its answer have together: the mode may run ahead of them."""
         context = self.model.text.decoder.config.context_length
         return min(self.capacity - self.model.mode.block, context)
@@ -201,8 +205,9 @@ class Reader:
             "eos_ids": tuple(dict.fromkeys(ends)),
             "deadline": self.limits.request_seconds,
         }
-        if self.model.thinking is not None or _asks_to_think(body):
-            options["thinking"] = self._thinking(body)
+        budget = body.thinking_token_budget
+        if self.model.thinking is not None or budget not in (None, -1):
+            options["thinking"] = self._thinking(budget)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         tasks: list[Task] = []
         choice_of = []
@@ -232,56 +237,33 @@ class Reader:
     def _check_room(self, prompt: np.ndarray, new: int) -> None:
         if not prompt.size:
             raise ApiError(400, "Wanted a prompt of at least one token. Got none.", param="prompt")
-        if prompt.size + new > self.room:
+        if prompt.size + new > self.context:
             raise ApiError(
                 400,
-                f"Wanted a prompt and an answer within {self.room} tokens. Got a prompt of "
+                f"Wanted a prompt and an answer within {self.context} tokens. Got a prompt of "
                 f"{prompt.size} and max_tokens of {new}: {prompt.size + new}. Cut one of them.",
                 code="context_length_exceeded",
             )
 
-    def _thinking(self, body: CompletionRequest | ChatRequest) -> Thinking:
-        """Returns how long a request's choices may think."""
-        rule, budget = self.model.thinking, body.thinking_token_budget
-        asked = (body.utio and body.utio.stop) or StopOptions()  # type: ignore[call-arg]
-        param, most = "utio.stop", asked.max_thinking_tokens
-        if budget is not None:
-            param = "thinking_token_budget"
+    def _thinking(self, budget: int | None) -> Thinking:
+        """Returns how long a request's choices may think: by its own budget, or the operator's."""
+        rule = self.model.thinking
         if rule is None:
             message = (
                 "Wanted a server that knows what ends thinking. This one was started without "
                 "--think-end. Leave it out."
             )
-            raise ApiError(400, message, param=param)
-        if budget is not None and most not in (None, budget):
-            message = (
-                f"Wanted one budget. Got thinking_token_budget of {budget} and "
-                f"utio.stop.max_thinking_tokens of {most}. Leave out one."
-            )
-            raise ApiError(400, message, param=param)
-        if budget is not None:
-            most = None if budget < 0 else budget
-        elif most is None:
-            most = rule.max_tokens
-        names = ("threshold", "window", "min_tokens")
-        own = {name: value for name in names if (value := getattr(asked, name)) is not None}
-        sure = rule.confidence
-        if sure is not None:
-            sure = dataclasses.replace(sure, **own)
-        elif "threshold" in own:
-            sure = Confidence(**own)
-        elif own:
-            message = "Wanted utio.stop.threshold with a window or min_tokens. Got none."
-            raise ApiError(400, message, param="utio.stop.threshold")
-        answer = asked.max_answer_tokens or rule.max_answer_tokens
-        changes = {"max_tokens": most, "max_answer_tokens": answer, "confidence": sure}
-        return dataclasses.replace(rule, **changes)
+            raise ApiError(400, message, param="thinking_token_budget")
+        if budget is None:
+            return rule
+        return dataclasses.replace(rule, max_tokens=None if budget < 0 else budget)
 
     def _engine_options(self, utio: UtioOptions | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns how deep the engine shall run a request, and what its answer says of it."""
+        """Returns the engine's options of depth for a request, and what its answer says of them."""
         model, asked = self.model, utio or UtioOptions()  # type: ignore[call-arg]
         own = model.mode.name
-        mode = own if asked.mode is None else asked.mode
+        mode = "plain" if self.in_full and asked.budget is None else own
+        mode = asked.mode or mode
         if mode != own and (mode, own) != ("plain", "adaptive"):
             offered = "plain or adaptive" if own == "adaptive" else own
             said = f"Wanted utio.mode of {offered} here. Got {mode}."
@@ -312,11 +294,6 @@ class Reader:
             "layers": model.layers,
             "logprobs_of": "routed" if routed else "full",
         }
-
-
-def _asks_to_think(body: CompletionRequest | ChatRequest) -> bool:
-    stop = None if body.utio is None else body.utio.stop
-    return stop is not None or body.thinking_token_budget not in (None, -1)
 
 
 def _sampling(body: CompletionRequest | ChatRequest) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a server in this process until it is told to end: sockets, signals, and the way out."""
+"""Runs a server in this process until a signal ends it: sockets, signals, and the way out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _is_loopback(host: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Address:
-    """Where a server listens, and to whom.
+    """Where a server listens, and which clients it takes.
 
     Attributes:
       host: an address of this machine.

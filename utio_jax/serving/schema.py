@@ -67,22 +67,6 @@ class Strict(BaseModel):
         return self
 
 
-class StopOptions(BaseModel):
-    """How long a choice may think, and what ends that early; in place of the operator's numbers."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-    max_thinking_tokens: int | None = Field(
-        None, ge=0, description="Thought tokens before the end is forced."
-    )
-    max_answer_tokens: int | None = Field(None, ge=1, description="Tokens behind thinking.")
-    threshold: float | None = Field(
-        None, description="Thinking ends at a cue where the model's uncertainty lies below."
-    )
-    window: int | None = Field(None, ge=1, le=64, description="Thought tokens that it is taken of.")
-    min_tokens: int | None = Field(None, ge=0, description="Thought before that is asked.")
-
-
 class UtioOptions(BaseModel):
     """How deep a request's tokens run, within what the operator allows."""
 
@@ -94,13 +78,11 @@ class UtioOptions(BaseModel):
     budget: float | None = Field(None, description="FLOPs over full depth: one of the model's.")
     prompt_budget: float | None = Field(None, description="1 reads the prompt in full.")
     depths: bool = Field(False, description="Whether choices say how deep each token ran.")
-    stop: StopOptions | None = Field(None, description="How long choices may think.")
 
     @model_validator(mode="before")
     @classmethod
     def _has_few_names(cls, value: Any) -> Any:
-        objects = (value, *value.values()) if isinstance(value, dict) else ()
-        if any(isinstance(each, dict) and len(each) > _MOST_NAMES for each in objects):
+        if isinstance(value, dict) and len(value) > _MOST_NAMES:
             raise ValueError(f"wanted at most {_MOST_NAMES} options")
         return value
 

@@ -108,6 +108,7 @@ class Worker:
         on_ready: Callable[[], None],
         on_death: Callable[[BaseException], None],
         on_progress: Callable[[int, int], None] = lambda done, programs: None,
+        plan: Callable[[], None] = lambda: None,
     ) -> None:
         """Makes a worker that has not begun.
 
@@ -118,9 +119,10 @@ class Worker:
           on_death: called on the loop where the engine ends by an error, after that was put into
             all tickets.
           on_progress: called on the loop with how many programs are compiled, and of how many.
+          plan: called in the thread, before anything is compiled.
         """
         self._on_ready, self._on_death, self._on_progress = on_ready, on_death, on_progress
-        self._engine, self._scorer = engine, scorer
+        self._engine, self._scorer, self._plan = engine, scorer, plan
         self._leads = isinstance(engine, LeaderEngine)  # Its workers wait for each call.
         self.open_tasks: set[tuple[Ticket, int]] = set()
         self.waiting: set[tuple[Ticket, int]] = set()
@@ -188,6 +190,7 @@ class Worker:
 
     def _run(self) -> None:
         try:
+            self._plan()
             self._warmup()
             self._call(self._on_ready)
             self._serve()
@@ -233,7 +236,7 @@ class Worker:
         return [] if found is None else [(*found, event)]
 
     def _take_up(self, *, wait: bool) -> bool:
-        """Takes up what was asked for; returns False where the thread shall end."""
+        """Takes up what was asked for; returns False where the thread is to end."""
         seconds = _REST_SECONDS if self._leads else None
         while True:
             try:
