@@ -27,7 +27,11 @@ class Platform:
       min_bucket: the unit of padding of attention in `MicroBatches`, in slots.
       rest: the unit of padding of its projections and MLP, in slots.
       static_shapes: whether loops of unknown length are slower than static prefixes.
+      narrow: width of a state below which a static prefix is written layer by layer, not as a loop:
+        what such a layer does beside its products weighs more than they do, and is fused across
+        layers.
       stack_in_place: whether a layer is read where it lies in the stack; on CPU it is copied first.
+      folds_heads: whether many queries of heads that share keys are one axis in attention.
       search: method of `jnp.searchsorted`: accelerators run "scan" as a serial loop.
       least_rows: of a matrix product in decoding; fewer are padded. A product of one row goes to
         the TPU's vector unit, at half the memory's rate.
@@ -41,7 +45,9 @@ class Platform:
     min_bucket: int = 128
     rest: int = 512
     static_shapes: bool = True
+    narrow: int = 1024
     stack_in_place: bool = True
+    folds_heads: bool = False
     search: Literal["scan", "compare_all"] = "compare_all"
     least_rows: int = 1
     heads_apart: bool = False
@@ -53,7 +59,9 @@ _CPU = Platform(
     min_bucket=32,
     rest=32,
     static_shapes=False,
+    narrow=0,
     stack_in_place=False,
+    folds_heads=True,
     search="scan",
     scores_turned=True,
 )

@@ -156,7 +156,7 @@ class CapacityPrefix:
         alone = only_live_keys or tokens.mapped is not None  # Others show nothing, or their maps'.
         rows = lambda y, n: y.reshape(batch, n, *y.shape[1:])  # noqa: E731
 
-        def others_at(layer: LayerParams, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def others_at(layer: LayerParams, index: int | jax.Array) -> tuple[jax.Array, jax.Array]:
             if tokens.mapped is None:  # Hidden.
                 shape = (batch, width, config.num_kv_heads, config.head_dim)
                 return jnp.zeros(shape, tokens.x.dtype), jnp.zeros(shape, tokens.x.dtype)
@@ -170,13 +170,15 @@ class CapacityPrefix:
             keep = slots.take(slots.live, size)[..., None]
             places = jax.tree.map(lambda leaf: slots.take(leaf, size), tokens.places)
 
+            visible_at = _visible_at(decoder, chosen, every, tokens.shown)
+
             def put(others: jax.Array, own: jax.Array) -> jax.Array:
                 """Returns what all tokens show, where those that run show their own."""
                 mine = jnp.where(keep[..., None], rows(own, size), slots.take(others, size))
                 return slots.put(others, mine)
 
             def run_one(
-                index: jax.Array,
+                index: int | jax.Array,
                 carry: tuple[jax.Array, KVCache | None],
                 shared: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
             ) -> tuple[jax.Array, KVCache | None]:
@@ -196,7 +198,7 @@ class CapacityPrefix:
                     )
                 if cache is not None and shared is None:
                     cache = write_prompt(cache, index, keys, values)
-                visible = mix.visible(chosen, every) & tokens.shown[:, None, :]
+                visible = visible_at(index)
 
                 def attend(queries: jax.Array) -> jax.Array:
                     return flat(mix(rows(queries, size), keys, values, visible))
@@ -213,7 +215,7 @@ class CapacityPrefix:
                         if start == config.kv_own:
                             kept = make_shared(decoder, params, kept, x, tokens.places)
                         one = partial(run_one, shared=shared_at(config, kept, width))
-                    x, kept = jax.lax.fori_loop(start, stop, one, (x, kept))
+                    x, kept = _repeat(decoder, start, stop, one, (x, kept))
                 return x, kept
 
             return run_all
@@ -272,6 +274,34 @@ class CapacityPrefix:
             key_slots=used.astype(jnp.float32) * width * layers,
             overflows=jnp.asarray(False if self.certain else self._overflows(slots), jnp.int32),
         )
+
+
+def _visible_at(
+    decoder: Decoder, queries: jax.Array, keys: jax.Array, shown: jax.Array
+) -> Callable[[int | jax.Array], jax.Array]:
+    """Returns what maps a layer's index to which keys `[batch, query, key]` each query sees.
+
+    Made once where it is the same in all layers: XLA leaves in a loop what takes memory.
+    """
+
+    def visible_at(index: int | jax.Array) -> jax.Array:
+        return mixer_at(decoder, index).visible(queries, keys) & shown[:, None, :]
+
+    if any(decoder.config.windows):
+        return visible_at
+    same = visible_at(0)
+    return lambda index: same
+
+
+def _repeat(
+    decoder: Decoder, start: int, stop: int, body: Callable[[Any, Any], Any], carry: Any
+) -> Any:
+    """Returns what layers [start, stop) make of a carry; no loop where the model is `narrow`."""
+    if decoder.config.embed_dim >= here().narrow:
+        return jax.lax.fori_loop(start, stop, body, carry)
+    for index in range(start, stop):
+        carry = body(index, carry)
+    return carry
 
 
 def fit_capacities(
