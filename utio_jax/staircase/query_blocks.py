@@ -93,19 +93,13 @@ class Cover:
           first_slot: of each group: of each row, or of each row and chunk.
           counts: slots of each group.
         """
-        if self.sizes[0] == self.sizes[1]:  # One loop, one body to compile.
-            every = -(-counts // self.sizes[0])
-            return (
-                self._blocks(self.sizes[0], token_of_slot, first_slot, counts, every * 0, every),
-            )
-        whole = counts // self.sizes[0]
-        rest = -(-(counts - whole * self.sizes[0]) // self.sizes[1])
-        return (
-            self._blocks(self.sizes[0], token_of_slot, first_slot, counts, whole * 0, whole),
-            self._blocks(
-                self.sizes[1], token_of_slot, first_slot, counts, whole * self.sizes[0], rest
-            ),
-        )
+        found, done = [], jnp.zeros_like(counts)
+        for size in dict.fromkeys(self.sizes):
+            left = counts - done
+            blocks = -(-left // size) if size == self.sizes[1] else left // size
+            found.append(self._blocks(size, token_of_slot, first_slot, counts, done, blocks))
+            done += blocks * size
+        return tuple(found)
 
     def _blocks(
         self,

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers import cases
 from helpers.recurrent import CONFIG, recurrent_model, recurrent_states
+from trunks import make_optimizer
 
 from utio_jax.contrib.recurrent import Mamba2, Mamba2Config
 from utio_jax.core.decoder import Mixes, own_mixing
@@ -152,7 +152,7 @@ def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
         steps=12, tokens_per_step=64, context=16, long_context=16, exit_weights=(0.5, 0.5), warmup=2
     )
     decoder = Mamba2(CONFIG)
-    train(decoder, stream, config, out=tmp_path, optimizer=optax.adam(1e-3))
+    train(decoder, stream, config, out=tmp_path, optimizer=make_optimizer(config))
     rows = [
         [float(each) for each in line.split("\t")[2:]]
         for line in (tmp_path / "log.tsv").read_text().splitlines()

@@ -127,100 +127,58 @@ def exit_states(
       fixed_layers: how many of the first layers do not learn. No gradient enters them, and none is
         computed.
     """
-    batch, token = token_ids.shape
-    num_layers = decoder.config.num_layers
+    config, (batch, token) = decoder.config, token_ids.shape
+    num_layers, own = config.num_layers, config.kv_own
+    if len({*config.kv_source[own:]}) > 1:
+        raise ValueError(
+            "Wanted one kv_source for all upper layers, to train them. "
+            f"Got {config.kv_source[own:]}."
+        )
     positions = jnp.broadcast_to(jnp.arange(token), (batch, token))
     places = decoder.encode_positions(positions)
     # LayerSkip, equation 2. A model of one layer drops none: it is the first.
     growth = jnp.exp2(jnp.arange(num_layers) / max(1, num_layers - 1)) - 1.0
     kept = jax.random.uniform(key, (num_layers, batch)) >= max_layer_dropout * growth[:, None]
 
+    def part(start: int, stop: int) -> Any:
+        stack = decoder.layers(params)
+        if stop > own:  # K/V projections have shorter axes, and are not read here.
+            whole = lambda leaf: all(len(y) == num_layers for y in jax.tree.leaves(leaf))  # noqa: E731
+            stack = {name: leaf for name, leaf in stack.items() if whole(leaf)}
+        return jax.tree.map(lambda leaf: leaf[start:stop], (stack, kept, jnp.arange(num_layers)))
+
     # Activations are recomputed in the backward pass: on CPU their memory traffic costs more than
     # the arithmetic (4.1k tokens a second with remat, 2.8k without; 4 x 256 tokens).
     @jax.checkpoint
-    def one(x: jax.Array, xs: tuple[Any, jax.Array, jax.Array]) -> jax.Array:
-        layer, kept_rows, index = xs
-        mix = mixer_at(decoder, index)
-        new = apply_layer(decoder, layer, x, places, mix, mix.visible(positions, positions))
-        return jnp.where(kept_rows[:, None, None], new, x)
-
-    def body(x: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
-        x = one(x, xs)
-        return x, x
-
-    x = decoder.embed(params, token_ids, positions)
-    if decoder.config.kv_source:
-        return _shared_states(decoder, params, x, places, positions, kept)
-    xs = decoder.layers(params), kept, jnp.arange(num_layers)
-    if not fixed_layers:
-        return jax.lax.scan(body, x, xs)[1]
-    fixed, learning = (
-        jax.tree.map(lambda leaf, part=part: leaf[part], xs)
-        for part in (slice(fixed_layers), slice(fixed_layers, None))
-    )
-    x, below = jax.lax.scan(body, *jax.lax.stop_gradient((x, fixed)))
-    return jnp.concatenate([below, jax.lax.scan(body, x, learning)[1]])
-
-
-def _shared_states(
-    decoder: Trainable,
-    params: Params,
-    x: jax.Array,
-    places: Any,
-    positions: jax.Array,
-    kept: jax.Array,
-) -> jax.Array:
-    """Returns what `exit_states` does where upper layers read K/V that were made below.
-
-    The layers below read their own; those above all read the same.
-    """
-    config, stack = decoder.config, decoder.layers(params)
-    first = next(i for i, rows in enumerate(config.kv_source) if rows != (i,))
-    if set(config.kv_source[first:]) != {config.kv_source[-1]}:
-        raise ValueError(
-            "Wanted one kv_source for all upper layers, to train them. "
-            f"Got {config.kv_source[first:]}."
-        )
-
-    def run(x: jax.Array, xs: Any, shared: Any) -> jax.Array:
+    def one(x: jax.Array, xs: tuple[Any, jax.Array, jax.Array], shared: Any) -> jax.Array:
         layer, kept_rows, index = xs
         mix = mixer_at(decoder, index)
         seen = mix.visible(positions, positions)
         new = apply_layer(decoder, layer, x, places, mix, seen, shared)
         return jnp.where(kept_rows[:, None, None], new, x)
 
-    @jax.checkpoint
-    def own(x: jax.Array, xs: Any) -> tuple[jax.Array, Any]:
-        shared = dense_keys_values(decoder, xs[0], x, places)
-        x = run(x, xs, shared)
-        return x, (x, shared)
+    def run(x: jax.Array, xs: Any, shared: Any = None) -> tuple[jax.Array, jax.Array]:
+        def body(x: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
+            x = one(x, xs, shared)
+            return x, x
 
-    below = jax.tree.map(lambda leaf: leaf[:first], (stack, kept, jnp.arange(len(kept))))
-    x, (states, made) = jax.lax.scan(own, x, below)
-    rows = []
-    for row in config.kv_source[-1]:
-        if row < first:
-            rows.append(jax.tree.map(lambda leaf, row=row: leaf[row], made))
-        else:
-            rows.append(dense_keys_values(decoder, layer_at(decoder, params, row), x, places))
-    shared = read_side_by_side(rows)
+        return jax.lax.scan(body, x, xs)
 
-    @jax.checkpoint
-    def above(x: jax.Array, xs: Any, shared: Any) -> jax.Array:
-        return run(x, xs, shared)
+    first = decoder.embed(params, token_ids, positions)
+    if fixed_layers:
+        x, fixed = run(*jax.lax.stop_gradient((first, part(0, fixed_layers))))
+        return jnp.concatenate([fixed, run(x, part(fixed_layers, own))[1]])
+    last, states = run(first, part(0, own))
+    if own == num_layers:
+        return states
 
-    def body(x: jax.Array, xs: Any) -> tuple[jax.Array, jax.Array]:
-        x = above(x, xs, shared)
-        return x, x
+    def made(row: int) -> tuple[jax.Array, jax.Array]:
+        depth = config.kv_depth[row]
+        x = states[depth - 1] if depth else first
+        return dense_keys_values(decoder, layer_at(decoder, params, row), x, places)
 
-    counted = len(kept)  # K/V projections have shorter axes, and are not read here.
-    rest = {
-        name: jax.tree.map(lambda leaf: leaf[first:], leaf)
-        for name, leaf in stack.items()
-        if all(len(array) == counted for array in jax.tree.leaves(leaf))
-    }
-    tail = rest, kept[first:], jnp.arange(first, counted)
-    return jnp.concatenate([states, jax.lax.scan(body, x, tail)[1]])
+    shared = read_side_by_side(made(row) for row in config.kv_source[-1])
+    return jnp.concatenate([states, run(last, part(own, num_layers), shared)[1]])
 
 
 def anytime_loss(
