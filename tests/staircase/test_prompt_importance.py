@@ -219,7 +219,7 @@ def test_the_surrogate_adds_entropy_heat_and_outlier_of_a_prompt_alone(tiny: Mod
     )
     for row, length in enumerate(lengths):
         states = np.asarray(x[row, :length], np.float64)
-        logits = np.asarray(tiny.decoder.logits(tiny.params, x[row, :length], depth=2), np.float64)
+        logits = np.asarray(tiny.decoder.unembed(tiny.params, x[row, :length]), np.float64)
         chance = np.exp(logits - logits.max(-1, keepdims=True))
         chance /= chance.sum(-1, keepdims=True)
         entropy = -(chance * np.log(chance)).sum(-1)
