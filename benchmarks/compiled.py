@@ -307,7 +307,8 @@ All of it stands in `utio_jax/core/platform.py`. `score(executor="auto")` takes 
 CPU, where a loop of traced length costs nothing, and a static prefix on accelerators where a
 policy's `row_shares` are known: `calibrate` fits them for each budget and keeps them with the
 policy. The shipped model's policies were fitted before that and know none: they run by
-micro-batches everywhere until they are calibrated anew. A batch that outgrows them runs that segment at full width, with the same results, and the
+micro-batches everywhere until they are calibrated anew. A batch that outgrows them runs that
+segment at full width, with the same results, and the
 ledger counts it (`overflows`). Masks are made once for all layers, and a model of fewer than 1,024
 features is written layer by layer, so that XLA fuses across layers (`narrow`): as loops the shipped
 model's prefix at .6 was predicted at .76 of full depth's speed. That it is never slower is not
