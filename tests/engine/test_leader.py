@@ -166,8 +166,12 @@ def test_a_worker_asks_the_leader_to_end_and_rests_meanwhile() -> None:
 def test_arrays_of_requests_arrive_as_they_were_sent() -> None:
     engine = engine_of(lively_model(), modes()["propagate"][0], thinking=True)
     rule = Thinking(end_ids=(3, 4), confidence=Confidence(threshold=float("inf"), cue_ids=(1,)))
-    engine.submit([1, 2], thinking=rule, stop_sequences=[[1, 2]], seed=2**32 - 1)
-    engine.submit([3], sampling=SamplingParams(temperature=1.2, top_k=12, top_p=0.9, min_p=0.1))
+    engine.submit([1, 2], max_new_tokens=8, thinking=rule, stop_sequences=[[1, 2]], seed=2**32 - 1)
+    engine.submit(
+        [3],
+        max_new_tokens=8,
+        sampling=SamplingParams(temperature=1.2, top_k=12, top_p=0.9, min_p=0.1),
+    )
     sent = engine._rows.fresh([*engine._queue], rows=3, width=4)
     like = engine._rows.fresh((), rows=1, width=1)
     found = decode(json.loads(json.dumps(encode(sent))), like)
