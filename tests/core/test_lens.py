@@ -403,7 +403,7 @@ def test_advice_names_what_else_there_is(model: Model) -> None:
     good = {**INFO, "exit_agreement": {"1": 0.95, "2": 0.97}}
     advice = advise(model.decoder, model.params, good, lens=True)
     assert advice is not None
-    assert "tokens at depth 1 promises" in advice
+    assert "tokens at depth 1 is predicted to give" in advice
     assert "generate --mode lossless" in advice
     assert "--fit-lens" not in advice
 
