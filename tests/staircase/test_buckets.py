@@ -363,3 +363,10 @@ def test_forward_functions_and_arguments_that_do_not_fit_are_named():
         run_buckets(add_layers, SOME[..., None], buckets, buckets.token_of_slot, None)
     with pytest.raises(ValueError, match=r"same shapes at every depth\. Got depth 2:"):
         run_buckets(lambda block, depth: jnp.tile(block, depth), SOME[..., None], buckets)
+
+
+def test_several_names_for_buckets_are_refused() -> None:
+    with pytest.raises(TypeError, match="Wanted one name: buckets = .*token_of_slot"):
+        _, _, _ = bucket_tokens(
+            jnp.asarray([0.1, 0.9]), depths=(1, 2), thresholds=(0.5,), min_bucket=1
+        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +49,14 @@ class Buckets:
     def depth_of_token(self) -> Int[Array, "*lead token"]:
         """Layers that each token runs."""
         return jnp.asarray(self.plan.depths, jnp.int32)[self.bucket_of_token]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuses what other UTIOs return: buckets, their order and its inverse."""
+        raise TypeError(
+            "Wanted one name: buckets = bucket_tokens(...), for run_buckets(function, x, buckets). "
+            "Got several. The tokens' order and its inverse are its token_of_slot and "
+            "slot_of_token."
+        )
 
 
 def assign_buckets(
