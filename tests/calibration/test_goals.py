@@ -242,7 +242,9 @@ def test_what_cannot_be_added_is_refused_before_any_pass(
     done = Calibration(entries={}, signals={}, info=info)
     with pytest.raises(AssertionError, match="a pass"):
         run(done=done, policies=("entropy",))
-    with pytest.raises(ValueError, match="a promise for the 2 policies that share it. Got 3 with"):
+    with pytest.raises(
+        ValueError, match="a guarantee for the 2 policies that share it. Got 3 with"
+    ):
         run(done=done, policies=("entropy", "hazard"))
     other = dataclasses.replace(done, info={**info, "text": {"documents": 1}})
     with pytest.raises(ValueError, match="Name another --out, or remove what is there first"):

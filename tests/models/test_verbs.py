@@ -215,7 +215,7 @@ def test_one_file_or_prompt_where_a_list_is_wanted(calibrated: Model) -> None:
         (lambda model: model.generate("a", wings=2), "Got wings. Known: mode, sampling, max_new_"),
         (
             lambda model: model.generate("a", sampling=0.7, max_new_tokens=4),
-            "Wanted a sampling method. Got 0.7",
+            "Wanted SamplingParams. Got 0.7",
         ),
         (
             lambda model: model.generate("a", max_new_tokens=2.0),

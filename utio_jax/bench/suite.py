@@ -170,7 +170,7 @@ def conclude(results: Mapping[str, Any]) -> str:
         most = max(speedup for speedup, _ in faster)
         return (
             f"Up to {most:.2f} times as fast as the model in full, {losses.count(None)} ways at a "
-            "loss that was not measured here: see utio-jax compare, or --parts score."
+            "loss that was not measured here: see --parts score, or utio-jax compare."
         )
     if not gains:
         return "Nothing that was measured here is faster than the model in full: use that."

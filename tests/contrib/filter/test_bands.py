@@ -142,7 +142,7 @@ def test_every_rung_is_what_replaying_it_gives(tiny: Any) -> None:
     assert ratios == sorted(ratios, reverse=True)
     assert 0 < ratios[-1] < 0.5
     passed = []
-    for rung in fitted.ladder:
+    for number, rung in enumerate(fitted.ladder):
         wrong = 0
         margins = -np.asarray(rung.setting.thresholds)
         for row in np.flatnonzero(~half):
@@ -154,7 +154,7 @@ def test_every_rung_is_what_replaying_it_gives(tiny: Any) -> None:
                     break
             wrong += side != (table[-1, row] > limit)
         assert rung.risk == pytest.approx(wrong / (~half).sum())
-        if len(passed) == fitted.ladder.index(rung) and rung.p_value <= 0.05:
+        if len(passed) == number and rung.p_value <= 0.05:
             passed.append(rung)
     assert fitted.chosen is passed[-1].setting
     assert passed[-1].risk < 0.02 < fitted.ladder[-1].risk

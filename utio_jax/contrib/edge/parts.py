@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from functools import partial
 from typing import Any
 
@@ -86,11 +87,10 @@ class Row:
     def compile(self, policy: Policy | None = None) -> None:
         """Compiles every program that tokens of a row may need."""
         dim, start = self.last.size, self._layers["start"]
-        for chunk in CHUNKS:
-            inputs = np.zeros((chunk, dim), np.float32) if start else np.zeros(chunk, np.int32)
-            for width in self.widths:
-                self.ran = max(0, width - chunk)
-                self.run(inputs)
+        for chunk, width in itertools.product(CHUNKS, self.widths):
+            real = min(chunk, width)
+            self.ran = width - real
+            self.run(np.zeros((real, dim), np.float32) if start else np.zeros(real, np.int32))
         self.read(policy, rows_of([SamplingParams()]), 0, 0)
         self.ran = self.slots = 0
 
