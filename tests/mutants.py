@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".toml")
 COPIED = ("utio_jax", "tests", "pyproject.toml")
 LIMIT_SECONDS = 300
-KINDS = "not slow and not llm and not browser and not clients and not ray"
+KINDS = "not slow and not llm and not browser and not clients and not ray and not vllm"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from utio_jax.attention.mixing import Mixer, mix_apart
 from utio_jax.attention.products import (
     NOWHERE,
     attend,
@@ -15,6 +19,7 @@ from utio_jax.attention.products import (
     visible_keys,
     with_count,
 )
+from utio_jax.core.platform import compiling_for
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -49,11 +54,41 @@ def example(heads: int, kv_heads: int, *, queries: int = 5, keys: int = 7, scale
     )
 
 
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])  # Products have another form on each.
 @pytest.mark.parametrize("queries", [5, 70])  # Few and many are computed in two ways.
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
-def test_equals_softmax_also_where_heads_share_keys(heads, kv_heads, queries):
+def test_equals_softmax_also_where_heads_share_keys(heads, kv_heads, queries, platform):
     inputs = example(heads, kv_heads, queries=queries)
-    np.testing.assert_allclose(attend(*inputs), slow_attend(*inputs), rtol=1e-5, atol=1e-6)
+    with compiling_for(platform):
+        found = attend(*inputs)
+    np.testing.assert_allclose(found, slow_attend(*inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_heads_of_several_layers_are_those_side_by_side():
+    """Two layers of two K/V heads, which eight heads read in this order."""
+    queries, _, _, visible = example(8, 4)
+    layers = [example(8, 2)[1:3], example(4, 2)[1:3]]
+    keys, values = (jnp.concatenate(each, axis=-2) for each in zip(*layers, strict=True))
+    found = mix_apart(Mixer(window=None, causal=True), queries, layers, visible)
+    wanted = slow_attend(queries, keys, values, visible)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA:CPU makes of a product")
+def test_a_step_copies_no_keys():
+    """Scores of one query are turned; XLA:CPU would transpose every key for the other product."""
+    shapes = [(8, 1, 4, 32), (8, 256, 1, 32), (8, 256, 1, 32)]
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    inputs.append(jax.ShapeDtypeStruct((8, 1, 256), jnp.bool_))
+
+    def copied(**choices: bool) -> int:
+        with compiling_for("cpu", **choices):
+            program = jax.jit(lambda *inputs: attend(*inputs)).lower(*inputs).compile().as_text()
+        moved = re.findall(r"= f32\[([\d,]+)\]\S* (?:copy|transpose)\(", program)
+        return sum(math.prod(map(int, dims.split(","))) >= 8 * 256 * 32 for dims in moved)
+
+    assert copied() == 0
+    assert copied(scores_turned=False) > 0
 
 
 @pytest.mark.parametrize("queries", [5, 70])

@@ -170,13 +170,18 @@ def test_packed_rows_are_the_same_rows(lively: Model) -> None:
         for other in others:
             np.testing.assert_array_equal(one, other)
     assert len(PROMPTS) == 3
-    # Of its own accord a batch packs what makes no keys and values, and that alone.
-    layers, least, most = (np.sum(r.token_layers) for r in (free, packed, together))
-    alone = [not lively.decoder.config.kv_made(*span) for span in itertools.pairwise((0, *DEPTHS))]
-    assert least <= layers <= most
-    assert (layers < most) == any(alone)
-    for decided, executed in zip(free.decided, free.executed, strict=True):
-        assert np.all(executed >= decided)
+    # Of its own accord a batch packs what makes no keys and values, and that alone: of three rows
+    # one, two or all, so that each runs what it decided. Prefill's tokens come first.
+    decided, config = np.stack(free.decided)[:, 1:], lively.decoder.config
+    wanted = np.zeros_like(decided)
+    for start, stop in itertools.pairwise((0, *DEPTHS)):
+        needs = decided > start
+        wanted += (stop - start) * (needs.any(axis=0) if config.kv_made(start, stop) else needs)
+    np.testing.assert_array_equal(np.stack(free.executed)[:, 1:], wanted)
+    np.testing.assert_array_equal(free.token_layers, wanted.sum(axis=1))
+    spans = itertools.pairwise((0, *DEPTHS))
+    saves = not all(config.kv_made(*span) for span in spans)
+    assert (free.token_layers.sum() < together.token_layers.sum()) == saves
 
 
 def test_a_config_is_made_again_of_its_own_fields() -> None:

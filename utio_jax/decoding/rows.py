@@ -118,7 +118,8 @@ class CachedRows:
       width: slots to attend over; more than every valid position. Static.
       layers: each layer's parameters apart, where they are.
       shown: layers at which each slot of each row may be seen, under `kv="drop"`; None: all.
-      widths: rows of a packed block, ascending; none here: rows run together. Static.
+      widths: rows of a packed block, ascending, in segments that write no K/V; all rows run
+        together in the others, and everywhere if it is empty. Static.
     """
 
     width: int
@@ -195,10 +196,12 @@ class CachedRows:
         span: Segment,
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        """Returns the states after a segment whose layers read K/V of others and make none.
+        """Returns the states after a segment that writes no K/V, run by the rows that need it.
 
-        What no row waits for: the cache is read alone, so a block of the rows that need the segment
-        is one branch of a conditional. Their K/V are copied side by side, once for all its layers.
+        Later tokens read nothing of it, so no row has to go along for others. The live rows are
+        packed into the smallest of `widths`, and their K/V copied side by side, once for all layers
+        of the segment. Each width is a branch of a conditional, which passes on states and no
+        cache: what goes through one is copied.
         """
         start, end = span["bounds"]
         batch = live.shape[0]
