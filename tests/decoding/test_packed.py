@@ -166,8 +166,9 @@ def test_no_cache_is_copied() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    for pack in ((3, 1), (0,), (2, 2)):
-        with pytest.raises(ValueError, match="at least 1, ascending. Got pack="):
+    wrong: list[Any] = [(3, 1), (0,), (2, 2), 2, [1, 2], (1.5,), (True,), "4"]
+    for pack in wrong:
+        with pytest.raises(ValueError, match=r"at least 1, ascending, such as .*Got pack="):
             Adaptive(policy=POLICY, pack=pack)
     easy = Throttle(
         signal=Chance(key=jax.random.key(4)),

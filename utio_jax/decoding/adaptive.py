@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import fill
-from utio_jax.core.decoder import Decoder, Params
+from utio_jax.core.decoder import Decoder, Params, is_integer
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Mode, Setting, emit_drawn
 from utio_jax.decoding.rows import CachedRows, PackedRows, RowCache, ThrottledRows
@@ -59,10 +59,12 @@ class Adaptive(Mode):
 
     def __post_init__(self) -> None:
         frozen_kv(self.kv)
-        pack = self.pack or ()
-        if [*pack] != sorted({*pack}) or any(width < 1 for width in pack):
+        pack = () if self.pack is None else self.pack
+        counts = isinstance(pack, tuple) and all(is_integer(width, 1) for width in pack)
+        if not counts or [*pack] != sorted({*pack}):
             raise ValueError(
-                f"Wanted numbers of rows to pack of at least 1, ascending. Got pack={self.pack}."
+                "Wanted a tuple of numbers of rows to pack of at least 1, ascending, such as "
+                f"pack=(2, 4). Got pack={self.pack}."
             )
         if self.pack and self.throttle is not None:
             raise ValueError(
