@@ -46,7 +46,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_file, load_tensors, save_tensors
 from utio_jax.core.lens import Wrapped
 from utio_jax.evaluation.evaluate import evaluate
-from utio_jax.policies.signals import DepthTable
+from utio_jax.policies.signals import ScoreTable
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 
@@ -630,8 +630,8 @@ def test_oracles_know_the_harm_of_every_exit(tiny: Any, by: Any, text: list[Batc
         assert not policy.causal
         harm = (study.kl if by == "kl" else study.harm)[:, study.predicted]
         exits = np.asarray(tiny.decoder.config.exits)
-        assert isinstance(policy.signal, DepthTable)
-        depths = np.asarray(policy.signal.depth_of_token)
+        assert isinstance(policy.signal, ScoreTable)
+        depths = np.asarray(policy.signal.scores)
         left = np.searchsorted(exits, depths[study.predicted])
         harms.append(harm[left, np.arange(left.size)])
         blind.append(harm[np.random.default_rng(0).permutation(left), np.arange(left.size)])

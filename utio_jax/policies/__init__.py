@@ -20,11 +20,11 @@ from utio_jax.policies.importance import (
 from utio_jax.policies.learned import CandidateGates, Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
-    DepthTable,
     Entropy,
     MaxProbability,
     Patience,
     Position,
+    ScoreTable,
     SignalBase,
     SoftmaxGap,
     StateSimilarity,
@@ -39,7 +39,6 @@ __all__ = [
     "Calibration",
     "CandidateGates",
     "Chance",
-    "DepthTable",
     "Entropy",
     "Hazard",
     "Learned",
@@ -48,6 +47,7 @@ __all__ = [
     "Policy",
     "Position",
     "PromptRouter",
+    "ScoreTable",
     "Signal",
     "SignalBase",
     "SoftmaxGap",

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals with weights that calibration fits: small MLPs on states and on what these predict.
-
-`utio_jax.calibration.gates` fits them. What a gate's number means is what it was fitted to:
-sqrt(KL to full depth) for `learned`, the logit of "the prediction here differs from full depth's"
-for `classifier` and `hazard`.
-"""
+"""Signals with weights that `utio_jax.calibration.gates` fits: small MLPs on states."""
 
 from __future__ import annotations
 
@@ -26,14 +21,7 @@ from utio_jax.policies.signals import SignalBase, exit_index
 class StateGate:
     """A small MLP on the normalised state; gates of several exits lead with an exit axis.
 
-    The exit classifier of CALM (Schuster et al. 2022) and arXiv 2407.20272, with a
-    hidden layer.
-
-    Attributes:
-      hidden: `[dim, hidden]`.
-      hidden_bias: `[hidden]`.
-      output: `[hidden]`.
-      output_bias: `[]`.
+    The exit classifier of CALM (Schuster et al. 2022) and arXiv 2407.20272, with a hidden layer.
     """
 
     hidden: Float[Array, "*exit dim hidden"]
@@ -46,7 +34,7 @@ class StateGate:
         return self.read(normalise(x))
 
     def read(self, x: Float[Array, "*lead dim"]) -> Float[Array, "*lead"]:
-        """Returns the same for what is normalised already, or needs not be."""
+        """Returns the same of inputs that are not normalised first."""
         hidden = x @ self.hidden
         hidden = jax.nn.relu(hidden + jnp.broadcast_to(self.hidden_bias, hidden.shape))
         return hidden @ self.output + self.output_bias
@@ -69,7 +57,7 @@ class _Gated(SignalBase):
     exits: tuple[int, ...] = static()
 
     def gate_at(self, boundary: Boundary) -> StateGate:
-        """Returns the gate of a boundary. Raises ValueError where there is none."""
+        """Returns the gate of a boundary; raises ValueError where there is none."""
         return self.gates.at(exit_index(self.exits, boundary.depth, self.name))
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
@@ -82,9 +70,8 @@ class Learned(_Gated):
 
     Named `learned`, gates regress sqrt(KL to full depth), in nats ** 0.5: a dense target without
     labels. Named `classifier`, they hold the logit of "this exit's most probable token is not full
-    depth's": the classifier of CALM and arXiv 2407.20272, and
-    TIDE's router with its label repaired. TIDE compares checkpoints' states, the last with itself,
-    which teaches that there all tokens may leave; the label here is the outcome at full depth.
+    depth's": the classifier of CALM and arXiv 2407.20272, and TIDE's router, whose label compares
+    the last state with itself.
     """
 
     name: str = static(default="learned")
@@ -98,11 +85,8 @@ class CandidateGates(_Gated):
     """A gate's value from the state, and from what it predicts of a few likely next tokens.
 
     SpecEE (Xu et al. 2025, arXiv 2504.08850): how sure an exit is shows in the logits of a few
-    candidates, which are so many columns of the head instead of the whole vocabulary. There a draft
-    model names them; here a table does, by what follows a token most often in a text, so that they
-    are known before the first layer. Entropy (nats), largest logit, its distance to the second and
-    the logarithm of the sum of exponentials, all over the candidates, join the normalised state,
-    the logarithm of its scale, and that of the position.
+    candidates, so many columns of the head instead of the whole vocabulary. There a draft model
+    names them; here a table does, by what follows a token most often in a text.
 
     Attributes:
       gates: one per exit, on states and `candidate_inputs`; fitted to sqrt(KL to full depth).
@@ -115,11 +99,7 @@ class CandidateGates(_Gated):
     def start(
         self, token_ids: Inputs, positions: Int[Array, "batch token"]
     ) -> Int[Array, "batch token"]:
-        """Returns the token ids, which say the candidates.
-
-        Raises:
-          ValueError: the inputs are not token ids.
-        """
+        """Returns the token ids, which say the candidates; raises ValueError for other inputs."""
         if not jnp.issubdtype(jnp.asarray(token_ids).dtype, jnp.integer):
             raise ValueError(
                 "Wanted token ids, which the candidates of these gates follow from. Got inputs of "
@@ -173,6 +153,9 @@ def candidate_inputs(
 ) -> Float[Array, "slot 6"]:
     """Returns what gates see beside a normalised state, see `CandidateGates`.
 
+    Entropy (nats), largest logit, its distance to the second and the logarithm of the sum of
+    exponentials, all over the candidates; logarithms of the state's scale and of the position.
+
     Args:
       decoder: the model; where it reads an exit through a lens, so do the candidates' columns.
       params: its parameters.
@@ -208,10 +191,9 @@ def candidate_inputs(
 class Hazard(_Gated):
     """The probability of having passed all boundaries so far, this one included.
 
-    PALBERT's Q-exit (Balagansky and Gavrilov 2022): with h_i the probability of
-    halting at exit i, a token stops once 1 - prod(1 - h_i) reaches q: a threshold of `1 - q` on
-    this score. The classifier gates give h, the probability that full depth would predict the same:
-    their value is the logit of "differs from full depth", which is 1 - h.
+    PALBERT's Q-exit (Balagansky and Gavrilov 2022): with h_i the probability of halting at exit i,
+    a token stops once 1 - prod(1 - h_i) reaches q: a threshold of `1 - q` on this score. The gates
+    are those of `classifier`, whose value is the logit of 1 - h.
     """
 
     name: str = static(default="hazard")
