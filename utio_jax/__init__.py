@@ -63,7 +63,6 @@ from utio_jax.policies.signals import (
     surrogate_table,
 )
 from utio_jax.staircase.buckets import (
-    BucketPlan,
     Buckets,
     assign_buckets,
     bucket_tokens,
@@ -84,7 +83,6 @@ __version__ = _metadata.version("utio-jax")
 __all__ = [
     "Adaptive",
     "Boundary",
-    "BucketPlan",
     "Buckets",
     "CandidateGates",
     "CapacityPrefix",

@@ -25,8 +25,7 @@ class Evaluate(Scoring):
         give one row of each, or it comes out too narrow.
       prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
       prompt_deep: share of each prompt that goes deep.
-      prompt_by: what chooses it: sinks_recent, heat, surrogate, gate, random or none (the last
-        token alone).
+      prompt_by: what chooses it: sinks_recent, gate, random or none (the last token alone).
       prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
         default.
     """

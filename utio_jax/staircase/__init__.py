@@ -3,7 +3,6 @@
 
 from utio_jax.staircase.base import Executor, Tokens
 from utio_jax.staircase.buckets import (
-    BucketPlan,
     Buckets,
     assign_buckets,
     bucket_tokens,
@@ -13,7 +12,7 @@ from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
 from utio_jax.staircase.exit_head import Readout
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
-from utio_jax.staircase.prompts import AttentionHeat, PromptImportance, Recency
+from utio_jax.staircase.prompts import PromptImportance, Recency
 from utio_jax.staircase.reference import dense_states, reference_states
 from utio_jax.staircase.score import (
     Comparison,
@@ -27,8 +26,6 @@ from utio_jax.staircase.score import (
 from utio_jax.staircase.sparse import SparseAttention
 
 __all__ = [
-    "AttentionHeat",
-    "BucketPlan",
     "Buckets",
     "CapacityPrefix",
     "Comparison",

@@ -70,9 +70,7 @@ def score(  # noqa: PLR0913 (options, each named)
     """Returns every token's log-likelihood with the depth that the policy gives it.
 
     Pure; jit it with `decoder`, `kv`, `executor` and `mesh` static. Padding past `lengths` changes
-    nothing. Under jit only shapes are checked: ids outside the vocabulary and lengths beyond the
-    rows then give numbers that mean nothing. `check_tokens` looks at both on the host beforehand,
-    as `score_documents` does.
+    nothing. Under jit only shapes are checked; `check_tokens` looks at ids and lengths on the host.
 
     Args:
       decoder: the model.
@@ -162,7 +160,7 @@ def score_dense(
 
 
 def check_rows(decoder: Decoder, token_ids: Any, lengths: Any) -> None:
-    """Checks the rows of a pass, as far as that waits for no device: their width, and known values.
+    """Checks the rows of a pass, as far as that waits for no device.
 
     Raises:
       ValueError: no rows, rows of no token or wider than the model's context, and of values that
