@@ -18,23 +18,17 @@ from helpers.marks import quick_where
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
-from utio_jax import (
-    Learned,
-    Ledger,
-    MicroBatches,
-    Thresholded,
-    full_depth,
-    given_depths,
-    random_depths,
-    uniform,
-)
+from utio_jax import Thresholded, uniform
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree
+from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.evaluation.guardrail import check_worthwhile
 from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.policies import Learned, given_depths, random_depths
 from utio_jax.policies.signals import Position, TokenSurrogate
+from utio_jax.staircase import MicroBatches, full_depth
 from utio_jax.staircase.score import compare_states, run_score
 
 
