@@ -42,7 +42,7 @@ CHIPS = {  # Clocks from the peak: 197 and 918 TFLOP/s in bfloat16.
 MODELS = {"llama-7b": (0.75, 0.6, 0.5), "mistral-7b": (0.75, 0.6, 0.5), "shipped": (0.9, 0.75, 0.6)}
 """Budgets by model: the first exit of the shipped one costs more than half."""
 
-SCORED = {"v5e": MODELS | dict.fromkeys(NARROW, (0.6,)), "v6e": MODELS}
+SCORED = {"v5e": MODELS | dict.fromkeys(NARROW, (0.75,)), "v6e": MODELS}
 """The same of scoring: narrow models on one chip alone."""
 
 LAYERS = 8
@@ -363,8 +363,8 @@ def of_scoring(known: Predictions) -> str:
     return (
         "\n## Scoring 16 x 512 tokens: predicted speed-up over full depth\n\n"
         + table([*header, "micro-batches"], lines)
-        + "\nIdeal is 1 over the budget. The default is what `score_documents` and the commands do: a "
-        "static\nprefix, and full depth where a state is narrower than `Platform.narrow`.\n"
+        + "\nIdeal is 1 over the budget. The default is what `score_documents` and the commands do: a\n"
+        "static prefix, and full depth where a state is narrower than `Platform.narrow`.\n"
     )
 
 
