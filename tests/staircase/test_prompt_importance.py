@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from helpers.models import Model, with_random_maps
 
-from utio_jax import MicroBatches, score, staircase, uniform
+from utio_jax import score, uniform
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.policies.signals import SignalBase
+from utio_jax.staircase import MicroBatches, staircase
 from utio_jax.staircase.prompts import (
     SIGNALS,
     PromptChoice,
