@@ -16,7 +16,7 @@ from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.evaluation.guardrail import check_worthwhile
+from utio_jax.evaluation.flops import check_worthwhile
 
 PLAIN = "plain"
 """The model's own decoding: the baseline of both decoding parts, and the only full-depth one."""

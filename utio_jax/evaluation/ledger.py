@@ -33,8 +33,7 @@ class Ledger:
       agreement: share of predicted tokens with the full model's most probable token.
       throttled_ratio: share of the decided token-layers in which a token saw a compact view of the
         history only; in generation.
-      kv_bytes_ratio: bytes of K/V read in decoding / plain decoding's; in
-        generation.
+      kv_bytes_ratio: bytes of K/V read in decoding / plain decoding's; in generation.
       flops_ratio: executed FLOPs (layers, padding, frozen K/V, head, gates) / the full pass'.
       gate_pct: extra heads and gates, % of the full pass' FLOPs.
       padding_ratio: executed / decided token-layers.
@@ -109,13 +108,8 @@ def uniform_hull(rows: Sequence[Ledger]) -> Callable[[float], float | None]:
     It maps a `flops_ratio` to the loss increase (%) that mixing two exits at random would reach;
     None below the cheapest exit.
     """
-    return convex_hull(
-        [
-            (row.flops_ratio or 0.0, row.nll_increase_pct or 0.0)
-            for row in rows
-            if row.policy in ("uniform", "full")
-        ]
-    )
+    exits = [row for row in rows if row.policy in ("uniform", "full")]
+    return convex_hull([(row.flops_ratio or 0.0, row.nll_increase_pct or 0.0) for row in exits])
 
 
 def convex_hull(points: Sequence[tuple[float, float]]) -> Callable[[float], float | None]:
