@@ -63,7 +63,7 @@ class PlainControls:
 
 
 def plain_hull(model: Any) -> Callable[[float | None], float | None]:
-    """Returns `PlainControls.nll_increase_pct` of a `utio_jax.models.Model`, or None of all costs."""
+    """Returns `PlainControls.nll_increase_pct` of a `models.Model`; without controls, None."""
     found: PlainControls | None = model.plain_controls
     return (lambda _: None) if found is None else found.nll_increase_pct
 

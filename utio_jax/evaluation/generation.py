@@ -53,7 +53,7 @@ def read_full(
     token_ids: Int[Array, "batch token"],
     lengths: Int[Array, " batch"],
 ) -> FullReading:
-    """Reads whole texts at full depth; from a row's last token on, what stands there means nothing."""
+    """Reads whole texts at full depth; from a row's last token on, it means nothing."""
     (x,) = dense_states(decoder, params, token_ids, lengths, depths=(decoder.config.num_layers,))
     labels, _ = labels_of(token_ids, lengths)
 
