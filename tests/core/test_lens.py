@@ -399,7 +399,7 @@ def test_advice_names_what_else_there_is(model: Model) -> None:
     assert "depth 2 is 56 % above" in advice
     assert "--fit-lens" in advice
     assert "Use the model in full" in advice
-    assert "finetune --exits 1 2 4" in advice
+    assert "finetune.py --exits 1 2 4" in advice
     good = {**INFO, "exit_agreement": {"1": 0.95, "2": 0.97}}
     advice = advise(model.decoder, model.params, good, lens=True)
     assert advice is not None

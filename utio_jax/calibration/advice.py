@@ -178,5 +178,5 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
     else:
         said.append("Use the model in full; drafts would too seldom be right.")
     exits = " ".join(map(str, decoder.config.exits))
-    said.append(f"Or teach its exits to predict: utio-jax finetune --exits {exits}.")
+    said.append(f"Or teach its exits to predict: models/recipes/finetune.py --exits {exits}.")
     return " ".join(said)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Bench:
     """Measures speed and cost on this machine, next to full depth and to controls.
 
-    Writes results.json, a row at a time.
+    Writes results.json, a row at a time, which --report makes a page of.
 
     Attributes:
       suite: quick takes under two minutes on two idle cores; cpu measures all parts; accelerator
@@ -35,12 +35,14 @@ class Bench:
       out: folder of the results, which are replaced.
       resume: keep what is there, and measure the rest.
       dry_run: the same code at tiny sizes: shows that it runs, not how fast.
+      report: measure nothing: write report.html of this results.json, tables and pictures, to
+        --out.
     """
 
     EXAMPLES: ClassVar = (
         "bench",
         "bench --suite cpu --parts decode lossless --models shipped",
-        "bench --suite accelerator --dry-run",
+        "bench --report out/bench/results.json",
     )
 
     suite: Literal["quick", "cpu", "accelerator"] = "quick"
@@ -53,9 +55,12 @@ class Bench:
     out: Path = Path("out/bench")
     resume: bool = False
     dry_run: bool = False
+    report: Path | None = None
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
+        if self.report is not None:
+            return self._page(self.report)
         import jax
         from rich.console import Console
 
@@ -82,7 +87,7 @@ class Bench:
             settings={
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in dataclasses.asdict(self).items()
-                if name not in ("out", "resume")
+                if name not in ("out", "resume", "report")
             },
             environment=describe(dtype=dtype),
             resume=self.resume,
@@ -106,7 +111,10 @@ class Bench:
         results = recorder.close(complete=complete, seconds=time.perf_counter() - started)
         Console(stderr=True, width=118).print(bench_table(results))
         verdict = conclude(results)
-        print(f"{verdict}\nResults: {file}. As a page: utio-jax report {file}", file=sys.stderr)
+        print(
+            f"{verdict}\nResults: {file}. As a page: utio-jax bench --report {file}",
+            file=sys.stderr,
+        )
         return {
             "command": "bench",
             "suite": self.suite,
@@ -117,6 +125,14 @@ class Bench:
             "environment": results["environment"],
             **summarise(results),
         }
+
+    def _page(self, results: Path) -> dict[str, Any]:
+        from utio_jax.bench.report import write_report
+
+        check_out(self.out)
+        written = write_report(results, self.out)
+        print(f"written: {written}", file=sys.stderr)
+        return {"command": "bench", "report": str(written)}
 
     def sized(self) -> Suite:
         """Returns the suite with the options that were given.

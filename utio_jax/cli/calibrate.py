@@ -45,13 +45,9 @@ class Calibrate(OfWindows, OfText):
         tokens that differ from full depth's, guaranteed by risk control on half of the documents,
         near-copies kept together.
       confidence: of that guarantee, for all policies at once: pick the cheapest. By default 0.95.
-      gate_text: text files to which the weights of signals are fitted, other ones than thresholds:
-        gates look better on what they have seen. `train` takes that split of the standard library.
-        By default the calibration text.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
         half of the documents; the policies get the other half. Written beside --out, and kept where
         the same one is there already. Always, where a model names no exits.
-      seed: of the gates, and of the halves.
       out: JSON file to write, its weights beside it; by default policies.json in the model's
         folder, or NAME.policies.json beside its NAME.gguf. To a calibration of the same text and
         goal that is there policies are added. The shipped model's own is never written.
@@ -70,10 +66,8 @@ class Calibrate(OfWindows, OfText):
     max_nll_increase_pct: float | None = None
     max_disagreement: float | None = None
     confidence: Rare[float | None] = None
-    gate_text: Rare[tuple[str, ...]] = ()
     exits: tuple[int, ...] = ()
     fit_lens: bool = False
-    seed: Rare[int] = 0
     out: Path | None = None
     resume: Rare[bool] = False
 
@@ -103,41 +97,33 @@ class Calibrate(OfWindows, OfText):
             say(f"no exits are named: {model.decoder.config.exits}, through a lens to be fitted")
         out = self._place(model)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
-        before, known = None, None
         if fit_lens:
-            first, documents = split_documents(documents, seed=self.seed)
-            model, before = self._read_through_lens(model, first, documents, described, out, say)
+            first, documents = split_documents(documents, seed=0)
+            model = model.with_lens(self._lens(model, first, described, out, say))
         keep = keeping(out)
-        if out.is_file():
-            known = _known(model, out)
+        known = _known(model, out) if out.is_file() else None
         check_same([model.sha256, documents], what="model and text")
-        config = model.decoder.config
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
         goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()
         if self.max_nll_increase_pct is not None:
             goal = MaxLoss(nll_increase_pct=self.max_nll_increase_pct)
         elif self.max_disagreement is not None:
             # Thresholds come from one half, the guarantee from the other.
-            documents, rest = split_documents(documents, seed=self.seed)
+            documents, rest = split_documents(documents, seed=0)
             goal = MaxDisagreement(
                 max_disagreement=self.max_disagreement,
                 confidence=0.95 if self.confidence is None else self.confidence,
                 documents=rest,
                 policies=len(policies),
-                seed=self.seed,
             )
-        gate_batches, gate_text = self._gate_windows(model)
         fitted = calibrate(
             model.decoder,
             model.params,
-            _windows(documents, config),
+            _windows(documents, model.decoder.config),
             model_sha256=model.sha256,
             text=described,
-            gate_batches=gate_batches,
-            gate_text=gate_text,
             policies=policies,
             goal=goal,
-            seed=self.seed,
             done=known,
             refit=not self.resume,
             mesh=mesh,
@@ -158,7 +144,6 @@ class Calibrate(OfWindows, OfText):
             "seconds_total": round(time.perf_counter() - started, 1),
             "out": str(out),
             "lens": str(model.lens) if lens else None,
-            "exit_nll_increase_pct_without_lens": before,
             "info": dict(fitted.info),
             "entries": {
                 name: {str(budget): entry.to_json() for budget, entry in entries.items()}
@@ -187,50 +172,30 @@ class Calibrate(OfWindows, OfText):
         if self.out is not None:
             check_writable(calibration_file(self.out), "--out")
 
-    def _gate_windows(self, model: Any) -> tuple[list[Batch] | None, dict[str, Any] | None]:
-        """Returns the text of the weights, and what identifies it; None: as the thresholds."""
-        from utio_jax.calibration.gates import gate_windows
-
-        if not self.gate_text:
-            return None, None
-        split = "train" if self.gate_text == ("train",) else None
-        files = () if split else tuple(map(Path, self.gate_text))
-        documents, described = read_documents(model, files, None, split)
-        config = model.decoder.config
-        width, vocab_size = config.context_length, config.vocab_size
-        batches = gate_windows(documents, width=width, vocab_size=vocab_size, seed=self.seed)
-        tokens = sum(int(batch.lengths.sum()) for batch in batches)
-        return batches, {**described, "tokens": tokens}
-
     def _place(self, model: Any) -> Path:
         """Returns the file to write, once it is known that it can be.
 
         Raises:
           ValueError: it cannot, or it is not the user's: the model is part of the package.
         """
-        if self.out is not None:
-            return calibration_file(self.out)
         from utio_jax.models.shipped import is_shipped
 
-        out = calibration_file(model.folder)
-        wanted = "Wanted --out FILE: "
-        remedy = "For example: --out out/policies.json, which other commands read as --calibration."
-        if is_shipped(model.folder):
-            raise ValueError(
-                f"{wanted}{model.folder} belongs to the installed package, whose own calibration "
-                f"stays as it is. Got none. {remedy}"
-            )
-        try:
-            return check_writable(out, "--out")
-        except ValueError as error:
-            raise ValueError(
-                f"{wanted}the model's folder cannot be written. {error} {remedy}"
-            ) from error
-
-    def _lens_file(self, model: Any, out: Path) -> Path:
-        from utio_jax.core.lens import lens_file
-
-        return lens_file(model.folder if self.out is None else out.parent)
+        if self.out is not None:
+            return calibration_file(self.out)
+        out, error = calibration_file(model.folder), None
+        why = (
+            f"{model.folder} belongs to the installed package, whose own calibration stays as it "
+            "is. Got none."
+        )
+        if not is_shipped(model.folder):
+            try:
+                return check_writable(out, "--out")
+            except ValueError as refused:
+                error, why = refused, f"the model's folder cannot be written. {refused}"
+        raise ValueError(
+            f"Wanted --out FILE: {why} For example: --out out/policies.json, which other commands "
+            "read as --calibration."
+        ) from error
 
     def _next(self, model: Any, out: Path) -> str:
         """Returns the command that says whether what was written pays."""
@@ -246,28 +211,29 @@ class Calibrate(OfWindows, OfText):
             words += ["--lens", self.lens]
         return f"{shlex.join(words)} OTHER_FILES"
 
-    def _read_through_lens(
+    def _lens(
         self,
         model: Any,
         documents: list[np.ndarray],
-        others: list[np.ndarray],
         described: dict[str, Any],
         out: Path,
         say: Callable[[str], None],
-    ) -> tuple[Any, dict[str, float]]:
-        """Returns the model with a lens, and what its exits lose on `others` without, in %."""
-        from utio_jax.calibration.lens import LensConfig, fit_lens
-        from utio_jax.core.lens import save_lens
-        from utio_jax.staircase.score import exit_nll
+    ) -> Path:
+        """Returns the file of a lens that is fitted to these documents, or was.
 
-        file = self._lens_file(model, out)
+        Raises:
+          ValueError: there is another one, or a calibration that was fitted without.
+        """
+        from utio_jax.calibration.lens import LensConfig, fit_lens
+        from utio_jax.core.lens import lens_file, save_lens
+
+        file = lens_file(model.folder if self.out is None else out.parent)
         check_writable(file, "--out")
-        config = model.decoder.config
-        settings = LensConfig(seed=self.seed)
+        config, settings = model.decoder.config, LensConfig()
         info = {
             "model_sha256": model.sha256,
             "text": described,
-            "seed": self.seed,
+            "seed": settings.seed,
             "steps": settings.steps,
         }
         if file.is_file():
@@ -279,24 +245,10 @@ class Calibrate(OfWindows, OfText):
                 "holds one that was fitted without it. Name another --out, or remove what is there."
             )
         else:
-            lens = fit_lens(
-                model.decoder, model.params, _windows(documents, config), settings, progress=say
-            )
+            windows = _windows(documents, config)
+            lens = fit_lens(model.decoder, model.params, windows, settings, progress=say)
             save_lens(file, lens, info=info)
-        say("exits without lens")
-        run = jax.jit(exit_nll, static_argnums=0)
-        total = sum(
-            np.asarray(run(model.decoder, model.params, batch.token_ids, batch.lengths)).sum(
-                axis=(1, 2), dtype=np.float64
-            )
-            for batch in _windows(others, config)[:_UNTOUCHED]
-        )
-        *early, full = np.asarray(total).tolist()
-        before = {
-            str(depth): round(100 * (lost / full - 1), 3)
-            for depth, lost in zip(config.exits, early, strict=False)
-        }
-        return model.with_lens(file), before
+        return file
 
 
 def keeping(out: Path) -> Callable[[Calibration], None]:
@@ -324,11 +276,7 @@ def keeping(out: Path) -> Callable[[Calibration], None]:
 
 
 def _known(model: Any, file: Path) -> Calibration:
-    """Returns the calibration that is there.
-
-    Raises:
-      ValueError: it cannot be read, or is another model's, so that nothing can be added to it.
-    """
+    """Returns the calibration that is there, to which policies can be added."""
     try:
         return load_calibration(file, model_sha256=model.sha256)
     except ValueError as error:
@@ -348,9 +296,6 @@ def _check_lens(file: Path, wanted: dict[str, Any]) -> None:
             f"{other}, and what was calibrated through it needs it. Name another --out, remove "
             f"{file}, or calibrate through it: --lens {file}."
         )
-
-
-_UNTOUCHED = 4  # Batches on which exits are read without the lens, for comparison.
 
 
 def _windows(documents: list[np.ndarray], config: DecoderConfig) -> list[Batch]:

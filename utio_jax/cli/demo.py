@@ -13,13 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from utio_jax.cli.options import (
-    Files,
-    Rare,
-    check_out,
-    progress_bar,
-    read_documents,
-)
+from utio_jax.cli.options import Files, Rare, check_out, progress_bar, read_documents
+from utio_jax.cli.trial import FASTER, long_prompt
 from utio_jax.core.files import save_json
 from utio_jax.policies.store import DEFAULT_BUDGET
 
@@ -65,7 +60,9 @@ class Demo:
         found, budget = self._read(model, documents)
         console.print(reading_table(found["rows"], default=budget))
         found["generation"] = self._written(model, documents, budget)
-        found["prompt"] = self._prompt(model, documents)
+        width = min(_WIDTH, model.decoder.config.context_length)
+        rounds = 3 * self.rounds
+        found["prompt"] = long_prompt(model, documents, width=width, rows=_PROMPTS, rounds=rounds)
         found["pictures"] = self._draw(model, found.pop("ledgers"), budget)
         found["verdict"] = conclude(found, budget=budget)
         for line in (*sentences(found), f"Verdict: {found['verdict']}"):
@@ -149,27 +146,6 @@ class Demo:
         ]
         return [row | {"budget": budget} if row["mode"] == "adaptive" else row for row in rows]
 
-    def _prompt(self, model: Any, documents: Sequence[np.ndarray]) -> dict[str, Any] | None:
-        """Returns what a long, mostly shallow prompt comes to; None where the model knows none."""
-        from utio_jax.bench.prompts import shallow_prompts
-        from utio_jax.prompts.evaluate import PromptSizes
-
-        width = min(_WIDTH, model.decoder.config.context_length)
-        sizes = PromptSizes(
-            prompt_tokens=width * 7 // 8, continuation=width // 8, rows=_PROMPTS, batch=_PROMPTS
-        )
-        try:
-            return shallow_prompts(
-                model.decoder,
-                model.params,
-                documents,
-                sizes=sizes,
-                choices=model.prompt_choices,
-                rounds=3 * self.rounds,
-            )
-        except ValueError:
-            return None
-
     def _draw(self, model: Any, ledgers: Sequence[Any], budget: float) -> list[str]:
         """Draws loss over work, and a text by depth; returns the files."""
         from utio_jax.bench.plots import plot_pareto
@@ -186,12 +162,7 @@ class Demo:
 
 
 def reading_table(rows: Sequence[dict[str, Any]], *, default: float) -> Table:
-    """Returns a terminal table of full depth and the learned policy's budgets, the largest first.
-
-    Args:
-      rows: as the demonstration's JSON has them.
-      default: the budget to point at.
-    """
+    """Returns a table of full depth and the learned policy's budgets, which points at `default`."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2))
@@ -248,19 +219,12 @@ def sentences(found: dict[str, Any]) -> list[str]:
 
 
 def conclude(found: dict[str, Any], *, budget: float) -> str:
-    """Returns what to do with the model, in plain sentences.
-
-    Args:
-      found: rows of reading, of writing ("generation") and of a prompt.
-      budget: of the learned policy that is spoken of.
-    """
+    """Returns what to do with the model: what the learned policy at a budget and the rest say."""
     read = next(
         row for row in found["rows"] if row["policy"] == "learned" and row["budget"] == budget
     )
-    cut, shallower = (
-        _margin(read, control)
-        for control in ("hull_nll_increase_pct", "plain_hull_nll_increase_pct")
-    )
+    cut = _margin(read, "hull_nll_increase_pct")
+    shallower = _margin(read, "plain_hull_nll_increase_pct")
     said = []
     if shallower is not None and shallower < 0:
         said.append(
@@ -274,10 +238,10 @@ def conclude(found: dict[str, Any], *, budget: float) -> str:
         )
     drafts = [row for row in found["generation"] if row["batch"] == 1 and row["mode"] != "adaptive"]
     fastest = max(drafts, key=lambda row: row["speedup"])
-    if fastest["speedup"] > 1.05:
+    if fastest["speedup"] > FASTER:
         said.append("for one text at a time --mode lossless costs nothing")
     prompt = found["prompt"]
-    if prompt is not None and prompt["speedup"] > 1.05:
+    if prompt is not None and prompt["speedup"] > FASTER:
         ask = "as they are" if prompt["exact"] else "with --prompt-budget"
         said.append(f"long prompts pay {ask}")
     said = said or ["run this model in full"]
