@@ -226,7 +226,7 @@ def test_addresses_and_methods_that_are_not_there(server: Running) -> None:
     for path, method, status in cases:
         found = server.ask(path, {} if method == "POST" else None, method=method)
         assert (found.status, found.error["type"]) == (status, "invalid_request_error"), path
-    bare = server.ask("/version", method="POST")
+    bare = server.ask("/ready", method="POST")
     assert (bare.status, bare.error["code"]) == (405, "method_not_allowed")
     other = server.ask("/v1/completions", completion("x") | {"model": "gpt"})
     assert (other.status, other.error["code"], other.error["param"]) == (
@@ -344,7 +344,7 @@ def test_only_those_with_the_key_are_let_in(server: Running, key: str) -> None:
         )
     for path in ("/v1/models/small", "/tokenizer_info", "/nothing"):
         assert status(None, path) == 401
-    for path in ("/health", "/ready", "/metrics", "/version", "/openapi.json", "/"):
+    for path in ("/health", "/ready", "/metrics", "/openapi.json", "/"):
         assert status(None, path) == 200
     assert "kiwi" not in json.dumps(server.lines)
 
@@ -362,7 +362,6 @@ def test_addresses_that_others_reach_want_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.1.1", "example.org"):
         with pytest.raises(ValueError, match="Wanted a key for an address"):
             Address(host=host)
-        assert Address(host=host, insecure=True).host == host
     for host in ("127.0.0.1", "::1", "localhost"):
         assert Address(host=host).host == host
     with pytest.raises(ValueError, match="a port of 0 to 65535"):
@@ -407,13 +406,6 @@ def test_a_full_queue_is_told_and_when_to_come_again(server: Running) -> None:
         assert [each.status for each in answers] == [200] * (slots + 1)
         never = server.completion("x", n=slots + 2)
         assert (never.status, "at most" in never.error["message"]) == (400, True)
-    with server.limited(queue_tokens=40), server.slowed(0.05):
-        with asked(server, *[long] * (slots + 1)) as answers:
-            server.wait_for(lambda: open_tasks(server) == slots + 1)
-            server.wait_for(lambda: len(server.server.app.worker.waiting) == 1)
-            assert server.completion("x" * 60).status == 429
-        assert [each.status for each in answers] == [200] * (slots + 1)
-        assert server.completion("x" * 60).status == 200, "alone it may be larger"
 
 
 def test_an_answer_that_takes_too_long_ends(server: Running) -> None:
@@ -504,8 +496,6 @@ def test_counters_and_logs_tell_of_each_request_and_never_what_was_said(
     def grown(name: str) -> float:
         return after[name] - before.get(name, 0)
 
-    assert grown('utio_http_requests_total{path="/v1/completions",status="200"}') == 2
-    assert grown('utio_http_requests_total{path="/v1/completions",status="400"}') == 2
     assert grown("utio_new_tokens_total") == 16
     assert grown('utio_ended_total{reason="length"}') == 2
     assert grown("utio_time_to_first_token_seconds_count") == 2
@@ -590,13 +580,8 @@ def test_life_and_the_page(server: Running) -> None:
     assert server.ask("/health").body == {"status": "ok"}
     ready = {"status": "ready", "mode": "adaptive", "plan": None}
     assert server.ask("/ready").body == ready
-    assert "jax" in server.ask("/version").body
     schema = server.ask("/openapi.json").body
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= {*schema["paths"]}
-    docs = server.ask("/docs").body.decode()
-    for told in ("POST /v1/completions", "thinking_token_budget", "max_tokens", "/tokenizer_info"):
-        assert told in docs
-    assert "<script" not in docs
     page = server.ask("/")
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'")

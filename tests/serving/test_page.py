@@ -71,7 +71,7 @@ def test_the_page_is_one_file_with_one_style_and_one_script() -> None:
         assert not barred, (tag, barred)
     assert not re.findall(r"https?:|//\w|@import|url\(", HTML)
     links = {attributes["href"] for attributes in elements.named("a")}
-    assert links == {"docs", "openapi.json", "metrics"}, "of this server, wherever it is mounted"
+    assert links == {"openapi.json", "metrics"}, "of this server, wherever it is mounted"
 
 
 def test_the_hashes_of_style_and_script_are_those_that_a_browser_computes() -> None:

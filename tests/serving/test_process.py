@@ -240,7 +240,7 @@ def test_a_thousand_at_once_are_answered_or_told_to_come_again(start: Start) -> 
 
 def check_retries(server: Process) -> None:
     """With a client's retries all are answered, and none twice."""
-    known = server.counters()
+    known, seen = server.counters(), len(server.lines)
 
     async def all_of_them() -> list[Any]:
         async with openai.AsyncOpenAI(
@@ -263,9 +263,7 @@ def check_retries(server: Process) -> None:
         return after[name] - known.get(name, 0)
 
     assert sum(grown(f'utio_ended_total{{reason="{why}"}}') for why in ("length", "eos")) == 1000
-    answers = 'utio_http_requests_total{path="/v1/completions",status="'
-    assert grown(answers + '200"}') == 1000
-    assert grown(answers + '429"}') > 0
+    assert any(line.get("status") == 429 for line in server.lines[seen:])
 
 
 def leave(server: Process, body: dict[str, Any], *, chunks: int) -> None:

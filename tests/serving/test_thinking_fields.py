@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.serving import CONTEXT, Running, completion, served_model
 
-from utio_jax.cli.options import OfThinking
+from utio_jax.cli.serve import Serve
 from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
@@ -72,10 +72,10 @@ def test_usage_of_nothing_is_no_token() -> None:
 
 def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
     tokenizer = served(folder, None).text.tokenizer
-    assert OfThinking().thinking(tokenizer) is None
-    with pytest.raises(ValueError, match="Wanted --think-end TEXT with --max-thinking-tokens"):
-        OfThinking(max_thinking_tokens=0).thinking(tokenizer)
-    rule = OfThinking(think_end="ab", think_start="ca").thinking(tokenizer)
+    assert Serve().thinking(tokenizer) is None
+    with pytest.raises(ValueError, match="Wanted --think-end TEXT with --think-start"):
+        Serve(max_thinking_tokens=0).thinking(tokenizer)
+    rule = Serve(think_end="ab", think_start="ca").thinking(tokenizer)
     assert rule is not None
     assert tokenizer.decode([*rule.end_ids]) == "ab"
     assert tokenizer.decode([*rule.start_ids]) == "ca"

@@ -133,7 +133,7 @@ class Serve(OfMode, OfProcesses):
             chat=_chat_of(model),
             prefill=prefill,
             prompt_budget=None if prefill is None else self.prompt_budget,
-            thinking=self._thinking(model.tokenizer),
+            thinking=self.thinking(model.tokenizer),
             special_tokens=_special_tokens(model),
             **routing,
         )
@@ -164,7 +164,7 @@ class Serve(OfMode, OfProcesses):
             about["histogram"] = dict(zip(fitted.depths, fitted.fractions, strict=True))
         return Adaptive(policy=with_depths(budgets[budget], depths)), about
 
-    def _thinking(self, tokenizer: Any) -> Any:
+    def thinking(self, tokenizer: Any) -> Any:
         """Returns the `utio_jax.decoding.thinking.Thinking` that was asked for; None: none was."""
         from utio_jax.decoding.thinking import Thinking
 
