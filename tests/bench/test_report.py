@@ -39,7 +39,7 @@ def page(stored: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> st
     """A whole report."""
     out = tmp_path_factory.mktemp("report")
     file = write(stored, out / "results.json")
-    assert main(["report", str(file), "--out", str(out)]) == 0
+    assert main(["bench", "--report", str(file), "--out", str(out)]) == 0
     return (out / "report.html").read_text()
 
 
@@ -119,7 +119,7 @@ def test_any_text_is_shown_as_it_is(stored: dict[str, Any], tmp_path: Path) -> N
         row["method"] = ("_" if row["method"] == "learned@0.6" else "") + row["method"]
     bad["environment"]["device"] = bad["suite"] = HOSTILE
     file = write(bad, tmp_path / "results.json")
-    assert main(["report", str(file), "--out", str(tmp_path)]) == 0
+    assert main(["bench", "--report", str(file), "--out", str(tmp_path)]) == 0
     page = Page((tmp_path / "report.html").read_text())
     assert not {"script", "link", "iframe"} & set(page.tags)
     assert all(v.startswith("data:") for name, v in page.attributes if name == "src")
@@ -134,10 +134,10 @@ def test_the_command_says_what_it_wrote(
     stored: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(only(stored, "peer"), tmp_path / "results.json")
-    assert main(["report", str(file), "--out", str(tmp_path / "out")]) == 0
+    assert main(["bench", "--report", str(file), "--out", str(tmp_path / "out")]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     page = tmp_path / "out" / "report.html"
-    assert found == {"command": "report", "files": [str(page)]}
+    assert found == {"command": "bench", "report": str(page)}
     assert "<td>synthetic</td>" in page.read_text()
 
 
@@ -184,7 +184,7 @@ def test_files_that_cannot_be_read_are_refused(
     file = write(make(stored), tmp_path / "bad.json")
     with pytest.raises(ValueError, match=wanted):
         read_results(file)
-    assert main(["report", str(file), "--out", str(tmp_path / "out")]) == 2
+    assert main(["bench", "--report", str(file), "--out", str(tmp_path / "out")]) == 2
     captured = capsys.readouterr()
     assert re.search(wanted, captured.err)
     assert captured.out == ""
@@ -204,7 +204,7 @@ def test_files_that_are_not_there_or_no_json_are_refused(
     cut.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="It is not JSON: 'utf-8' codec"):
         read_results(cut)
-    assert main(["report", str(cut)]) == 2
+    assert main(["bench", "--report", str(cut)]) == 2
     assert "It is not JSON" in capsys.readouterr().err
 
 

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from utio_jax import Adaptive, Lossless, Plain, uniform
-from utio_jax.cli.evaluate import Evaluate
+from utio_jax.cli.evaluate import Evaluate, Scored
 from utio_jax.cli.options import (
     OfDecoding,
     check_policy_options,
     read_token_ids,
     repeat_reading,
 )
-from utio_jax.cli.score import Score, Scored
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.evaluation import Ledger
@@ -37,15 +36,15 @@ MODEL: Any = types.SimpleNamespace(
 
 def test_a_mode_is_the_one_that_was_asked_for() -> None:
     assert isinstance(OfDecoding().decoding_mode(MODEL)[0], Plain)
-    asked = OfDecoding(mode="adaptive", policy="uniform", depth=2, kv="drop")
+    asked = OfDecoding(mode="adaptive", policy="uniform", depth=2)
     mode, prefill, budget = asked.decoding_mode(MODEL)
     assert isinstance(mode, Adaptive)
-    assert (mode.policy.depths, mode.kv, prefill, budget) == ((2,), "drop", None, None)
+    assert (mode.policy.depths, mode.kv, prefill, budget) == ((2,), "propagate", None, None)
     drafts, _, _ = OfDecoding(mode="lossless").decoding_mode(MODEL)
     copies, _, _ = OfDecoding(mode="lossless", drafter="ngram").decoding_mode(MODEL)
     assert drafts == Lossless(exit=1)
     assert copies == Lossless(drafter="ngram")
-    for wrong in (OfDecoding(kv="drop"), OfDecoding(drafter="ngram"), OfDecoding(depth=2)):
+    for wrong in (OfDecoding(drafter="ngram"), OfDecoding(depth=2)):
         with pytest.raises(ValueError, match="Wanted --"):
             wrong.decoding_mode(MODEL)
 
@@ -62,7 +61,7 @@ def test_a_budget_alone_means_a_depth_per_token() -> None:
         with pytest.raises(ValueError, match=f"--mode adaptive with --budget. Got --mode {mode}"):
             OfDecoding(mode=mode, budget=0.6).decoding_mode(MODEL)
     assert Evaluate(budget=0.6).policy_name == "learned"
-    assert (Evaluate().policy_name, Score().policy_name) == ("full", "learned")
+    assert Evaluate().policy_name == "full"
 
 
 def test_tokens_are_drawn_as_asked() -> None:
@@ -77,7 +76,7 @@ def test_tokens_are_drawn_as_asked() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [
-        ("full", {"budget": 0.5}, "a fitted policy, such as --policy learned, with --budget"),
+        ("full", {"budget": 0.5}, "--policy learned, or another fitted one, with --budget"),
         ("full", {"kv": "drop"}, "with --kv. Got --policy full"),
         ("uniform", {"calibration": Path("c"), "depth": 2}, "with --calibration"),
         ("uniform", {}, "Wanted --depth with --policy uniform"),
@@ -125,10 +124,10 @@ def test_bits_per_byte_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) ->
         names=["a", "b"],
         documents=[np.arange(4), np.arange(2)],
         bytes=10,
+        found=TextScore(documents=documents, quality=Quality(), fallbacks={}),
         row=Ledger(policy="full", nll_full=1.0),
     )
-    found = TextScore(documents=documents, quality=Quality(), fallbacks={})
-    monkeypatch.setattr(Evaluate, "score", lambda self: (found, scored))
+    monkeypatch.setattr(Evaluate, "score", lambda self: scored)
     record = Evaluate().run()
     assert record["bits_per_byte"] == pytest.approx((1 + 2 + 1 + 3) / 10)
     assert record["loss"] == pytest.approx(7 * math.log(2) / 4, abs=1e-6)

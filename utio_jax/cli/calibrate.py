@@ -24,8 +24,8 @@ from utio_jax.cli.options import (
 )
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.documents import Batch, calibration_batches
-from utio_jax.core.files import check_writable, hash_file, load_json
-from utio_jax.policies.store import Calibration, calibration_file, load_calibration
+from utio_jax.core.files import check_writable, load_json
+from utio_jax.policies.store import calibration_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,8 @@ class Calibrate(OfWindows, OfText):
         half of the documents; the policies get the other half. Written beside --out, and kept where
         the same one is there already. Always, where a model names no exits.
       out: JSON file to write, its weights beside it; by default policies.json in the model's
-        folder, or NAME.policies.json beside its NAME.gguf. To a calibration of the same text and
-        goal that is there policies are added. The shipped model's own is never written.
-      resume: keep the policies of --out that an interrupted run has written, instead of fitting
-        them again.
+        folder, or NAME.policies.json beside its NAME.gguf; what is there is replaced. The shipped
+        model's own is never written.
     """
 
     EXAMPLES: ClassVar = (
@@ -69,7 +67,6 @@ class Calibrate(OfWindows, OfText):
     exits: tuple[int, ...] = ()
     fit_lens: bool = False
     out: Path | None = None
-    resume: Rare[bool] = False
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
@@ -99,9 +96,7 @@ class Calibrate(OfWindows, OfText):
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         if fit_lens:
             first, documents = split_documents(documents, seed=0)
-            model = model.with_lens(self._lens(model, first, described, out, say))
-        keep = keeping(out)
-        known = _known(model, out) if out.is_file() else None
+            model = model.with_lens(self._lens(model, first, described, say))
         check_same([model.sha256, documents], what="model and text")
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
         goal: Goal = Budgets(budgets=self.budget) if self.budget else Budgets()
@@ -124,19 +119,15 @@ class Calibrate(OfWindows, OfText):
             text=described,
             policies=policies,
             goal=goal,
-            done=known,
-            refit=not self.resume,
             mesh=mesh,
-            keep=keep if is_first() else None,
             progress=say,
         )
         lens = model.lens is not None
         advice = advise(model.decoder, model.params, fitted.info, lens=lens)
         if is_first():
+            fitted.save(out)
             print(advice or may_pay(fitted.info), file=sys.stderr)
-            kept = [name for name in fitted.entries if name not in policies]
-            beside = f", beside {', '.join(kept)} of before" if kept else ""
-            print(f"Written: {', '.join(policies)}{beside}: {out}", file=sys.stderr)
+            print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
             print(f"For example: {self._next(model, out)}", file=sys.stderr)
         return {
             "command": "calibrate",
@@ -216,18 +207,16 @@ class Calibrate(OfWindows, OfText):
         model: Any,
         documents: list[np.ndarray],
         described: dict[str, Any],
-        out: Path,
         say: Callable[[str], None],
     ) -> Path:
         """Returns the file of a lens that is fitted to these documents, or was.
 
-        Raises:
-          ValueError: there is another one, or a calibration that was fitted without.
+        Raises ValueError where it is of something else.
         """
         from utio_jax.calibration.lens import LensConfig, fit_lens
         from utio_jax.core.lens import lens_file, save_lens
 
-        file = lens_file(model.folder if self.out is None else out.parent)
+        file = lens_file(model.folder if self.out is None else calibration_file(self.out).parent)
         check_writable(file, "--out")
         config, settings = model.decoder.config, LensConfig()
         info = {
@@ -239,51 +228,11 @@ class Calibrate(OfWindows, OfText):
         if file.is_file():
             _check_lens(file, {"exits": [*config.exits[:-1]], **info})
             say(f"lens: the one in {file}, which was fitted so")
-        elif out.is_file():
-            raise ValueError(
-                f"Wanted a place for a calibration through a lens that is yet to be fitted. {out} "
-                "holds one that was fitted without it. Name another --out, or remove what is there."
-            )
         else:
             windows = _windows(documents, config)
             lens = fit_lens(model.decoder, model.params, windows, settings, progress=say)
             save_lens(file, lens, info=info)
         return file
-
-
-def keeping(out: Path) -> Callable[[Calibration], None]:
-    """Returns what writes a calibration to a file that is now as this run knows it.
-
-    It raises ValueError where another run has written there since.
-    """
-
-    def state() -> str | None:
-        return hash_file(out) if out.is_file() else None
-
-    seen = state()
-
-    def keep(fitted: Calibration) -> None:
-        nonlocal seen
-        if state() != seen:
-            raise ValueError(
-                f"Wanted {out} as this run left it. Another one has written there since, and what "
-                "this one has fitted would replace it. Name another --out, or run one at a time."
-            )
-        fitted.save(out)
-        seen = state()
-
-    return keep
-
-
-def _known(model: Any, file: Path) -> Calibration:
-    """Returns the calibration that is there, to which policies can be added."""
-    try:
-        return load_calibration(file, model_sha256=model.sha256)
-    except ValueError as error:
-        raise ValueError(
-            "Wanted a place for a calibration: a file that is not there yet, or one of the same "
-            f"model, text and goal, to add to. {error} Here: name another --out, or remove {file}."
-        ) from error
 
 
 def _check_lens(file: Path, wanted: dict[str, Any]) -> None:
