@@ -260,49 +260,6 @@ def test_sizes_and_kinds_of_bodies(server: Running) -> None:
     server.wait_for(lambda: server.lines[-1].get("status") == 413)
 
 
-def status_of(answer: bytes) -> int:
-    """Returns the status, and checks that there is one answer, and that it is an error's."""
-    head, _, body = answer.partition(b"\r\n\r\n")
-    # What is no HTTP is refused by uvicorn, in its own words.
-    assert b"Invalid HTTP request received." in body or set(json.loads(body)) == {"error"}
-    return int(head.split(b" ", 2)[1])
-
-
-def test_what_is_no_request_is_told_so(server: Running) -> None:
-    cases = {
-        "no HTTP": b"\x16\x03\x01\x02\x00\x01 hello\r\n\r\n",
-        "no host": b"GET /health HTTP/1.1\r\n\r\n",
-        "a size that is none": raw(with_(), Content_Length="1e3"),
-        "two sizes": raw(with_()).replace(b"Host: x", b"Host: x\r\nContent-Length: 3"),
-        "a header without end": b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 2**17,
-        "a chunk that is none": raw(b"zz\r\n", Transfer_Encoding="chunked").replace(
-            b"Content-Length: 4\r\n", b""
-        ),
-        "two ends of a body": raw(
-            b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n",
-            Transfer_Encoding="chunked",
-            Connection="keep-alive",
-        ),
-    }
-    for name, data in cases.items():
-        with server.connect() as connection:
-            with contextlib.suppress(OSError):
-                connection.sendall(data)
-            found = read_all(connection)
-        # What is closed with bytes unread may be lost on the way.
-        if name == "a header without end" and not found:
-            continue
-        assert 400 <= status_of(found) < 500, (name, found)
-
-
-def test_a_size_that_is_a_lie_is_no_json(server: Running) -> None:
-    shorter = server.raw(raw(with_(), Content_Length=9))
-    assert status_of(shorter) == 400, "nine bytes are no JSON"
-    with server.connect() as connection:  # Less than said, and gone.
-        connection.sendall(raw(with_(), Content_Length=10**5))
-    assert server.completion("x").status == 200
-
-
 @pytest.fixture
 def key(server: Running, tmp_path: Path) -> Iterator[str]:
     file = tmp_path / "key"
@@ -680,49 +637,3 @@ def test_openais_client_is_told_what_is_wrong(
                     model="small", prompt="x", max_tokens=200, stream=True, temperature=0
                 )
             )
-
-
-def test_openais_client_comes_again_where_the_queue_was_full(
-    server: Running, official: openai.OpenAI
-) -> None:
-    slots = server.server.app.slots
-    long = completion("x", max_tokens=40)
-    with (
-        server.limited(queue_requests=1),
-        server.slowed(0.1),
-        asked(server, *[long] * (slots + 1)),
-    ):
-        server.wait_for(lambda: open_tasks(server) == slots + 1)
-        seen = len(server.lines)
-        with pytest.raises(openai.RateLimitError):
-            official.completions.create(model="small", prompt="x", max_tokens=2)
-        found = official.with_options(max_retries=10).completions.create(
-            model="small", prompt="x", max_tokens=2, temperature=0
-        )
-    assert found.usage is not None
-    assert found.usage.completion_tokens == 2
-    server.wait_for(lambda: len(_short(server.lines[seen:])) > 2)  # Written after the answer.
-    statuses = [line["status"] for line in _short(server.lines[seen:])]
-    assert statuses.count(429) >= 2
-    assert statuses.count(200) == 1
-
-
-def _short(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the lines of requests that were refused, or came to two tokens."""
-    return [line for line in lines if line.get("new_tokens") in (None, 2)]
-
-
-def test_openais_client_leaves(server: Running, official: openai.OpenAI) -> None:
-    with server.slowed(0.05):
-        stream = official.completions.create(
-            model="small", prompt="x", max_tokens=200, stream=True, temperature=0
-        )
-        for place, _ in enumerate(stream):
-            if place == 2:
-                break
-        stream.close()
-        server.wait_for(lambda: open_tasks(server) == 0, seconds=5)
-    # The engine hears of it with its next block, and says so after it.
-    server.wait_for(lambda: server.counters()['utio_ended_total{reason="cancelled"}'] >= 1)
-    server.wait_for(server.settled)
-    server.wait_for(lambda: server.lines[-1].get("left") == "ClientLeftError")

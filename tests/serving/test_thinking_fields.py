@@ -15,7 +15,6 @@ from utio_jax.cli.serve import Serve
 from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
-from utio_jax.serving.answers import usage_of
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.requests import Reader
 from utio_jax.serving.schema import CompletionRequest
@@ -64,10 +63,6 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     assert param == "thinking_token_budget"
     assert "started without --think-end" in said
     assert not off.card(context=9, created=0, in_full=False)["utio"]["thinking"]
-
-
-def test_usage_of_nothing_is_no_token() -> None:
-    assert usage_of([], prompt_tokens=1, about={})["completion_tokens"] == 0
 
 
 def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
