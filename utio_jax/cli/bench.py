@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -155,24 +156,21 @@ class Bench:
         numbers = (*self.batch_sizes, *self.prompt_lengths)
         if min((*numbers, self.rounds or 1)) < 1:
             raise ValueError(f"Wanted sizes and rounds of at least 1. Got {min(numbers)}.")
-        chosen: dict[str, Any] = {}
-        if self.batch_sizes or self.prompt_lengths:
-            batches = self.batch_sizes or tuple(dict.fromkeys(b for b, _ in suite.score))
-            lengths = self.prompt_lengths or tuple(dict.fromkeys(n for _, n in suite.score))
-            chosen["score"] = tuple((b, n) for b in batches for n in lengths)
-        if numbers:
-            decode = suite.decode
-            batches = self.batch_sizes or tuple(dict.fromkeys(b for b, _, _ in decode))
-            lengths = self.prompt_lengths or tuple(dict.fromkeys(n for _, n, _ in decode))
-            outputs = tuple(dict.fromkeys(n for _, _, n in decode))
-            chosen["decode"] = tuple((b, n, o) for b in batches for n in lengths for o in outputs)
+
+        def crossed(shapes: tuple[tuple[int, ...], ...]) -> Any:
+            columns = zip(*shapes, strict=True)
+            batches, lengths, *outputs = (tuple(dict.fromkeys(each)) for each in columns)
+            sizes = (self.batch_sizes or batches, self.prompt_lengths or lengths, *outputs)
+            return tuple(itertools.product(*sizes))
+
         return dataclasses.replace(
             suite,
             parts=self.parts or suite.parts,
             models=self.models or suite.models,
             policies=tuple(label_of(name) for name in self.policies or suite.policies),
             rounds=self.rounds or suite.rounds,
-            **chosen,
+            score=crossed(suite.score) if numbers else suite.score,
+            decode=crossed(suite.decode) if numbers else suite.decode,
         )
 
 
