@@ -154,8 +154,9 @@ class Bench:
                 f"Got {', '.join(unknown)}."
             )
         numbers = (*self.batch_sizes, *self.prompt_lengths)
-        if min((*numbers, self.rounds or 1)) < 1:
-            raise ValueError(f"Wanted sizes and rounds of at least 1. Got {min(numbers)}.")
+        least = min(*numbers, 1 if self.rounds is None else self.rounds, 1)
+        if least < 1:
+            raise ValueError(f"Wanted sizes and rounds of at least 1. Got {least}.")
 
         def crossed(shapes: tuple[tuple[int, ...], ...]) -> Any:
             columns = zip(*shapes, strict=True)

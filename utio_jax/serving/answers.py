@@ -45,11 +45,8 @@ class Choice:
         self._name_of, tokenizer = service.name_of, service.model.text.tokenizer
         self._offset = 0
         self._role = wanted.chat
-        self._reader = (
-            TextReader(tokenizer, prompt)
-            if wanted.body.utio is not None and wanted.body.utio.depths
-            else None
-        )
+        depths = wanted.body.utio is not None and wanted.body.utio.depths
+        self._reader = TextReader(tokenizer, prompt) if depths else None
         self._pieces: list[tuple[str, int]] = []
 
     def echo(self, text: str, scores: PromptScores | None) -> dict[str, Any]:
@@ -206,10 +203,7 @@ def _chained(lists: Iterable[list[Any]]) -> list[Any]:
 
 
 def usage_of(
-    finished: Sequence[Finished],
-    *,
-    prompt_tokens: int,
-    about: dict[str, Any],
+    finished: Sequence[Finished], *, prompt_tokens: int, about: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns what a request's finished choices used; `about` is what `utio` says besides."""
     new = sum(each.token_ids.size for each in finished)
