@@ -310,19 +310,15 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
             ["evaluate", "SOURCE", "--policy", "uniform", "--depth", "9"],
             "within the model's 4 layers",
         ),
-        (["evaluate", "SOURCE", "--policy", "uniform", "--depth", "0"], "at least 1"),
         (["evaluate", "SOURCE", "--kv", "full"], "kv to be one of 'propagate', 'drop'"),
         (["evaluate", "SOURCE", "--budget", "0.8", "--batch", "0"], "at least 1 row"),
         (["evaluate", "SOURCE", "--model", "nowhere"], "nothing at nowhere"),
-        (["evaluate", "--token-ids", "EMPTY"], "not JSON"),
-        (["evaluate", "--token-ids", "NESTED"], "list of lists of token ids"),
         (
             ["evaluate", "--token-ids", "FOREIGN", "--budget", "0.8"],
             "ids from 0 to 299, the model's vocabulary. Got 1 to 300",
         ),
         (["demo", "SHORT"], "text of at least 1024 tokens"),
         (["calibrate", "SOURCE", "--budget", "0.01"], "a goal that some policy reaches"),
-        (["calibrate", "SOURCE", "--policy", "magic"], "Wanted policies of learned"),
         (
             ["calibrate", "--budget", "0.5", "--max-nll-increase-pct", "1"],
             "one of --budget, --max-nll-increase-pct and --max-disagreement",
@@ -332,24 +328,13 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
             "at least 77 documents for max_disagreement=0.05 at confidence 0.95",
         ),
         (["compare", "SOURCE"], "Wanted at least 5 documents"),
-        (["compare", "--budget", "0.123"], "some of the budgets [0.8]"),
         (["evaluate", "SOURCE", "--calibration", "nowhere.json"], "There is none"),
         (["generate"], "Wanted at least one prompt"),
         (["generate", "x = 1\n" * 40], "within the model's context of 64. Got prompt 0 of"),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens of at least 1"),
-        (["generate", "x", "--policy", "learned", "--depth", "2"], "adaptive with --policy, --dep"),
         (["generate", "x", "--mode", "lossless", "--drafter", "magic"], "a drafter of exit, ngram"),
-        (["generate", "x", "--drafter", "ngram"], "Wanted --mode lossless with --drafter"),
-        (["generate", "x", "--mode", "adaptive", "--policy", "magic"], "Wanted a policy of full"),
-        (["generate", "x", "--budget", "0.1"], "Wanted a budget of"),
-        (
-            ["generate", "x", "--mode", "adaptive", "--policy", "uniform", "--depth", "9"],
-            "within the model's 4 layers",
-        ),
         (["generate", "x", "--temperature", "-1"], "Wanted a temperature of 0 for greedy, or from"),
-        (["generate", "x", "--top-p", "0.9"], "Wanted --temperature above 0 with --top-p"),
         (["generate", "x", "--stop", ""], "stop strings of at least one character"),
-        (["generate", "x", "--model", "nowhere"], "nothing at nowhere"),
     ],
 )
 def test_input_that_cannot_be_used_is_named(
@@ -363,7 +348,6 @@ def test_input_that_cannot_be_used_is_named(
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").write_text("")
     Path("BINARY").write_bytes(b"\xff\xfe\x00")
-    Path("NESTED").write_text('[["a"]]')
     Path("FOREIGN").write_text("[[1, 300]]")
     Path("SHORT").write_text("x = 1\n")
     Path("SOURCE").write_text(source("colorsys").read_text())

@@ -166,6 +166,7 @@ def test_where_a_process_dies_the_other_ends_and_nothing_is_complete(folder: Pat
             break
         time.sleep(0.05)
     second.kill()
+    second.communicate(timeout=60)
     out, _ = first.communicate(timeout=60)
     assert first.returncode != 0
     assert "{" not in out
