@@ -328,7 +328,7 @@ def test_a_model_without_exits_drafts_from_its_text_alone(
             "at least 77 documents for max_disagreement=0.05 at confidence 0.95",
         ),
         (["compare", "SOURCE"], "Wanted at least 5 documents"),
-        (["evaluate", "SOURCE", "--calibration", "nowhere.json"], "There is none"),
+        (["evaluate", "SOURCE", "--budget", "1", "--calibration", "no.json"], "There is none"),
         (["generate"], "Wanted at least one prompt"),
         (["generate", "x = 1\n" * 40], "within the model's context of 64. Got prompt 0 of"),
         (["generate", "x", "--max-new-tokens", "0"], "max_new_tokens of at least 1"),

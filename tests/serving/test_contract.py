@@ -247,6 +247,8 @@ def test_sizes_and_kinds_of_bodies(server: Running) -> None:
     for _ in range(3):
         large = server.ask("/v1/completions", with_(user="x" * 10_000_000))
         assert (large.status, large.error["code"]) == (413, "request_too_large")
+    both = server.raw(raw(b"0\r\n\r\n", Transfer_Encoding="chunked"))
+    assert b" 400 " in both.split(b"\r\n")[0], "two ends of a body"
     # It says nothing of its size, and does not end.
     chunk = b"10000\r\n" + b" " * 2**16 + b"\r\n"
     with server.connect() as connection:
