@@ -80,6 +80,9 @@ def test_evaluate_text(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [*tokens] == files
     predicted = [value for entry in tokens.values() for value in entry["log_likelihood"]]
     assert found["loss"] == pytest.approx(-np.mean(predicted), abs=1e-4)
+    size = sum(Path(file).stat().st_size for file in files)
+    assert found["bits_per_byte"] == pytest.approx(-np.sum(predicted) / np.log(2) / size, abs=1e-4)
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]), rel=1e-3)
     for entry in tokens.values():
         assert len(entry["token_ids"]) == len(entry["depths"]) + 1
 

@@ -4,16 +4,14 @@
 from __future__ import annotations
 
 import json
-import math
 import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from utio_jax import Adaptive, Lossless, Plain, uniform
-from utio_jax.cli.evaluate import Evaluate, Scored
+from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.options import (
     OfDecoding,
     check_policy_options,
@@ -22,9 +20,6 @@ from utio_jax.cli.options import (
 )
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.evaluation import Ledger
-from utio_jax.evaluation.evaluate import DocumentScore, TextScore
-from utio_jax.evaluation.quality import Quality
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
@@ -112,24 +107,3 @@ def test_token_ids_are_lists_of_numbers(tmp_path: Path) -> None:
         file.write_text(wrong)
         with pytest.raises(ValueError, match="one list per document, none of them empty"):
             read_token_ids(file)
-
-
-def test_bits_per_byte_are_those_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two documents of three and one predicted tokens, in ten bytes."""
-    likelihoods = [np.log([0.5, 0.25, 0.5]), np.log([0.125])]
-    documents = tuple(
-        DocumentScore(log_likelihood=each, depths=np.full(each.size, 4)) for each in likelihoods
-    )
-    scored = Scored(
-        names=["a", "b"],
-        documents=[np.arange(4), np.arange(2)],
-        bytes=10,
-        found=TextScore(documents=documents, quality=Quality(), fallbacks={}),
-        row=Ledger(policy="full", nll_full=1.0),
-    )
-    monkeypatch.setattr(Evaluate, "score", lambda self: scored)
-    record = Evaluate().run()
-    assert record["bits_per_byte"] == pytest.approx((1 + 2 + 1 + 3) / 10)
-    assert record["loss"] == pytest.approx(7 * math.log(2) / 4, abs=1e-6)
-    assert record["perplexity"] == pytest.approx(2 ** (7 / 4), abs=1e-4)
-    assert record["documents"] == 2

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,31 +26,8 @@ from utio_jax.cli.options import (
 )
 from utio_jax.core.files import check_writable, save_text
 
-if TYPE_CHECKING:
-    from utio_jax.evaluation.evaluate import TextScore
-    from utio_jax.evaluation.ledger import Ledger
-
 _LEAST = 256
 """Tokens from which on routing paid where most of them stop early (results/benchmark_suites.md)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scored:
-    """What was read, and at what cost.
-
-    Attributes:
-      names: of the documents.
-      documents: `[token]` ids each.
-      bytes: of text; 0 for token ids.
-      found: their scores.
-      row: the ledger.
-    """
-
-    names: list[str]
-    documents: list[np.ndarray]
-    bytes: int
-    found: TextScore
-    row: Ledger
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,44 +69,8 @@ class Evaluate(OfWindows, OfText):
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
-        read = self.score()
-        documents, row = read.found.documents, read.row
-        nll = -math.fsum(float(each.log_likelihood.sum()) for each in documents)
-        predicted = sum(each.log_likelihood.size for each in documents)
-        loss = nll / predicted
-        bits = round(nll / math.log(2) / read.bytes, 5) if read.bytes else None
-        perplexity, perplexity_full = _perplexity(loss), _perplexity(row.nll_full or 0.0)
-        if is_first():
-            print(
-                f"{loss:.4f} nats per token over {predicted:,} tokens of {len(documents)} "
-                f"documents, perplexity {perplexity}",
-                file=sys.stderr,
-            )
-            if self.policy_name != "full":
-                print(
-                    f"at full depth {row.nll_full:.4f}, perplexity {perplexity_full}: "
-                    f"{row.nll_increase_pct:+.2f} % loss at {row.flops_ratio:.3f} of the FLOPs, "
-                    f"{row.agreement:.1%} the same most probable token",
-                    file=sys.stderr,
-                )
-            if self.per_token is not None:
-                save_text(self.per_token, json.dumps(_each_token(read)) + "\n")
-        return {
-            "command": "evaluate",
-            "loss": round(loss, 6),
-            "perplexity": perplexity,
-            "perplexity_full": perplexity_full,
-            "bits_per_byte": bits,
-            "documents": len(documents),
-            **row.to_dict(),
-            "fallbacks": dict(read.found.fallbacks),
-        }
-
-    def score(self) -> Scored:
-        """Returns the scores of the files, or of `token_ids`, and what was read."""
         from utio_jax.core.processes import Shards, check_same
         from utio_jax.evaluation.evaluate import score_documents
-        from utio_jax.models.texts import read_files
         from utio_jax.staircase.reference import check_kv
 
         kv: Any = check_kv("propagate" if self.kv is None else self.kv, ("propagate", "drop"))
@@ -146,14 +87,8 @@ class Evaluate(OfWindows, OfText):
         if (self.token_ids is None) == (not self.files):
             raise ValueError("Wanted text files or --token-ids FILE, one of the two.")
         mesh = self.mesh()
-        model, size = self.load(), 0
-        if self.token_ids is not None:
-            documents = read_token_ids(self.token_ids)
-            names = [f"{self.token_ids.name}[{index}]" for index in range(len(documents))]
-        else:
-            texts = read_files(self.files)
-            documents, names = model.encode([d.text for d in texts]), [d.path for d in texts]
-            size = sum(len(d.text.encode()) for d in texts)
+        model = self.load()
+        names, documents, size = self._documents(model)
         policy, budget, fractions = policy_named(model, self.policy_name, **options)
         repeat_verdict(model, self.policy_name, self.calibration)
         check_same([model.sha256, names, documents], what="model and text")
@@ -174,19 +109,53 @@ class Evaluate(OfWindows, OfText):
             )
         layers = model.decoder.config.num_layers
         row = found.quality.ledger(self.policy_name, budget=budget, num_layers=layers)
-        return Scored(names=names, documents=documents, bytes=size, found=found, row=row)
-
-
-def _each_token(read: Scored) -> dict[str, Any]:
-    scored = zip(read.names, read.documents, read.found.documents, strict=True)
-    return {
-        name: {
-            "token_ids": ids.tolist(),
-            "log_likelihood": result.log_likelihood.round(5).tolist(),
-            "depths": result.depths.tolist(),
+        nll = -math.fsum(float(each.log_likelihood.sum()) for each in found.documents)
+        predicted = sum(each.log_likelihood.size for each in found.documents)
+        perplexity, perplexity_full = _perplexity(nll / predicted), _perplexity(row.nll_full or 0.0)
+        if is_first():
+            print(
+                f"{nll / predicted:.4f} nats per token over {predicted:,} tokens of "
+                f"{len(documents)} documents, perplexity {perplexity}",
+                file=sys.stderr,
+            )
+            if self.policy_name != "full":
+                print(
+                    f"at full depth {row.nll_full:.4f}, perplexity {perplexity_full}: "
+                    f"{row.nll_increase_pct:+.2f} % loss at {row.flops_ratio:.3f} of the FLOPs, "
+                    f"{row.agreement:.1%} the same most probable token",
+                    file=sys.stderr,
+                )
+            if self.per_token is not None:
+                tokens = {
+                    name: {
+                        "token_ids": ids.tolist(),
+                        "log_likelihood": each.log_likelihood.round(5).tolist(),
+                        "depths": each.depths.tolist(),
+                    }
+                    for name, ids, each in zip(names, documents, found.documents, strict=True)
+                }
+                save_text(self.per_token, json.dumps(tokens) + "\n")
+        return {
+            "command": "evaluate",
+            "loss": round(nll / predicted, 6),
+            "perplexity": perplexity,
+            "perplexity_full": perplexity_full,
+            "bits_per_byte": round(nll / math.log(2) / size, 5) if size else None,
+            "documents": len(documents),
+            **row.to_dict(),
+            "fallbacks": dict(found.fallbacks),
         }
-        for name, ids, result in scored
-    }
+
+    def _documents(self, model: Any) -> tuple[list[str], list[np.ndarray], int]:
+        """Returns names and token ids of the documents, and bytes of their text; 0 for ids."""
+        from utio_jax.models.texts import read_files
+
+        if self.token_ids is not None:
+            documents = read_token_ids(self.token_ids)
+            return [f"{self.token_ids.name}[{i}]" for i in range(len(documents))], documents, 0
+        texts = read_files(self.files)
+        size = sum(len(text.text.encode()) for text in texts)
+        return [text.path for text in texts], model.encode([text.text for text in texts]), size
 
 
 def _perplexity(loss: float) -> float | None:
