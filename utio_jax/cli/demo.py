@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -249,47 +248,31 @@ def conclude(found: dict[str, Any], *, budget: float) -> str:
 
 
 def draw_depths(model: Any, text: str, budget: float, file: Path) -> None:
-    """Draws the first lines of a text, each word on the colour of its deepest token.
-
-    At the budget, or at the nearest one where three depths or more occur.
-    """
-    import jax
+    """Draws the first lines of a text, each token on the colour of its depth at the budget."""
     import jax.numpy as jnp
 
     from utio_jax.bench.plots import plot_depths
-    from utio_jax.staircase.score import score
+    from utio_jax.staircase.score import run_score
 
     text = "\n".join(text.split("\n")[:_DRAWN_LINES])
-    encoded = model.tokenizer.encode(text, add_special_tokens=False)
-    config, known = model.decoder.config, model.calibration.entries["learned"]
+    encoded, config = model.tokenizer.encode(text, add_special_tokens=False), model.decoder.config
     opening = [] if config.bos_id is None else [config.bos_id]
     count = min(len(encoded.ids), config.context_length - len(opening))
     ids = jnp.asarray([[*opening, *encoded.ids[:count]]], jnp.int32)
-    run = jax.jit(score, static_argnums=0)
-
-    def depths_at(budget: float) -> np.ndarray:
-        policy = model.calibration.policy("learned", budget, exits=config.exits)
-        found = run(model.decoder, model.params, ids, jnp.asarray([ids.shape[1]]), policy)
-        # What a token took to predict the next one; the token that was read is coloured.
-        return np.asarray(found.depths)[0, len(opening) :]
-
-    nearest = sorted(known, key=lambda each: abs(each - budget))
-    tried = ((each, depths_at(each)) for each in nearest)
-    several = ((each, depths) for each, depths in tried if len(set(depths.tolist())) > 2)
-    shown, depths = next(several, (budget, depths_at(budget)))
-    starts = np.asarray([start for start, _ in encoded.offsets[:count]])
-    read = text[: encoded.offsets[count - 1][1]]
-    words = [match.span() for match in re.finditer(r"\w+|[^\w\s]+", read)]
-    # The tokens of a word's first and last character.
-    own = [np.searchsorted(starts, (a, b - 1), side="right") - 1 for a, b in words]
+    policy = model.calibration.policy("learned", budget, exits=config.exits)
+    ends = jnp.asarray([ids.shape[1]])
+    found = run_score(model.decoder, model.params, ids, ends, policy=policy)
+    # What a token took to predict the next one; the token that was read is coloured.
+    depths = np.asarray(found.depths)[0, len(opening) :]
+    offsets = encoded.offsets[: len(depths)]
     plot_depths(
-        read,
-        words,
-        [int(depths[first : last + 1].max()) for first, last in own],
+        text[: offsets[-1][1]],
+        offsets,
+        depths.tolist(),
         file,
         levels=config.exits,
         title=(
-            f"Layers behind each word at a budget of {shown:g} (mean of its tokens "
-            f"{depths.mean():.1f} of {config.num_layers})"
+            f"Layers behind each token at a budget of {budget:g} (mean {depths.mean():.1f} of "
+            f"{config.num_layers})"
         ),
     )
