@@ -20,7 +20,6 @@ def describe(*, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
     device = jax.devices()[0]
     # Containers and schedulers may give us fewer cores than there are.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    known = versions()
     return {
         "device": f"{device.platform}:{device.device_kind}",
         "platform": device.platform,
@@ -28,8 +27,7 @@ def describe(*, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
         "cores": cores,
         "processor": platform.processor() or platform.machine(),
         "dtype": jnp.dtype(dtype).name,
-        "versions": known,
-        "python": known["python"],
+        "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": _commit(),
         "persistent_cache": bool(getattr(jax.config, "jax_compilation_cache_dir", None)),

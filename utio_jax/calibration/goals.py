@@ -38,10 +38,6 @@ class Goal(Protocol):
         """
         ...
 
-    def asked(self) -> dict[str, Any]:
-        """Returns what is asked for, JSON-ready: calibrations of equal answers can be mixed."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budgets:
@@ -54,9 +50,6 @@ class Budgets:
             raise ValueError(
                 f"Wanted budgets above 0, at most 1: shares of a full pass. Got {self.budgets}."
             )
-
-    def asked(self) -> dict[str, Any]:
-        return {"budgets": list(self.budgets)}
 
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
@@ -90,9 +83,6 @@ class MaxLoss:
             raise ValueError(
                 f"Wanted a max_nll_increase_pct above 0, in %. Got {self.nll_increase_pct}."
             )
-
-    def asked(self) -> dict[str, Any]:
-        return {"max_nll_increase_pct": self.nll_increase_pct}
 
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
@@ -160,13 +150,6 @@ class MaxDisagreement:
             confidence=self.confidence,
             looks=self.policies,
         )
-
-    def asked(self) -> dict[str, Any]:
-        return {
-            "max_disagreement": self.max_disagreement,
-            "confidence": self.confidence,
-            "policies": self.policies,
-        }
 
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say

@@ -532,7 +532,7 @@ def repeat_verdict(model: Any, name: str, calibration: Path | None) -> None:
 
     info = calibration_of(model, calibration).info
     if {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
-        advice = advise(model.decoder, model.params, info, lens=model.lens is not None)
+        advice = advise(model.decoder, info, lens=model.lens is not None)
         if advice is not None:
             print(f"utio-jax: {advice}", file=sys.stderr)
 

@@ -17,7 +17,6 @@ import numpy as np
 from utio_jax.calibration.advice import advise, conclude, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import ComparisonRow, compare
-from utio_jax.calibration.gates import gate_windows
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.risk import split_documents
@@ -275,7 +274,6 @@ class Verbs:
         max_disagreement: float | None = None,
         confidence: float = 0.95,
         policies: Sequence[str] = ("learned",),
-        gate_files: Sequence[Source] = (),
         exits: Sequence[int] = (),
         seed: int = 0,
         out: str | Path | None = None,
@@ -294,8 +292,6 @@ class Verbs:
             tokens other than full depth's, guaranteed by risk control.
           confidence: of that guarantee.
           policies: names from `utio_jax.calibration.SIGNALS`.
-          gate_files: paths, or token ids, other ones, to which the weights of signals are fitted;
-            by default `files`, which leaves thresholds that trust gates more than they should.
           exits: depths at which tokens may stop, ending at the last layer, for a model that names
             none; by default at a half, two thirds and five sixths of it.
           seed: of gates and halves.
@@ -333,14 +329,10 @@ class Verbs:
                 policies=len(policies),
                 seed=seed,
             )
-        config = self.decoder.config
-        sizes = {"width": min(_CONTEXT, config.context_length), "vocab_size": config.vocab_size}
-        others = gate_windows(self.documents(gate_files), **sizes) if gate_files else None
         fitted = calibrate(
             self.decoder,
             self.params,
             self.windows(documents),
-            gate_batches=others,
             model_sha256=self.sha256,
             policies=policies,
             goal=goal,
@@ -353,7 +345,7 @@ class Verbs:
         through_lens = isinstance(self.decoder, Lensed)
         return Calibrated(
             calibration=fitted,
-            verdict=advise(self.decoder, self.params, fitted.info, lens=through_lens),
+            verdict=advise(self.decoder, fitted.info, lens=through_lens),
             exit_nll_increase_pct=dict(fitted.info["exit_nll_increase_pct"]),
         )
 
