@@ -84,7 +84,7 @@ def test_disagreement_is_that_of_the_pass_document_by_document(
     """Documents longer than the context, and one window each, come out as their own shares."""
     monkeypatch.setattr("utio_jax.calibration.goals._MIN_PREDICTED", 8)
     rows = rows_of(text)
-    goal = MaxDisagreement(max_disagreement=0.5, confidence=0.5, documents=rows, rows=8)
+    goal = MaxDisagreement(max_disagreement=0.5, confidence=0.5, documents=rows)
     entry = Thresholds(depths=(1, 4), thresholds=(0.66,), fractions=(0.5, 0.5))
     risks, tokens = goal._disagreement(search[0], search[1], [entry, entry.over((1, 2, 4))])
     np.testing.assert_array_equal(risks[0], risks[1])
@@ -110,14 +110,13 @@ def test_a_promise_chooses_the_cheapest_candidate_that_is_sure_enough(
     monkeypatch.setattr("utio_jax.calibration.goals._MIN_PREDICTED", 8)
     rows, chosen = rows_of(text), []
     for bound in (0.6, 0.75):
-        goal = MaxDisagreement(max_disagreement=bound, confidence=0.8, documents=rows, rows=8)
+        goal = MaxDisagreement(max_disagreement=bound, confidence=0.8, documents=rows)
         entries, record = goal.reach(search[0], search[1], quiet)
         ratios = [float(ratio) for ratio in record["candidates"]]
         assert ratios == sorted(ratios, reverse=True), "safest first"
         sure = [c["p_value"] <= 0.2 for c in record["candidates"].values()]
         wanted = ratios[: [*sure, False].index(False)]
         assert list(entries) == wanted[-1:]
-        assert record["unbounded_flops_ratio"] <= min([*entries, 1.0])
         chosen.append(min([*entries, 1.0]))
     assert chosen[1] < chosen[0]
 

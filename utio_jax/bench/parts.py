@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -169,7 +170,7 @@ def _planned(subject: Subject, part: str, method: Method, **sizes: int) -> Row:
     )
 
 
-def _values(row: Row, ledger: Ledger) -> dict[str, object]:
+def _values(row: Row, ledger: Ledger) -> dict[str, Any]:
     """Returns what a ledger says of a row; random weights have losses too, which mean nothing."""
     record = ledger.to_dict()
     return {

@@ -92,8 +92,10 @@ def split_documents(
     groups = group_near_duplicates(documents)
     drawn = np.random.default_rng(seed).permutation(int(groups.max(initial=-1)) + 1)
     fits = half_of(groups, seed)
-    first = sorted(np.flatnonzero(fits), key=np.argsort(drawn)[groups].__getitem__)
-    return [documents[index] for index in first], [documents[i] for i in np.flatnonzero(~fits)]
+    place = np.argsort(drawn)[groups].tolist()
+    first = sorted(np.flatnonzero(fits).tolist(), key=place.__getitem__)
+    rest = np.flatnonzero(~fits).tolist()
+    return [documents[index] for index in first], [documents[index] for index in rest]
 
 
 def _shingles(document: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ class FitPrompt(OfModel, OfText):
       fit_text: more text files, for maps alone: nothing is chosen or reported on them.
       stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.
       deep: shares of a prompt's tokens that go deep, to choose from.
-      by: what may choose them: sinks_recent, heat, surrogate, gate, random.
+      by: what may choose them: sinks_recent, heat, surrogate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
         follow, whose loss counts.
@@ -86,9 +86,8 @@ class FitPrompt(OfModel, OfText):
             for by in self.by
             for kv in self._shown(model, stop)
         ]
-        gate = model.calibration.signals.get("learned") if "gate" in self.by else None
         for each in candidates:
-            each.policy(model.decoder, gate=gate)
+            each.policy(model.decoder)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         text = split_text(documents, seed=self.seed)
         fit, described_more = [*text.fit], None
@@ -111,7 +110,6 @@ class FitPrompt(OfModel, OfText):
             sizes=PromptSizes(
                 prompt_tokens=self.prompt_tokens, continuation=continuation, batch=_BATCH
             ),
-            gate=gate,
             progress=say,
         )
         chosen = None if study.chosen is None else study.chosen.to_json()

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.policies.base import Signal
 from utio_jax.prompts.evaluate import (
     Continuations,
     PromptRows,
@@ -143,7 +142,6 @@ def choose_prompt(
     *,
     limit: float,
     sizes: PromptSizes = PromptSizes(),
-    gate: Signal | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PromptStudy:
     """Returns the cheapest way of reading prompts within a limit, and figures on other text.
@@ -155,7 +153,6 @@ def choose_prompt(
       candidates: at least one.
       limit: of the loss increase, %.
       sizes: of the rows of each of these two parts.
-      gate: for candidates by a gate.
       progress: called with what happens next.
 
     Raises:
@@ -168,8 +165,8 @@ def choose_prompt(
     def measure(
         rows: PromptRows, choice: PromptChoice, full: Continuations, *, batches: int | None
     ) -> tuple[PromptChoice, Continuations]:
-        mine = continuations(decoder, params, rows, choice, gate=gate)
-        ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate, batches=batches)
+        mine = continuations(decoder, params, rows, choice)
+        ratio = prompt_flops_ratio(decoder, params, rows, choice, batches=batches)
         increase = 100 * (mine.loss / full.loss - 1)
         found = dataclasses.replace(choice, flops_ratio=ratio, nll_increase_pct=increase)
         say(f"{found.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")
