@@ -28,7 +28,6 @@ from utio_jax.core.lens import Lensed, Wrapped
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
-from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import (
     GeneratedText,
@@ -440,29 +439,6 @@ class Verbs:
         self.read_through(lens, out=out, info={"seed": seed})
 
 
-def read_prompts_within(
-    model: Any, budget: float, calibration: Callable[[], Calibration]
-) -> Prefill | None:
-    """Returns how a model reads prompts for a share of full depth's FLOPs; None: in full.
-
-    Args:
-      model: a `utio_jax.models.Model`.
-      budget: that share, see `utio_jax.prompts.budget.prompt_prefill`.
-      calibration: returns whose learned gate chooses; asked only where a choice needs one.
-
-    Raises:
-      ValueError: see `prompt_prefill`, or there is no calibration where one is needed.
-    """
-    by_gate = any(choice.by == "gate" for choice in model.prompt_choices)
-    return prompt_prefill(
-        model.decoder,
-        model.params,
-        budget,
-        choices=model.prompt_choices,
-        gate=calibration().signals.get("learned") if by_gate else None,
-    )
-
-
 def _asked(
     model: Any,
     prompts: str | Sequence[str],
@@ -475,7 +451,9 @@ def _asked(
     if prompt_budget is not None:
         if options.get("prefill") is not None:
             raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
-        prefill = read_prompts_within(model, prompt_budget, lambda: model.calibration)
+        prefill = prompt_prefill(
+            model.decoder, model.params, prompt_budget, choices=model.prompt_choices
+        )
         options = {**options, "prefill": prefill}
     return {
         "max_new_tokens": 128,
