@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from utio_jax.bench.environment import describe
-from utio_jax.bench.results import Recorder, Row, rounded
+from utio_jax.bench.results import Recorder, Row, describe, rounded
 from utio_jax.bench.timing import Timing
 
 

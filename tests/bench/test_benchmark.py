@@ -16,9 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-from utio_jax.bench.environment import describe
 from utio_jax.bench.parts import lossless_group, score_group
-from utio_jax.bench.results import Group, Recorder, Row, read_results
+from utio_jax.bench.results import Group, Recorder, Row, describe, read_results
 from utio_jax.bench.scoring import Scored
 from utio_jax.bench.subjects import Subject, label_of, methods_of, shares_for
 from utio_jax.bench.suite import SUITES, conclude, groups_of, run_groups
@@ -168,7 +167,7 @@ def test_the_verdict_names_no_way_whose_loss_is_not_known() -> None:
 def test_the_environment_says_on_what_it_ran() -> None:
     found = describe(dtype="float32")
     assert found["device"] == f"{jax.devices()[0].platform}:{jax.devices()[0].device_kind}"
-    assert {"cores", "commit", "versions", "xla_flags", "dtype", "persistent_cache"} <= set(found)
+    assert {"cores", "versions", "xla_flags", "dtype"} <= set(found)
 
 
 # --- What is measured.

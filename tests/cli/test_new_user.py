@@ -255,7 +255,7 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
         "bench.report.write_report",
     ):
         monkeypatch.setattr(f"utio_jax.{place}", worked)
-    monkeypatch.setattr("utio_jax.bench.environment.describe", worked)
+    monkeypatch.setattr("utio_jax.bench.results.describe", worked)
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
     Path("DIR.json").mkdir()

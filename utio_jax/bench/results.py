@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.bench.timing import Spread, Timing
-from utio_jax.core.files import load_json, save_json
+from utio_jax.core.files import load_json, save_json, versions
 
 SCHEMA = 4
 """Version of the format; readers refuse others."""
@@ -281,3 +285,19 @@ def read_results(file: Path) -> tuple[dict[str, Any], list[Row]]:
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Wanted {what} at {file}. Got: {error} {remedy}") from error
     return found, rows
+
+
+def describe(*, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+    """Returns what a benchmark ran on: device, versions, flags, the parameters' dtype."""
+    device = jax.devices()[0]
+    # Containers and schedulers may give us fewer cores than there are.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "device": f"{device.platform}:{device.device_kind}",
+        "device_count": jax.device_count(),
+        "cores": cores,
+        "processor": platform.processor() or platform.machine(),
+        "dtype": jnp.dtype(dtype).name,
+        "versions": versions(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }

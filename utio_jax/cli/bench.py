@@ -57,8 +57,7 @@ class Bench:
         import jax
         from rich.console import Console
 
-        from utio_jax.bench.environment import describe
-        from utio_jax.bench.results import Recorder
+        from utio_jax.bench.results import Recorder, describe
         from utio_jax.bench.suite import conclude, groups_of, run_groups, summarise
         from utio_jax.bench.terminal import bench_table
 

@@ -10,9 +10,8 @@ depth, as SwiftKV (arXiv 2410.03960) distils its projections; the model itself s
 
 In some windows the continuation ends with words repeated from the prompt: loss on running text
 alone hardly asks for what is far back. The first layers are the same for teacher and student and
-run once; behind the stop the student runs on the tokens that go deep and on the continuation alone,
-in the pass of `kv="mapped"`, dense and differentiable. Adam at a constant rate, and an average of
-the maps that is what comes out: a run may end at any step.
+run once. Adam at a constant rate, and an average of the maps that is what comes out: a run may end
+at any step.
 """
 
 from __future__ import annotations
