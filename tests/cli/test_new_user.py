@@ -225,7 +225,7 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
     def worked(*_: Any, **__: Any) -> None:
         raise AssertionError("work")
 
-    for place in ("models.load", "bench.report.write_report", "bench.environment.describe"):
+    for place in ("models.load", "bench.report.write_report", "bench.results.describe"):
         monkeypatch.setattr(f"utio_jax.{place}", worked)
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
