@@ -362,7 +362,8 @@ ELSEWHERE = {
     "environment.py": {"--always", "--dirty", "--abbrev", "--exclude"},  # git's
     "architectures.py": {"--merge"},  # llama.cpp's
     "actors.py": {"--head", "--xla"},  # Ray's and XLA's
-    "finetune.py": {"--late"},  # models/recipes/finetune.py's
+    "finetune.py": {"--late", "--resume"},  # Of models/recipes.
+    "train.py": {"--resume"},
     "shared_kv.py": {"--shared-kv"},
     # Taken out before a command reads its own.
     "main.py": {"--json", "--help-all", "--enable-utio"},
