@@ -51,7 +51,7 @@ LONG = ("mapped", "copies")
 
 BATCH, SLOTS = 4, 64
 WHAT = (
-    *("token_ids", "decided", "log_probabilities", "throttled"),
+    *("token_ids", "decided", "log_probabilities"),
     *("steps", "accepted", "token_layers", "heads"),
 )
 
@@ -149,7 +149,7 @@ def _when(name):
 def test_rows_admitted_later_get_what_they_get_alone(name, count_compiles):
     model, mode = model_of(name), MODES[name]
     together = serve(name, REQUESTS, [3, 0, 1, 2])
-    same = ["token_ids", "throttled", "decided", "steps", "accepted"]
+    same = ["token_ids", "decided", "steps", "accepted"]
     if name == "plain":  # In other modes rows go along with deeper ones.
         same += ["token_layers", "heads"]
     for request, found in zip(REQUESTS, together, strict=True):

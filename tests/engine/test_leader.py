@@ -19,7 +19,7 @@ from helpers.models import Model, live_params
 from helpers.processes import exchanges
 
 from utio_jax.core.processes import ProcessLostError
-from utio_jax.decoding import Confidence, Thinking
+from utio_jax.decoding import Thinking
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import LeaderEngine
 from utio_jax.engine import leader as subject
@@ -165,7 +165,7 @@ def test_a_worker_asks_the_leader_to_end_and_rests_meanwhile() -> None:
 
 def test_arrays_of_requests_arrive_as_they_were_sent() -> None:
     engine = engine_of(lively_model(), modes()["propagate"][0], thinking=True)
-    rule = Thinking(end_ids=(3, 4), confidence=Confidence(threshold=float("inf"), cue_ids=(1,)))
+    rule = Thinking(end_ids=(3, 4), max_tokens=5)
     engine.submit([1, 2], max_new_tokens=8, thinking=rule, stop_sequences=[[1, 2]], seed=2**32 - 1)
     engine.submit(
         [3],

@@ -57,7 +57,6 @@ def test_plain_decoding_is_the_unit(model: Any) -> None:
     assert (row.policy, row.tokens, row.depth_histogram) == ("full", 120, {"4": 1.0})
     assert row.depth_decided_mean == row.depth_executed_mean == 4
     assert row.flops_ratio == row.padding_ratio == row.agreement == row.kv_bytes_ratio == 1
-    assert row.throttled_ratio == 0
     assert row.speedup_ideal == pytest.approx(1, abs=1e-6)
     assert row.involuntary_stays == row.involuntary_exits == row.gate_pct == 0
     assert row.nll == pytest.approx(row.nll_full, abs=1e-5)

@@ -10,13 +10,12 @@ from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
-from utio_jax.decoding.thinking import Confidence, Thinking, Thought
+from utio_jax.decoding.thinking import Thinking, Thought
 from utio_jax.decoding.throttle import Throttle
 
 __all__ = [
     "Adaptive",
     "Chunk",
-    "Confidence",
     "EntropyAbove",
     "Generated",
     "GeneratedText",

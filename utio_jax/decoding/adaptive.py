@@ -175,7 +175,6 @@ class Adaptive(Mode):
             mapped_layers=work.kv_maps,
             key_slots=spent.key_slots,
             attended=attended,
-            view_slots=spent.view_slots,
         )
         scores = packing.scores if isinstance(packing, ThrottlePacking) else None
         memory = _Memory(shown=_show(shown, ended, depth), scores=scores)
@@ -185,7 +184,6 @@ class Adaptive(Mode):
             done.read[:, 0],
             decided=depth[:, 0],
             executed=spent.layers,
-            throttled=spent.view_layers,
         )
 
     def _rows(

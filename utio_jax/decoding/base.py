@@ -178,7 +178,6 @@ def emit_drawn(
     *,
     decided: Int[Array, " batch"],
     executed: Int[Array, " batch"],
-    throttled: Int[Array, " batch"] | None = None,
 ) -> DecodeState:
     """Returns the state with one token per active row, drawn from `logits`; see `emit`."""
     with jax.named_scope("sample"):
@@ -193,5 +192,4 @@ def emit_drawn(
         logits=logits[:, None, :],
         decided=decided[:, None],
         executed=executed[:, None],
-        throttled=0 if throttled is None else throttled[:, None],
     )

@@ -87,11 +87,7 @@ class Generated(Tally):
       decided: layers behind the distribution that each new token was taken from.
       executed: layers that really ran for it.
       log_probabilities: of each new token in nats, before any sampling method.
-      throttled: layers in which the token before each new one saw a compact view of the history
-        only. All 0 without a throttle.
-      uncertainty: of the distribution that each new token was taken from: the measure of its row's
-        `Thinking`; empty where none was given one.
-      thought: how each row has thought; likewise.
+      thought: how each row has thought; empty where none was given a `Thinking`.
       kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end,
         its views included.
       bytes_per_slot: that keys and values of one token take in one layer.
@@ -110,8 +106,6 @@ class Generated(Tally):
     decided: tuple[np.ndarray, ...]
     executed: tuple[np.ndarray, ...]
     log_probabilities: tuple[np.ndarray, ...]
-    throttled: tuple[np.ndarray, ...]
-    uncertainty: tuple[np.ndarray, ...]
     thought: tuple[Thought, ...]
     kv_bytes_held: np.ndarray
     prompt_depths: tuple[np.ndarray, ...]
@@ -127,11 +121,6 @@ class Generated(Tally):
     def kv_bytes_read(self) -> np.ndarray:
         """Bytes of keys and values that attention read, per row."""
         return self.key_slots.astype(np.float64) * self.bytes_per_slot
-
-    @property
-    def view_bytes_read(self) -> np.ndarray:
-        """Those that came from views, per row."""
-        return self.view_slots.astype(np.float64) * self.bytes_per_slot
 
     @property
     def acceptance(self) -> float | None:
@@ -157,9 +146,8 @@ class Generated(Tally):
           finish_reasons: why each row ends there.
         """
         cut: dict[str, Any] = {
-            name: tuple(row[:count] for row, count in zip(rows, counts, strict=True))
+            name: tuple(row[:n] for row, n in zip(getattr(self, name), counts, strict=True))
             for name in _PER_TOKEN
-            if (rows := getattr(self, name))
         }
         if self.thought:
             pairs = zip(self.thought, counts, strict=True)
@@ -167,9 +155,7 @@ class Generated(Tally):
         return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
 
 
-_PER_TOKEN = (
-    *("token_ids", "decided", "executed", "log_probabilities", "throttled", "uncertainty"),
-)
+_PER_TOKEN = ("token_ids", "decided", "executed", "log_probabilities")
 _OF_ALL_ROWS = (
     *("key_widths", "mode", "num_layers", "group", "bytes_per_slot"),
     *("prompt_width", "prompt_work"),
@@ -329,12 +315,7 @@ def collect(
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
         depths = np.asarray(state.prompt.depths)
         prompt_depths = [depths[row, :end].copy() for row, end in enumerate(starts)]
-    noted: dict[str, Any] = {"uncertainty": ()} | {
-        name: tuple(getattr(row, name) for row in new)
-        for name in _PER_TOKEN
-        if getattr(new[0], name) is not None
-    }
-    noted.setdefault("throttled", tuple(np.zeros_like(row.decided) for row in new))
+    noted: dict[str, Any] = {name: tuple(getattr(row, name) for row in new) for name in _PER_TOKEN}
     thought = ()
     if state.hook is not None:
         progress = np.asarray(state.hook.progress)[:rows]

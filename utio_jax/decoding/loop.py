@@ -251,8 +251,7 @@ def unread(
     """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
     (batch, width), decoder, segments = token_ids.shape, setting.decoder, setting.mode.segments
     dtype = jax.eval_shape(decoder.embed, setting.params, token_ids, token_ids).dtype
-    sizes = {"alternatives": alternatives, "measured": hook is not None}
-    columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, **sizes))
+    columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, alternatives=alternatives))
     known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
     return DecodeState(
         columns=dataclasses.replace(columns, token_ids=known),

@@ -69,29 +69,19 @@ class RowCache:
       layers: that ran in each row's slot.
       key_slots: that each row has read, summed over layers.
       projected: layers whose K/V were projected apart, of every row.
-      view_layers: that each row's token ran throttled.
-      view_slots: those of `key_slots` that were read from views.
     """
 
     kv: KVCache
     layers: Int[Array, " batch"]
     key_slots: Float[Array, " batch"]
     projected: Int[Array, ""]
-    view_layers: Int[Array, " batch"]
-    view_slots: Float[Array, " batch"]
 
     @classmethod
     def of(cls, kv: KVCache) -> RowCache:
         """Returns a cache of which nothing has been read yet."""
         none = jnp.zeros_like(kv.lengths)
-        return cls(
-            kv=kv,
-            layers=none,
-            key_slots=none.astype(jnp.float32),
-            projected=jnp.int32(0),
-            view_layers=none,
-            view_slots=none.astype(jnp.float32),
-        )
+        read = none.astype(jnp.float32)
+        return cls(kv=kv, layers=none, key_slots=read, projected=jnp.int32(0))
 
     def after(self, kv: KVCache, **spent: Any) -> RowCache:
         """Returns the cache after a segment, and what that took."""
@@ -367,13 +357,8 @@ class ThrottledRows(CachedRows):
         x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
         ran, size = span["stop"] - span["start"], float(view.history.size)
         views = jnp.any(live & low) * jnp.full(live.shape[:1], size)
-        return x, cache.after(
-            kv,
-            layers=ran,
-            key_slots=ran * (views + (live & ~low)[:, 0] * float(self.width)),
-            view_layers=ran * (live & low)[:, 0],
-            view_slots=ran * views,
-        )
+        read = ran * (views + (live & ~low)[:, 0] * float(self.width))
+        return x, cache.after(kv, layers=ran, key_slots=read)
 
 
 def _block(tokens: Tokens) -> Block:

@@ -146,10 +146,6 @@ class Columns:
       executed: layers that really ran for it, those for the sake of other rows included.
       log_probabilities: of each in nats, under the model's distribution before any sampling method.
       alternatives: to each; None where they are not kept.
-      uncertainty: of the distribution that each was taken from, by the measure of the row's hook;
-        None without hooks.
-      throttled: layers in which the token before it saw a compact view of the history only; None
-        without a throttle.
     """
 
     token_ids: Int[Any, "*token"]
@@ -157,18 +153,10 @@ class Columns:
     executed: Int[Any, "*token"]
     log_probabilities: Float[Any, "*token"]
     alternatives: Alternatives | None = None
-    uncertainty: Float[Any, "*token"] | None = None
-    throttled: Int[Any, "*token"] | None = None
 
     @classmethod
-    def empty(cls, *shape: int, alternatives: int = 0, measured: bool = False) -> Columns:
-        """Returns zeros, on the host.
-
-        Args:
-          *shape: that the arrays lead with.
-          alternatives: to each token.
-          measured: whether there is an uncertainty.
-        """
+    def empty(cls, *shape: int, alternatives: int = 0) -> Columns:
+        """Returns zeros that lead with a shape, on the host, with so many alternatives to each."""
         ints, floats = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         best = None
         if alternatives:
@@ -182,7 +170,6 @@ class Columns:
             executed=ints,
             log_probabilities=floats,
             alternatives=best,
-            uncertainty=floats if measured else None,
         )
 
     @classmethod
@@ -221,7 +208,6 @@ class Tally:
         float: it outgrows int32.
       attended: key slots attended over, summed over queries and layers: what attention computes. At
         least `key_slots`, which the queries of one pass share.
-      view_slots: those of `key_slots` that were read from views of throttled tokens.
     """
 
     steps: Int[Any, " batch"]
@@ -234,12 +220,11 @@ class Tally:
     exit_maps: Int[Any, " batch"]
     key_slots: Float[Any, " batch"]
     attended: Float[Any, " batch"]
-    view_slots: Float[Any, " batch"]
 
     @classmethod
     def empty(cls, batch: int) -> Self:
         """Returns a tally of nothing."""
-        floats = ("key_slots", "attended", "view_slots")
+        floats = ("key_slots", "attended")
         return cls(
             **{
                 each.name: jnp.zeros((batch,), jnp.float32 if each.name in floats else jnp.int32)
@@ -335,7 +320,6 @@ def emit(
     logits: Float[Array, "batch new vocab"],
     decided: Int[Array, "batch new"],
     executed: Int[Array, "batch new"],
-    throttled: Int[Array, "#batch new"] | int = 0,
 ) -> DecodeState:
     """Returns the state with new tokens in the active rows, cut where a row ends.
 
@@ -350,7 +334,6 @@ def emit(
       logits: of the distributions that they were taken from.
       decided: see `Columns`, per new token.
       executed: likewise.
-      throttled: likewise.
     """
     hook, limits, columns = state.hook, state.limits, state.columns
     if hook is not None:
@@ -366,18 +349,10 @@ def emit(
     ends_with = partial(_ends_sequence, known, positions, state.prompt_lengths)
     is_eos = jnp.any(token_ids[:, :, None] == jnp.asarray(stops.eos_ids)[:, None, :], axis=-1)
     is_stop = ends_with(stops.sequences)
-    is_last = positions + 1 >= state.limits[:, None]
-    logits = logits.astype(jnp.float32)
-    total = jax.nn.logsumexp(logits, axis=-1)
-    uncertainty = None
     if hook is not None:
-        uncertainty = hook.measure(logits, total)
-        noted = jnp.asarray(columns.uncertainty).at[row, slots].set(uncertainty, mode="drop")
-        found = hook.follow(
-            token_ids, positions, fresh, limits, uncertainty=noted, ends_with=ends_with
-        )
-        hook, limits, is_last, fresh = found.hook, found.limits, found.last, found.kept
-        counts = jnp.sum(fresh, axis=1, dtype=jnp.int32)
+        hook, fresh = hook.follow(positions, fresh, ends_with)
+        limits, counts = hook.limited(limits), jnp.sum(fresh, axis=1, dtype=jnp.int32)
+    is_last = positions + 1 >= limits[:, None]
     ends = (is_eos | is_stop | is_last) & fresh
     ended = jnp.any(ends, axis=1)
     first = jnp.argmax(ends, axis=1).astype(jnp.int32)
@@ -385,19 +360,18 @@ def emit(
     reasons = jnp.where(is_eos, _EOS, jnp.where(is_stop, _STOP, _LENGTH))
     reason = jnp.take_along_axis(reasons, first[:, None], axis=1)[:, 0]
 
+    logits = logits.astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, token_ids[:, :, None], axis=-1)[:, :, 0]
     best = columns.alternatives
     if best is not None:
         best = _most_probable(logits - total[:, :, None], best.token_ids.shape[-1])
-    low = jnp.broadcast_to(jnp.asarray(throttled, jnp.int32), token_ids.shape)
     noted = Columns(
         token_ids=token_ids,
         decided=decided,
         executed=executed,
         log_probabilities=chosen - total,
         alternatives=best,
-        uncertainty=uncertainty,
-        throttled=None if columns.throttled is None else low,
     )
     kept = jnp.where(offsets < counts[:, None], slots, known.shape[1])
     return dataclasses.replace(

@@ -88,12 +88,8 @@ class Throttle:
 
     def open(self, state: DecodeState, *, layers: int) -> DecodeState:
         """Returns the state with views of the first `layers`, once the prompts are in the cache."""
-        none = jnp.zeros_like(state.token_ids)
-        return dataclasses.replace(
-            state,
-            cache=open_view(state.cache, self.history, state.lengths, layers=layers),
-            columns=dataclasses.replace(state.columns, throttled=none),
-        )
+        cache = open_view(state.cache, self.history, state.lengths, layers=layers)
+        return dataclasses.replace(state, cache=cache)
 
     def flops(self, policy: Policy, decoder: Decoder, params: Params) -> float:
         """Returns what the scores of one token at all boundaries cost, heads apart."""
