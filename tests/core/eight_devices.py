@@ -469,7 +469,7 @@ def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mo
     assert_tokens(mode, found.token_ids, found.log_probabilities, found.decided)
 
 
-@pytest.mark.parametrize("name", ["plain", "packed"])
+@pytest.mark.parametrize("name", ["plain", "propagate"])
 def test_an_engine_on_split_parameters_gives_what_one_device_gives(
     name: str, count_compiles: Any
 ) -> None:

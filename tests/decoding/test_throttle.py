@@ -457,8 +457,3 @@ def test_what_does_not_fit_is_refused(model: Any) -> None:
     mode = Adaptive(policy=deep(), throttle=throttle(signal=ahead))
     with pytest.raises(ValueError, match="causal signal"):
         run(model, mode=mode)
-    some = block_at(
-        model.decoder, jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1), bool), rows=jnp.arange(2)
-    )
-    with pytest.raises(ValueError, match="a block of all rows.*2 packed rows"):
-        view_attention(model.decoder, some, width=8, runs=some.valid, dense=some.valid)

@@ -71,10 +71,7 @@ def mode_of(name: str) -> Any:
     [
         "plain",
         *(pytest.param(name, marks=pytest.mark.check) for name in ("propagate", "lossless")),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("packed", "drop", "copies", "throttled")
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop", "copies", "throttled")),
     ],
 )
 def test_prompts_in_chunks_are_as_whole(name: str, count_compiles: Any) -> None:

@@ -83,13 +83,11 @@ def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:
     "options",
     [
         {},
-        pytest.param({"pack": (1, 2)}, marks=pytest.mark.check),
         pytest.param({"kv": "drop"}, marks=pytest.mark.slow),
     ],
 )
 def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) -> None:
     model, mode = model64(), serving(**options)
-    one_mode = {name: value for name, value in options.items() if name != "pack"}
     asked, names = pool(18, seed=2), list(BUDGETS)
     engine = engine_of(model, mode)
     engine.warmup()
@@ -98,7 +96,7 @@ def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) ->
     assert compiles.count == 0
     seen = set[int]()
     for place, each in enumerate(asked):
-        budget = of_budget(names[place % len(names)], **one_mode)
+        budget = of_budget(names[place % len(names)], **options)
         assert_as_alone(found[place], alone(model, budget, None, each))
         seen |= {*found[place].decided[1:].tolist()}
     assert seen == {1, 2, 4}

@@ -58,7 +58,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Slots]:
     return found
 
 
-@pytest.mark.parametrize("name", ["plain", "packed"])
+@pytest.mark.parametrize("name", ["plain", "propagate"])
 def test_requests_come_out_as_alone_and_the_other_has_done_the_same(
     name: str, rows: list[Slots]
 ) -> None:

@@ -46,9 +46,7 @@ def modes() -> dict[str, tuple[Any, Prefill | None]]:
     return {
         "plain": (Plain(), None),
         "propagate": (Adaptive(policy=policy), None),
-        "packed": (Adaptive(policy=policy, pack=(1, 2)), None),
         "drop": (Adaptive(policy=policy, kv="drop"), None),
-        "packed drop": (Adaptive(policy=policy, kv="drop", pack=(2,)), None),
         "lossless": (Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)), None),
         "copies": (Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)), None),
         "prompts": (Adaptive(policy=policy), Prefill(policy=importance)),

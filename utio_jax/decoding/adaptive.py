@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import fill
-from utio_jax.core.decoder import Decoder, Params, is_integer
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Mode, Setting, emit_drawn
-from utio_jax.decoding.rows import CachedRows, PackedRows, RowCache, ThrottledRows
+from utio_jax.decoding.rows import CachedRows, RowCache, ThrottledRows
 from utio_jax.decoding.state import DecodeState
 from utio_jax.decoding.throttle import Throttle, ThrottlePacking
 from utio_jax.policies.base import Policy
@@ -31,10 +31,10 @@ from utio_jax.staircase.sparse import Packing
 class Adaptive(Mode):
     """Early-exit decoding: after each of the policy's depths a row's token stops or goes on.
 
-    A segment that makes keys and values is skipped only where *no* row needs it; otherwise, unless
-    they are packed, all rows go through it, and those that had stopped keep their states
-    (involuntary stays: cost, no change of results). With a probability of .5 to go on and 8 rows,
-    0.4 % of the steps skip.
+    A segment that makes keys and values is skipped only where *no* row needs it; otherwise all rows
+    go through it, and those that had stopped keep their states (involuntary stays: cost, no change
+    of results). With a probability of .5 to go on and 8 rows, 0.4 % of the steps skip. Segments
+    that read keys and values made below are run by the rows that need them alone.
 
     Attributes:
       policy: decides at each of its depths; must be causal.
@@ -42,12 +42,6 @@ class Adaptive(Mode):
         its last state, `"mapped"` takes them from KV maps of its last state
         (`utio_jax.prompts.maps`), `"drop"` shows nothing. Static.
       throttle: which tokens read a compact view of the history instead of all of it. None: none do.
-      pack: numbers of rows, ascending. A segment then runs the rows that need it alone, packed into
-        the smallest of these that holds them, and all rows where none does: the same tokens for
-        less work in large batches, see `utio_jax.decoding.rows`. Each is a body to compile, for
-        each segment. Empty: rows run together. None: quarters of the batch where upper layers read
-        keys and values made below, so that no row has to wait for others; elsewhere, and with a
-        throttle, rows run together. Static.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -55,22 +49,9 @@ class Adaptive(Mode):
     policy: Policy
     kv: FrozenKV = static(default="propagate")
     throttle: Throttle | None = None
-    pack: tuple[int, ...] | None = static(default=None)
 
     def __post_init__(self) -> None:
         frozen_kv(self.kv)
-        pack = () if self.pack is None else self.pack
-        counts = isinstance(pack, tuple) and all(is_integer(width, 1) for width in pack)
-        if not counts or [*pack] != sorted({*pack}):
-            raise ValueError(
-                "Wanted a tuple of numbers of rows to pack of at least 1, ascending, such as "
-                f"pack=(2, 4). Got pack={self.pack}."
-            )
-        if self.pack and self.throttle is not None:
-            raise ValueError(
-                "Wanted no pack with a throttle, whose views are read side by side. Got "
-                f"pack={self.pack} and a throttle. Leave one out."
-            )
 
     @property
     def prompt_kv(self) -> str:
@@ -98,10 +79,8 @@ class Adaptive(Mode):
         return gates
 
     def packs(self, decoder: Decoder) -> bool:
-        if self.pack is None:
-            depths = itertools.pairwise(self.policy.depths)
-            return self.throttle is None and not all(decoder.config.kv_made(*d) for d in depths)
-        return bool(self.pack)
+        spans = itertools.pairwise(self.policy.depths)
+        return self.throttle is None and not all(decoder.config.kv_made(*each) for each in spans)
 
     def check(self, decoder: Decoder) -> None:
         frozen_kv(self.kv, decoder)
@@ -132,7 +111,9 @@ class Adaptive(Mode):
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
         # While it runs, a token sees itself everywhere.
         shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
-        model = Model(decoder, params, self._rows(setting, shown, batch=active.size))
+        rows = CachedRows if self.throttle is None else ThrottledRows
+        executor = rows(width=setting.width, layers=setting.layers, shown=shown)
+        model = Model(decoder, params, executor)
         packing = Packing(model)
         if self.throttle is not None:
             packing = ThrottlePacking(model, self.throttle, tokens, ids, state.memory.scores)
@@ -171,7 +152,7 @@ class Adaptive(Mode):
             heads=work.heads,
             exit_maps=work.exit_maps,
             token_layers=spent.layers,
-            frozen_layers=spent.projected + projected,
+            frozen_layers=projected,
             mapped_layers=work.kv_maps,
             key_slots=spent.key_slots,
             attended=attended,
@@ -185,26 +166,6 @@ class Adaptive(Mode):
             decided=depth[:, 0],
             executed=spent.layers,
         )
-
-    def _rows(
-        self, setting: Setting, shown: Int[Array, "batch slot"] | None, *, batch: int
-    ) -> CachedRows:
-        """Returns what runs a step."""
-        options: dict[str, Any] = {"width": setting.width, "layers": setting.layers, "shown": shown}
-        if self.throttle is not None:
-            return ThrottledRows(**options)
-        if self.pack:
-            return PackedRows(**options, widths=self.pack, project=self.frozen.projects)
-        return CachedRows(**options, widths=quarters(batch) if self.pack is None else ())
-
-
-def quarters(batch: int) -> tuple[int, ...]:
-    """Returns the numbers of rows that are packed where no row waits for others.
-
-    >>> quarters(8), quarters(1)
-    ((2, 4, 6), ())
-    """
-    return tuple(sorted({batch * part // 4 for part in (1, 2, 3)} - {0}))
 
 
 def _show(

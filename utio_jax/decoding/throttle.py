@@ -180,20 +180,12 @@ def view_attention(
 
     Args:
       decoder: the model.
-      block: the tokens' places, one token per row.
+      block: the tokens' places, one token per row, of all rows.
       width: slots that dense rows attend over; more than every valid position. Static.
       runs: tokens whose state changes; no other's attention counts.
       dense: of these, the ones that read all their slots; the others read the cache's view.
       shown: as in `run_segment`.
-
-    Raises:
-      ValueError: a block of some rows alone.
     """
-    if block.rows is not None:
-        raise ValueError(
-            "Wanted a block of all rows: views are read side by side. Got one of "
-            f"{block.rows.shape[0]} packed rows. Leave out its rows, or the throttle."
-        )
     runs &= block.valid
     dense &= runs
     order = chosen_first(dense[:, 0])
