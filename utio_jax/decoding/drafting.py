@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,10 @@ from utio_jax.policies.importance import predictive_entropy
 
 @pytree
 class Proposal:
-    """Drafts of a round, and what verification needs of them.
+    """Drafts of a round. Pending tokens are each row's last one, and its drafts.
 
     Attributes:
-      cache: with the shallow K/V of all pending tokens: each row's last one, and its drafts.
+      cache: with the shallow K/V of all pending tokens.
       x: their states, behind the layers that the drafter ran.
       token_ids: the drafts.
       log_q: the distributions that they were drawn from; None where nothing is drawn.
@@ -44,24 +44,6 @@ class Proposal:
     log_q: Float[Array, "batch draft vocab"] | None
     counts: Int[Array, " batch"]
     rounds: Int[Array, ""]
-
-
-class Drafter(Protocol):
-    """What proposes tokens that the full model verifies."""
-
-    @property
-    def depth(self) -> int:
-        """Layers that pending tokens have run."""
-        ...
-
-    @property
-    def varies(self) -> bool:
-        """Whether a row may have fewer drafts than were asked for."""
-        ...
-
-    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
-        """Returns at most so many drafts of each active row."""
-        ...
 
 
 def round_keys(state: DecodeState, positions: Int[Array, "batch token"], stream: int) -> jax.Array:
@@ -179,13 +161,11 @@ class NGram:
     """Drafts without a model: what followed the last few tokens when the text had them before.
 
     Prompt lookup (Saxena 2023), as vLLM's `ngram` method and transformers'
-    `prompt_lookup_num_tokens`. The longest match wins; among these the latest, where transformers
-    takes the first: what a text did last it does again. A match so close to the end that the text
-    behind it is shorter than the draft repeats it, as a copy in LZ77 does.
+    `prompt_lookup_num_tokens`. The longest match wins, among these the latest. A match so close to
+    the end that the text behind it is shorter than the draft repeats it, as a copy in LZ77 does.
 
     Attributes:
-      longest: tokens of the longest match that is looked for: `prompt_lookup_max`,
-        `max_matching_ngram_size`.
+      longest: tokens of the longest match that is looked for: `prompt_lookup_max`.
       shortest: of the shortest that counts: `prompt_lookup_min`.
     """
 
@@ -201,7 +181,7 @@ class NGram:
 
     @property
     def depth(self) -> int:
-        """Zero: no layer has run for a draft."""
+        """Layers that pending tokens have run: none."""
         return 0
 
     @property
@@ -231,13 +211,7 @@ class NGram:
     def __call__(
         self, token_ids: Int[Array, "batch slot"], lengths: Int[Array, " batch"], *, drafts: int
     ) -> tuple[Int[Array, "batch draft"], Int[Array, " batch"]]:
-        """Returns what follows each row's tokens, and how many are real: all, or none.
-
-        Args:
-          token_ids: the rows' tokens; what lies beyond `lengths` means nothing.
-          lengths: tokens of each row.
-          drafts: tokens to copy.
-        """
+        """Returns what follows each row's tokens, and how many are real: all, or none."""
         ends = jnp.arange(token_ids.shape[1], dtype=jnp.int32)  # A match ends before this position.
 
         def row(known: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -7,7 +7,6 @@
 
 A staircase that keeps its keys and values. Even at full depth it reads long or ragged prompts
 faster on CPU than the dense program does, since it skips padding and the keys behind each block.
-`prompt_prefill` chooses one by a budget of FLOPs, in which most tokens stop early.
 """
 
 from __future__ import annotations
@@ -50,17 +49,13 @@ class Prefill:
     """Reads prompts in one staircase pass; by default every token at full depth, over all its past.
 
     Attributes:
-      policy: how deep each prompt token runs; None: full depth. Under `kv="propagate"` new tokens
-        see K/V of a stopped one's last state at deeper layers, under `kv="drop"` nothing.
-      kv: what new tokens see of a stopped prompt token at deeper layers; None: what they see of any
-        stopped token, which is the mode's to say. `"mapped"` needs a decoder that `HasKVMaps`.
+      policy: how deep each prompt token runs; None: full depth.
+      kv: what new tokens see of a stopped prompt token at deeper layers; None: the mode's `kv`.
         Static.
       attention: which prompt tokens attend to their history alone; None: none do. Its segments are
         the policy's: `never_stops(depths)` has them and runs every layer.
-      executor: how live slots are run. Static.
-
-    Small batches of prompts by importance are read by static shapes instead (`for_shape`): how many
-    of their tokens go deep is known beforehand.
+      executor: how live slots are run. Small batches of prompts by importance are read by static
+        shapes instead (`for_shape`): how many of their tokens go deep is known. Static.
     """
 
     policy: Policy | None = None
@@ -69,12 +64,7 @@ class Prefill:
     executor: Executor = static(default=MicroBatches())
 
     def for_shape(self, batch: int, width: int) -> Prefill:
-        """Returns how prompts of one shape are read fastest: with static shapes where that is.
-
-        Args:
-          batch: rows.
-          width: of the padded prompts, in tokens.
-        """
+        """Returns how prompts of one shape are read fastest: with static shapes where that is."""
         policy = self.policy
         if (
             self.executor != MicroBatches()
@@ -133,16 +123,7 @@ class Prefill:
         *,
         kv: str,
     ) -> tuple[Float[Array, "batch vocab"], KVCache, PromptPass]:
-        """Returns the logits after each prompt, the filled cache, and what the pass did.
-
-        Args:
-          decoder: the model.
-          params: its parameters.
-          token_ids: right-padded prompts, no wider than the cache.
-          lengths: tokens of each, at least 1.
-          cache: an empty cache; donate it.
-          kv: what new tokens see of a stopped one at deeper layers, unless this says so itself.
-        """
+        """Returns the logits after each prompt, the filled cache, and what the pass did."""
         kv = self.kv or ("propagate" if kv == "full" else kv)
         policy, last_layer = self.depth_policy(decoder), decoder.config.num_layers
         with jax.named_scope("prefill"):
@@ -192,14 +173,7 @@ def exact_prefill(decoder: Decoder) -> Prefill | None:
 
 
 def fastest_prefill(decoder: Decoder, batch: int, width: int, *, kv: str) -> Prefill | None:
-    """Returns the fastest way to read prompts without loss; None: the dense program.
-
-    Args:
-      decoder: the model.
-      batch: rows.
-      width: of the padded prompts, in tokens.
-      kv: of the mode; under `"drop"` a token is seen as deep as it ran.
-    """
+    """Returns the fastest way to read prompts without loss; None: the dense program."""
     exact = exact_prefill(decoder) if kv != "drop" else None
     if exact is not None:
         return exact.for_shape(batch, width)

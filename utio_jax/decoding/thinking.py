@@ -117,13 +117,7 @@ class Thought:
 
 
 def thought_of(progress: Sequence[int], *, prompt: int, length: int) -> Thought:
-    """Returns what a row's progress comes to, see `ThinkingRows.progress`.
-
-    Args:
-      progress: of the row.
-      prompt: its tokens.
-      length: those of prompt and new tokens.
-    """
+    """Returns what a row's progress comes to, see `ThinkingRows.progress`."""
     began, forced_at, ended = (int(value) for value in progress)
     if began > length:
         return Thought(start=None, tokens=0, forced=0, ended_by="open")
@@ -191,13 +185,7 @@ class ThinkingRows:
         fresh: Bool[Array, "batch new"],
         ends_with: Callable[[Any], Bool[Array, "batch new"]],
     ) -> tuple[ThinkingRows, Bool[Array, "batch new"]]:
-        """Returns the progress behind new tokens, and which of them are kept: none behind a cut.
-
-        Args:
-          positions: of the tokens, forced ones included.
-          fresh: which are real.
-          ends_with: maps sequences of each row to whether one ends at each new token.
-        """
+        """Returns the progress behind new tokens, and which of them are kept: none behind a cut."""
         end_size, forced_size = (jnp.sum(ids >= 0, axis=1) for ids in (self.end, self.forced))
 
         def step(carry: tuple[ThinkingRows, jax.Array], at: Any) -> tuple[Any, jax.Array]:

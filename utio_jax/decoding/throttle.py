@@ -9,8 +9,7 @@ decided    at d1, by the    at d1             at d2
 by         token before
 
 One batched call lets every row attend to its view; then a loop with a traced trip count goes over
-the dense rows alone, and reads each one's slots. A mask over all slots would read them all for
-every row, and so would `vmap` of a conditional.
+the dense rows alone, and reads each one's slots.
 """
 
 from __future__ import annotations
@@ -45,16 +44,14 @@ class Throttle:
     """Low-importance tokens read sinks and recent tokens; the others everything.
 
     Decided anew for each segment of the depth policy: a token whose score at a boundary is at most
-    the threshold runs the layers up to the next one throttled. In the first layers it has no score
-    yet; what counts there is the first score of the token before it. The first token after a prompt
-    has none before it, and reads everything.
+    the threshold runs the layers up to the next one throttled. In the first layers, what counts is
+    the first score of the token before. The first token after a prompt reads everything.
 
     Attributes:
       history: what they see, in tokens. Static.
       signal: scores tokens at the policy's boundaries: the one that steers depth, or another.
       thresholds: one per segment, in the score's unit. -inf throttles no token, +inf every one, the
-        first included; the first threshold is compared with the score at the first boundary of the
-        token before.
+        first included.
     """
 
     signal: Signal
@@ -99,8 +96,7 @@ class Throttle:
 class ThrottlePacking(Packing):
     """Which tokens of a decoding step read a view, while it is traced.
 
-    Attributes:
-      scores: of each row's token at the first boundary; at first, of the token before it.
+    `scores` are of each row's token at the first boundary; at first, of the token before it.
     """
 
     def __init__(
@@ -111,15 +107,7 @@ class ThrottlePacking(Packing):
         token_ids: Int[Array, "batch 1"],
         scores: Float[Array, " batch"],
     ) -> None:
-        """Prepares a step.
-
-        Args:
-          model: what runs.
-          throttle: what decides.
-          tokens: each row's last one, at depth 0.
-          token_ids: their ids.
-          scores: of each row's last token but one, at the first boundary; NaN for none.
-        """
+        """Prepares a step."""
         super().__init__(model)
         self.scores, self._throttle = scores, throttle
         self._memory = throttle.signal.start(token_ids, tokens.positions)
@@ -145,14 +133,7 @@ class ThrottlePacking(Packing):
 def open_view(
     cache: KVCache, history: History, lengths: Int[Array, " batch"], *, layers: int
 ) -> KVCache:
-    """Returns the cache with a view of its sinks and recent tokens.
-
-    Args:
-      cache: with the prompts in it.
-      history: what the view holds.
-      lengths: tokens of each row.
-      layers: that get a view: the first ones.
-    """
+    """Returns the cache with a view of its sinks and recent tokens."""
     positions = places_at(history, lengths)
     batch = positions.shape[0]
     layers = min(layers, cache.keys.shape[0])
@@ -176,16 +157,7 @@ def view_attention(
     dense: Bool[Array, "batch 1"],
     shown: Int[Array, "batch slot"] | None = None,
 ) -> Attention:
-    """Returns attention of which only dense rows see everything before them, for `run_layers`.
-
-    Args:
-      decoder: the model.
-      block: the tokens' places, one token per row, of all rows.
-      width: slots that dense rows attend over; more than every valid position. Static.
-      runs: tokens whose state changes; no other's attention counts.
-      dense: of these, the ones that read all their slots; the others read the cache's view.
-      shown: as in `run_segment`.
-    """
+    """Returns attention of which only dense rows see everything before them, for `run_layers`."""
     runs &= block.valid
     dense &= runs
     order = chosen_first(dense[:, 0])

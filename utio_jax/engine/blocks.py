@@ -43,13 +43,7 @@ class Rules:
 
 @partial(jax.jit, donate_argnames="rules")
 def put_rules(rules: Rules, fresh: Rules, rows: Int[Array | np.ndarray, " row"]) -> Rules:
-    """Returns the rules with those of other requests in some slots; slots that are none go nowhere.
-
-    Args:
-      rules: of all slots. Donated.
-      fresh: of as many requests as `rows` names.
-      rows: slots.
-    """
+    """Returns the rules, donated, with those of other requests in some slots."""
     return put_rows(rules, fresh, rows)
 
 
@@ -63,15 +57,9 @@ def run_block(
     widths: tuple[int, ...],
     room: int,
 ) -> tuple[DecodeState, Int[Array, "slot column"]]:
-    """Returns the state after `steps` more tokens of every running row, and what it has to report.
+    """Returns the state, donated, after `steps` more tokens of every running row, and its report.
 
-    Args:
-      setting: of all rows.
-      thresholds: of each one's depth policy, or None.
-      state: running. Donated.
-      steps: new tokens of each row that goes on, at least.
-      widths: of keys that a step may read, see `utio_jax.attention.cache.key_widths`.
-      room: new tokens that a row may report. Static; `block_room` is always enough.
+    A row reports at most `room` new tokens, static; `block_room` is always enough.
     """
     # The first token of all is prefill's, or was emitted elsewhere: no block has reported it.
     unseen = state.tally.steps == 0
@@ -103,7 +91,7 @@ def block_room(mode: Mode, steps: int) -> int:
 
 
 def report_columns(room: int) -> int:
-    """Returns how many columns of a report, the first, say what rows are: counts and tokens."""
+    """Returns how many of a report's first columns are counts and tokens."""
     return 3 + len(TALLIED) + room
 
 
@@ -114,7 +102,7 @@ class RowReport:
     Attributes:
       columns: its new tokens.
       reason: `"running"`, or why the row ended.
-      counts: `steps`, `token_layers`, `drafts` and `accepted` of the row since it was admitted.
+      counts: `TALLIED` of the row since it was admitted.
       progress: of its hook; empty without hooks.
     """
 
@@ -127,14 +115,7 @@ class RowReport:
 def read_report(
     report: Int[np.ndarray, "slot column"], slot: int, *, room: int, columns: Columns
 ) -> RowReport:
-    """Returns what one slot's row reports.
-
-    Args:
-      report: of a block.
-      slot: whose row it is.
-      room: of the block.
-      columns: of the state, for what is noted of tokens: their values are not looked at.
-    """
+    """Returns what one slot's row reports."""
     row = np.array(report[slot])  # A copy: on CPU the array is a view of the device's.
     head = 3 + len(TALLIED)
     since, length, reason = map(int, row[:3])

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth policies of single requests, as thresholds on the depths of the engine's mode.
 
-Thresholds are arrays of the running batch, a row for each slot: a request's budget compiles
-nothing, and rows of all budgets step side by side.
+They are arrays of the running batch, a row for each slot: a request's budget compiles nothing.
 """
 
 from __future__ import annotations
@@ -34,11 +33,6 @@ def thresholds_of(
     policy: RequestPolicy, mode: Mode, decoder: Decoder
 ) -> Float[np.ndarray, " boundary"] | None:
     """Returns a request's thresholds at the boundaries of the mode; None where there are none.
-
-    Args:
-      policy: of the request.
-      mode: of all requests.
-      decoder: the model.
 
     Raises:
       ValueError: the mode has no such policy, another signal, or not all of the depths; or with a
