@@ -19,7 +19,7 @@ from utio_jax.core.rows import row_axes
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.admission import _admit, admit, empty_state, release
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.drafting import EntropyAbove, NGram
+from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import collect
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
@@ -44,7 +44,7 @@ MODES: dict[str, Any] = {
     "drop": Adaptive(policy=POLICY, kv="drop"),
     "mapped": Adaptive(policy=POLICY, kv="mapped"),
     "throttled": Adaptive(policy=POLICY, throttle=EASY),
-    "lossless": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
+    "lossless": Lossless(exit=2, max_draft=3),
     "copies": Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)),
 }
 LONG = ("mapped", "copies")

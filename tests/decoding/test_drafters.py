@@ -160,7 +160,7 @@ def test_a_reduced_head_has_the_columns_of_the_whole(tied):
 def test_forbidden_combinations(model):
     with pytest.raises(ValueError, match="drafter of exit, ngram. Got 'tree'"):
         Lossless(drafter="tree")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit as well"):
+    with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit=2 as well"):
         Lossless(exit=2, drafter="ngram")
 
     class NoReducedHead:

@@ -3,7 +3,6 @@
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain, Setting
-from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
@@ -16,7 +15,6 @@ from utio_jax.decoding.throttle import Throttle
 __all__ = [
     "Adaptive",
     "Chunk",
-    "EntropyAbove",
     "Generated",
     "GeneratedText",
     "Lengths",

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafts for speculative decoding: an exit of the model, or n-grams of the text.
 
-Both `propose` drafts of each row for `utio_jax.decoding.lossless` to verify.
+Both `propose` drafts of each row for `utio_jax.decoding.lossless` to verify. `depth` is the layers
+that pending tokens have run then; `varies`: a row may have fewer drafts than were asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
@@ -22,7 +23,6 @@ from utio_jax.decoding.base import Setting
 from utio_jax.decoding.sampling import DRAW, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState
-from utio_jax.policies.importance import predictive_entropy
 
 
 @pytree
@@ -51,42 +51,18 @@ def round_keys(state: DecodeState, positions: Int[Array, "batch token"], stream:
     return token_keys(state.seeds, positions, stream, rounds=state.positions)
 
 
-@pytree
-class EntropyAbove:
-    """Hard are tokens whose exit distribution has more entropy than a threshold.
-
-    Attributes:
-      threshold_nats: a leaf: another one compiles nothing.
-    """
-
-    threshold_nats: float | Float[Array, ""]
-
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Bool[Array, "*lead"]:
-        return ~(predictive_entropy(logits) <= self.threshold_nats)  # NaN is hard.
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitDrafter:
-    """Drafts of an exit's own head, one token after the other; the K/V are the full model's.
-
-    Attributes:
-      depth: of the exit.
-      stop: which tokens are hard: the row stops drafting there. None: none are.
-    """
+    """Drafts of an exit's own head, one token after the other; the K/V are the full model's."""
 
     depth: int
-    stop: EntropyAbove | None = None
-
-    @property
-    def varies(self) -> bool:
-        """Whether a row may have fewer drafts than were asked for."""
-        return self.stop is not None
+    varies: ClassVar[bool] = False
 
     def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
-        """Returns drafts until every row is at a hard token, or has so many."""
+        """Returns so many drafts of every active row."""
         decoder, params = setting.decoder, setting.params
         batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
-        rows = jnp.arange(batch, dtype=jnp.int32)
+        rows, active = jnp.arange(batch, dtype=jnp.int32), state.active
         states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
         greedy = setting.sampling is None
         none = Proposal(
@@ -94,48 +70,44 @@ class ExitDrafter:
             x=jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype),
             token_ids=jnp.zeros((batch, most), jnp.int32),
             log_q=None if greedy else jnp.zeros((batch, most, vocab), jnp.float32),
-            counts=jnp.zeros((batch,), jnp.int32),
-            rounds=jnp.int32(0),
+            counts=jnp.where(active, most, 0),
+            rounds=jnp.int32(most + 1),
         )
 
-        def step(carry: tuple[Proposal, jax.Array, jax.Array]) -> tuple[Any, ...]:
-            now, last, drafting = carry
-            at, positions = now.rounds, (state.positions + now.rounds)[:, None]
+        def step(at: jax.Array, carry: tuple[Proposal, jax.Array]) -> tuple[Proposal, jax.Array]:
+            now, last = carry
+            positions = (state.positions + at)[:, None]
             x, cache = run_segment(
                 decoder,
                 params,
                 now.cache,
                 decoder.embed(params, last[:, None], positions),
-                block_at(decoder, positions, drafting[:, None]),
+                block_at(decoder, positions, active[:, None]),
                 start=0,
                 stop=self.depth,
                 width=setting.width,
                 layers=setting.layers,
             )
-            stored = jnp.where(drafting[:, None, None], x, now.x[:, at][:, None])
+            stored = jnp.where(active[:, None, None], x, now.x[:, at][:, None])
 
-            def rest() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-                q = None if greedy else jnp.zeros((batch, vocab), jnp.float32)
-                return last, jnp.ones((batch,), jnp.bool_), q
+            def rest() -> tuple[jax.Array, jax.Array | None]:
+                return last, None if greedy else jnp.zeros((batch, vocab), jnp.float32)
 
             # The last draft needs no successor. (No cache goes through the conditional.)
             guess = partial(self._guess, setting, state, x[:, 0], positions)
-            new, hard, log_q = jax.lax.cond(at < most, guess, rest)
-            goes = drafting & ~hard
-            slot = jnp.where(goes, at, most)
+            new, log_q = jax.lax.cond(at < most, guess, rest)
+            slot = jnp.where(active, at, most)
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
-            now = Proposal(
+            now = dataclasses.replace(
+                now,
                 cache=cache,
                 x=jax.lax.dynamic_update_slice_in_dim(now.x, stored, at, axis=1),
                 token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"),
                 log_q=drawn,
-                counts=now.counts + goes,
-                rounds=at + 1,
             )
-            return now, jnp.where(goes, new, last), goes
+            return now, jnp.where(active, new, last)
 
-        start = none, state.last_ids, state.active
-        return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), step, start)[0]
+        return jax.lax.fori_loop(jnp.int32(0), none.rounds, step, (none, state.last_ids))[0]
 
     def _guess(
         self,
@@ -143,17 +115,16 @@ class ExitDrafter:
         state: DecodeState,
         x: Float[Array, "batch dim"],
         positions: Int[Array, "batch 1"],
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the exit's next tokens, whether they are hard, and the log-probabilities."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the exit's next tokens, and the log-probabilities if they are drawn."""
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling
         seen = apply_exit_lens(decoder, params, x, self.depth)
         logits = decoder.unembed(params, seen).astype(jnp.float32)
-        hard = jnp.zeros(x.shape[:1], jnp.bool_) if self.stop is None else self.stop(logits)
         if sampling is None:
-            return most_probable(logits), hard, None
+            return most_probable(logits), None
         log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
         keys = round_keys(state, positions + 1, DRAW)[:, 0]
-        return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), hard, log_q
+        return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), log_q
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +142,8 @@ class NGram:
 
     longest: int = 3
     shortest: int = 1
+    depth: ClassVar[int] = 0
+    varies: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -178,16 +151,6 @@ class NGram:
                 "Wanted matches of at least 1 token, shortest <= longest. Got "
                 f"shortest={self.shortest}, longest={self.longest}. For example: NGram(longest=3)."
             )
-
-    @property
-    def depth(self) -> int:
-        """Layers that pending tokens have run: none."""
-        return 0
-
-    @property
-    def varies(self) -> bool:
-        """Whether a row may have fewer drafts than were asked for."""
-        return True
 
     def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
         """Returns drafts that follow the rows' own last tokens; no layer has run."""

@@ -27,7 +27,7 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Mode, Setting
-from utio_jax.decoding.drafting import EntropyAbove, ExitDrafter, NGram, Proposal, round_keys
+from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
 from utio_jax.decoding.sampling import ACCEPT, REPLACE, verify_greedy, verify_sampling
 from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
@@ -72,8 +72,6 @@ class Lossless(Mode):
     Attributes:
       exit: layers that draft: one of the model's exits; None with `drafter="ngram"`. Static.
       max_draft: most drafts of a row between two deep passes. Static.
-      stop: which tokens are hard: the row stops drafting there. Reads the exit's distribution only,
-        never the drawn token, which would bias what is accepted. None: never.
       drafter: `"exit"`; or `"ngram"`, which needs no exit: what followed the row's last tokens when
         they stood in its text before. Static.
       ngram: which matches count. Static.
@@ -83,7 +81,6 @@ class Lossless(Mode):
 
     exit: int | None = static(default=None)
     max_draft: int = static(default=4)
-    stop: EntropyAbove | None = None
     drafter: DrafterName = static(default="exit")
     ngram: NGram = static(default=NGram())
 
@@ -96,14 +93,12 @@ class Lossless(Mode):
             raise ValueError(
                 f"Wanted a max_draft of at least 1 token. Got max_draft={self.max_draft}."
             )
-        if self.drafter == "ngram":
-            given = [name for name in ("exit", "stop") if getattr(self, name) is not None]
-            if given:
-                raise ValueError(
-                    "Wanted drafter='ngram' alone: it copies from the text, and asks no exit. Got "
-                    f"{', '.join(given)} as well. Leave them out."
-                )
-        elif self.exit is None:
+        if self.drafter == "ngram" and self.exit is not None:
+            raise ValueError(
+                "Wanted drafter='ngram' alone: it copies from the text, and asks no exit. Got "
+                f"exit={self.exit} as well. Leave it out."
+            )
+        if self.drafter == "exit" and self.exit is None:
             raise ValueError(
                 "Wanted an exit that drafts. Got none. For example: Lossless(exit=4), or without "
                 "an exit Lossless(drafter='ngram')."
@@ -189,9 +184,7 @@ class Lossless(Mode):
 
     @property
     def _drafter(self) -> ExitDrafter | NGram:
-        if self.exit is None:
-            return self.ngram
-        return ExitDrafter(depth=self.exit, stop=self.stop)
+        return self.ngram if self.exit is None else ExitDrafter(depth=self.exit)
 
     def _run_deep(
         self, setting: Setting, drafted: Proposal, block: Block
