@@ -32,6 +32,7 @@ from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.core.documents import Batch, batches_of
 from utio_jax.core.files import flatten, nest
 from utio_jax.core.rows import Rows, place
@@ -41,7 +42,6 @@ from utio_jax.decoding.generate import Generated, stream
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.evaluation.generation import spent_on
 from utio_jax.models import load, save
@@ -251,7 +251,7 @@ def test_throttled_rows_of_a_mesh_are_those_of_one_device() -> None:
     throttle = Throttle(
         signal=Position(), thresholds=jnp.full(2, -20.0), history=History(recent=6, sinks=2)
     )
-    mode = Adaptive(policy=TABLE, throttle=throttle)
+    mode = Throttled(policy=TABLE, throttle=throttle)
     one = run(lively_model(), PROMPTS, mode=mode)
     many = run(lively_model(), PROMPTS, mode=mode, mesh=mesh_of("auto"))
     assert len(PROMPTS) % DEVICES, "some rows only fill the mesh up"

@@ -14,6 +14,7 @@ from helpers.generation import SMALL, lively_model, run, setting_of
 from helpers.models import with_random_maps
 
 from utio_jax.attention.history import History
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import row_axes
 from utio_jax.decoding.adaptive import Adaptive
@@ -26,7 +27,6 @@ from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import REASONS, RELEASED, stop_rules
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import random_depths
 from utio_jax.policies.signals import Chance
 
@@ -43,7 +43,7 @@ MODES: dict[str, Any] = {
     "propagate": Adaptive(policy=POLICY),
     "drop": Adaptive(policy=POLICY, kv="drop"),
     "mapped": Adaptive(policy=POLICY, kv="mapped"),
-    "throttled": Adaptive(policy=POLICY, throttle=EASY),
+    "throttled": Throttled(policy=POLICY, throttle=EASY),
     "lossless": Lossless(exit=2, max_draft=3),
     "copies": Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)),
 }

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 
@@ -28,14 +27,13 @@ from helpers.marks import quick_where
 from helpers.policies import SurePasses
 
 from utio_jax.attention.history import History
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import stream
 from utio_jax.decoding.loop import Lengths, advance, begin, run_chunks
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams, rows_of
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
 from utio_jax.policies.signals import Chance
 
@@ -234,10 +232,10 @@ def test_a_stream_is_the_same_tokens(model, plain, chunk, mode):
     assert not chunks[-1].running.any()
 
 
-ENTROPY = Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.0))
+LOSSLESS = Lossless(exit=2, max_draft=3)
 OTHERS = {  # What compiles nothing, either.
     "plain": (Plain(), Plain()),
-    "lossless": (ENTROPY, dataclasses.replace(ENTROPY, stop=EntropyAbove(threshold_nats=1.0))),
+    "lossless": (LOSSLESS, LOSSLESS),
     "adaptive": (
         Adaptive(policy=random_policy(0.5, 0.2, 0.3)),
         Adaptive(policy=random_policy(0.1, 0.4, 0.5)),
@@ -294,7 +292,7 @@ THROTTLE = Throttle(
     thresholds=jnp.full(3, 0.5),
 )
 COPIED = {
-    "throttled": (Adaptive(policy=random_policy(0.5, 0.2, 0.3), throttle=THROTTLE), None),
+    "throttled": (Throttled(policy=random_policy(0.5, 0.2, 0.3), throttle=THROTTLE), None),
     "propagate": (Adaptive(policy=random_policy(0.5, 0.2, 0.3)), None),
     "drop": (Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="drop"), None),
     "lossless": (Lossless(exit=2, max_draft=3), None),

@@ -26,9 +26,8 @@ from helpers.engine import (
 from helpers.generation import lively_model
 
 from utio_jax.attention.history import History
-from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.models.presets import TINY
 from utio_jax.policies.signals import Position
 
@@ -62,7 +61,7 @@ def mode_of(name: str) -> Any:
     throttle = Throttle(
         signal=Position(), thresholds=jnp.full(3, -20.0), history=History(recent=4, sinks=1)
     )
-    return Adaptive(policy=policy, throttle=throttle)
+    return Throttled(policy=policy, throttle=throttle)
 
 
 @pytest.mark.usefixtures("double")

@@ -16,9 +16,9 @@ from helpers.generation import lively_model
 from helpers.models import gated
 
 from utio_jax.attention.history import History
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.engine import Engine
 from utio_jax.policies import (
     Patience,
@@ -151,8 +151,8 @@ def test_policies_that_the_mode_cannot_serve_are_refused() -> None:
     throttle = Throttle(
         signal=OWN.signal, thresholds=jnp.full(3, -jnp.inf), history=History(recent=4, sinks=1)
     )
-    watched = Adaptive(policy=BUDGETS["all"], throttle=throttle)
-    refused(r"depths=\(1, 2, 4\), at which the mode's throttle watches", watched, deep)
+    watched = Throttled(policy=BUDGETS["all"], throttle=throttle)
+    refused(r"depths=\(1, 2, 4\), at which the mode decides more", watched, deep)
 
 
 @pytest.mark.check

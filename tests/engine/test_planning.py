@@ -87,20 +87,16 @@ def test_a_plan_is_made_of_timed_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     assert dict(plan.rates.seconds_per_layer) == pytest.approx({1: 1.0, 2: 1.5, 3: 2.0})
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"seconds": -4.0}, "a step without its layers takes -4e+03 ms"),
-        ({"plain_seconds": -1e-3}, "a plain step takes -1 ms"),
-        ({"seconds_per_layer": {2: -2e-3, 8: 1.0}}, "a layer on 2 rows takes -2 ms"),
-        ({"seconds_per_layer": {2: 1.0, 4: float("nan")}}, "a layer on 4 rows takes nan ms"),
-        ({"seconds_per_layer": {8: 0.5, 2: 1.0}}, "a layer on 2 rows takes longer than on 8"),
-    ],
-)
-def test_times_that_cannot_be_are_seen(changed: dict[str, Any], reason: str) -> None:
-    assert RATES.nonsense is None
-    assert dataclasses.replace(RATES, seconds=-0.5).nonsense is None, "a line through noisy times"
-    assert dataclasses.replace(RATES, **changed).nonsense == reason
+def test_times_that_cannot_be_are_seen() -> None:
+    assert RATES.sane
+    assert dataclasses.replace(RATES, seconds=-0.5).sane, "a line through noisy times"
+    for changed in (
+        {"seconds": -4.0},
+        {"plain_seconds": -1e-3},
+        {"seconds_per_layer": {2: -2e-3, 8: 1.0}},
+        {"seconds_per_layer": {2: 1.0, 4: float("nan")}},
+    ):
+        assert not dataclasses.replace(RATES, **changed).sane
 
 
 def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +108,7 @@ def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None
         return 1.0 / len(tries)
 
     monkeypatch.setattr(planning, "_seconds", seconds)
-    with pytest.raises(ValueError, match="in 3 tries.*3 rows takes -.* worth nothing"):
+    with pytest.raises(ValueError, match="in 3 tries.* worth nothing"):
         plan_mode(served("propagate"), {1: 0.5, 4: 0.5})
     assert len(tries) == 3 * (2 + 1)
 
@@ -128,7 +124,7 @@ def test_blocks_are_timed_as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Slots, "run", noted)
     # Here other programs may run: whatever was measured counts.
-    monkeypatch.setattr(RowRates, "nonsense", None)
+    monkeypatch.setattr(RowRates, "sane", True)
     rates = plan_mode(served("propagate", steps=2), {1: 0.5, 4: 0.5}).rates
     assert rates.plain_seconds > 0
     assert depths == [1] * 7 + [4] * 7 + [4] * 7

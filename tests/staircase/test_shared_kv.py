@@ -21,7 +21,7 @@ from utio_jax.attention import History
 from utio_jax.attention.cache import init_cache
 from utio_jax.contrib.edge.parts import Row
 from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
-from utio_jax.decoding import Throttle
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies import Position, given_depths
 from utio_jax.prompts.fit import fit_kv_maps
@@ -210,7 +210,7 @@ def test_a_view_of_the_whole_history_is_the_history(lively: Model, kv: Any) -> N
             thresholds=jnp.full(3, jnp.inf),
             history=History(recent=recent, sinks=2),
         )
-        found = run(lively, mode=Adaptive(policy=policy, kv=kv, throttle=easy))
+        found = run(lively, mode=Throttled(policy=policy, kv=kv, throttle=easy))
         rows = zip(wanted.token_ids, found.token_ids, strict=True)
         assert all(np.array_equal(*pair) for pair in rows) == same
 

@@ -10,7 +10,6 @@ from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
 from utio_jax.decoding.thinking import Thinking, Thought
-from utio_jax.decoding.throttle import Throttle
 
 __all__ = [
     "Adaptive",
@@ -27,7 +26,6 @@ __all__ = [
     "TextChunk",
     "Thinking",
     "Thought",
-    "Throttle",
     "generate",
     "generate_text",
     "lossless_for",

@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from utio_jax.attention.cache import fill
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Mode, Setting, emit_drawn
-from utio_jax.decoding.rows import CachedRows, RowCache, ThrottledRows
+from utio_jax.decoding.rows import CachedRows, RowCache
 from utio_jax.decoding.state import DecodeState
-from utio_jax.decoding.throttle import Throttle, ThrottlePacking
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model, Readout
@@ -25,6 +24,17 @@ from utio_jax.staircase.frozen import Propagate, frozen_kv
 from utio_jax.staircase.loop import check_policy, run_pass
 from utio_jax.staircase.reference import FrozenKV
 from utio_jax.staircase.sparse import Packing
+
+
+@pytree
+class Memory:
+    """What the mode carries from round to round.
+
+    Attributes:
+      shown: layers at which each slot may be seen, under `kv="drop"`; None: all.
+    """
+
+    shown: Int[Array, "batch slot"] | None = dataclasses.field(metadata={"row_axis": 0})
 
 
 @pytree
@@ -41,14 +51,12 @@ class Adaptive(Mode):
       kv: what later tokens see of a stopped one at deeper layers: `"propagate"` projects K/V from
         its last state, `"mapped"` takes them from KV maps of its last state
         (`utio_jax.prompts.maps`), `"drop"` shows nothing. Static.
-      throttle: which tokens read a compact view of the history instead of all of it. None: none do.
     """
 
     name: ClassVar[str] = "adaptive"
 
     policy: Policy
     kv: FrozenKV = static(default="propagate")
-    throttle: Throttle | None = None
 
     def __post_init__(self) -> None:
         frozen_kv(self.kv)
@@ -73,14 +81,11 @@ class Adaptive(Mode):
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
         # Every row asks at every boundary, in every round.
         boundaries = range(len(self.policy.depths) - 1)
-        gates = sum(self.policy.flops(index, decoder, params) for index in boundaries)
-        if self.throttle is not None:
-            gates += self.throttle.flops(self.policy, decoder, params)
-        return gates
+        return sum(self.policy.flops(index, decoder, params) for index in boundaries)
 
     def packs(self, decoder: Decoder) -> bool:
         spans = itertools.pairwise(self.policy.depths)
-        return self.throttle is None and not all(decoder.config.kv_made(*each) for each in spans)
+        return not all(decoder.config.kv_made(*each) for each in spans)
 
     def check(self, decoder: Decoder) -> None:
         frozen_kv(self.kv, decoder)
@@ -90,19 +95,14 @@ class Adaptive(Mode):
                 "Wanted a causal policy: decoding cannot look at later tokens. "
                 f"Got policy {self.policy.name!r}."
             )
-        if self.throttle is not None:
-            self.throttle.check(self.policy, decoder)
 
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        shown = scores = None
+        shown = None
         if self.frozen.hides:
             shown = jnp.full(state.token_ids.shape, setting.decoder.config.num_layers, jnp.int32)
             if state.prompt is not None:
                 shown = shown.at[:, : state.prompt.depths.shape[1]].set(state.prompt.depths)
-        if self.throttle is not None:
-            state = self.throttle.open(state, layers=self.policy.depths[-1])
-            scores = jnp.full(state.lengths.shape, jnp.nan, jnp.float32)
-        return dataclasses.replace(state, memory=_Memory(shown=shown, scores=scores))
+        return dataclasses.replace(state, memory=Memory(shown=shown))
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Runs the last token of every row as deep as it has to, and draws the next one."""
@@ -111,13 +111,9 @@ class Adaptive(Mode):
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
         # While it runs, a token sees itself everywhere.
         shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
-        rows = CachedRows if self.throttle is None else ThrottledRows
-        executor = rows(width=setting.width, layers=setting.layers, shown=shown)
+        executor = self.rows(width=setting.width, layers=setting.layers, shown=shown)
         model = Model(decoder, params, executor)
-        packing = Packing(model)
-        if self.throttle is not None:
-            packing = ThrottlePacking(model, self.throttle, tokens, ids, state.memory.scores)
-
+        packing = self.packing(model, tokens, ids, state.memory)
         done = run_pass(
             model,
             tokens,
@@ -144,8 +140,6 @@ class Adaptive(Mode):
         )
         cache = fill(cache, jnp.where(state.active, state.lengths, cache.lengths))
         work = jax.tree.map(lambda each: jnp.sum(each, axis=0) // active.size, done.work)
-        # Views are read side by side: what attention computes is the batch's mean.
-        attended = spent.key_slots if self.throttle is None else jnp.mean(spent.key_slots)
         tally = state.tally.add(
             state.active,
             steps=1,
@@ -155,10 +149,9 @@ class Adaptive(Mode):
             frozen_layers=projected,
             mapped_layers=work.kv_maps,
             key_slots=spent.key_slots,
-            attended=attended,
+            attended=executor.attended(spent),
         )
-        scores = packing.scores if isinstance(packing, ThrottlePacking) else None
-        memory = _Memory(shown=_show(shown, ended, depth), scores=scores)
+        memory = self.remember(packing, shown=_show(shown, ended, depth))
         return emit_drawn(
             setting,
             dataclasses.replace(state, cache=cache, tally=tally, memory=memory),
@@ -166,6 +159,20 @@ class Adaptive(Mode):
             decided=depth[:, 0],
             executed=spent.layers,
         )
+
+    def rows(self, **options: Any) -> CachedRows:
+        """Returns the executor of a step."""
+        return CachedRows(**options)
+
+    def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
+        """Returns what a step's tokens attend to."""
+        del tokens, token_ids, memory
+        return Packing(model)
+
+    def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
+        """Returns the memory after a step."""
+        del packing
+        return Memory(shown=shown)
 
 
 def _show(
@@ -177,16 +184,3 @@ def _show(
     rows = jnp.arange(depth.shape[0], dtype=jnp.int32)[:, None]
     slots = jnp.where(tokens.shown, tokens.positions, shown.shape[1])
     return shown.at[rows, slots].set(depth, mode="drop")
-
-
-@pytree
-class _Memory:
-    """What the mode carries from round to round.
-
-    Attributes:
-      shown: layers at which each slot may be seen, under `kv="drop"`; None: all.
-      scores: of each row's last token at the first boundary; None without a throttle.
-    """
-
-    shown: Int[Array, "batch slot"] | None = dataclasses.field(metadata={"row_axis": 0})
-    scores: Float[Array, " batch"] | None = dataclasses.field(metadata={"row_axis": 0})

@@ -170,7 +170,7 @@ def generate(  # noqa: PLR0913 (options, each named)
       decoder: the model.
       params: its parameters.
       prompts: token ids, any lengths from 1.
-      mode: `Plain()`, `Adaptive(policy=..., kv=..., throttle=...)` or `Lossless(...)`.
+      mode: `Plain()`, `Adaptive(policy=..., kv=...)` or `Lossless(...)`.
       sampling: how tokens are drawn, greedy by default; or a list, one per prompt.
       max_new_tokens: new tokens per prompt at most.
       eos_ids: tokens that end a row; None takes the model's own, `()` none. Or a list of such

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors of a decoding step: one token of each row, whose keys and values lie in a cache.
+"""The executor of a decoding step: one token of each row, whose keys and values lie in a cache.
 
-    CachedRows      all rows together; a segment that no row needs is skipped
-    ThrottledRows   the same, where some rows read a compact view of their history
-
-They run segments for `utio_jax.staircase.loop.run_pass`. What they execute is counted by row, in
-the cache that they hand on (`RowCache`), since rows share some of it and not the rest. A segment
-that makes no keys and values is run by the rows that need it alone:
+`CachedRows` runs segments for `utio_jax.staircase.loop.run_pass`: all rows together where a segment
+makes keys and values and any row needs it, else the rows that need it alone. What that executes is
+counted by row, in the cache that is handed on (`RowCache`).
 
     rows       0  1  2  3  4  5  6  7      eight rows, packed by quarters
     [12, 16)   .  .  #  .  .  .  .  .      one goes on: a block of 2 rows
@@ -25,28 +22,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
 from utio_jax.attention.rows import chosen_first
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
-from utio_jax.decoding.segments import Block, Layers, Span, run_layers, run_segment
-from utio_jax.decoding.throttle import view_attention
+from utio_jax.decoding.segments import Block, Layers, Span, run_segment
 from utio_jax.staircase.base import Tokens
 
 
 @pytree
 class RowSlots:
-    """The rows that run a segment.
-
-    Attributes:
-      live: these rows' tokens.
-      throttled: tokens that see their row's view alone; None: none do.
-    """
+    """The rows that run a segment: their tokens are `live`."""
 
     live: Bool[Array, "batch 1"]
-    throttled: Bool[Array, "batch 1"] | None = None
 
 
 @pytree
@@ -106,12 +95,12 @@ class CachedRows:
         self,
         segment: int,
         live: Bool[Array, "batch 1"],
-        sparse: SparseQueries | None = None,
+        sparse: Any = None,
         *,
         causal: bool = True,
     ) -> RowSlots:
-        del segment, causal
-        return RowSlots(live=live, throttled=None if sparse is None else sparse.sparse)
+        del segment, sparse, causal
+        return RowSlots(live=live)
 
     def run_layers(
         self,
@@ -127,13 +116,13 @@ class CachedRows:
         del only_live_keys  # Of the rows that go along, K/V are not worth a program of their own.
         if not decoder.config.kv_made(*layers):
             return self._read_alone(decoder, params, tokens, slots.live, layers, cache)
-        span, block = self._span(slots, layers), _block(tokens)
+        span, block = self.span(slots, layers), block_of(tokens)
         where: dict[str, Any] = {"width": self.width, "runs": slots.live, "shown": self.shown}
         x, kv = run_segment(decoder, params, cache.kv, tokens.x, block, **span, **where)
         ran = span["stop"] - span["start"]
         return x, cache.after(kv, layers=ran, key_slots=ran * float(self.width))
 
-    def _span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
+    def span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
         """Returns a segment's layers; one that no row needs takes no turn of a loop."""
         return Span(
             start=layers[0],
@@ -197,6 +186,10 @@ class CachedRows:
 
         return jax.lax.cond(jnp.any(live), run, skip)  # Small arrays may go through one.
 
+    def attended(self, spent: RowCache) -> Float[Array, " batch"]:
+        """Returns the key slots that attention computed over for each row, summed over layers."""
+        return spent.key_slots
+
     def only_if(self, slots: RowSlots, asked: bool | Bool[Array, ""]) -> RowSlots:
         return dataclasses.replace(slots, live=slots.live & asked)
 
@@ -214,37 +207,6 @@ class CachedRows:
         return Work.of()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ThrottledRows(CachedRows):
-    """All rows together, of which the throttled ones read a compact view of their history.
-
-    Where any row needs its view, one call reads those of all rows; unthrottled rows read all their
-    slots besides.
-    """
-
-    def run_layers(
-        self,
-        decoder: Decoder,
-        params: Params,
-        tokens: Tokens,
-        slots: RowSlots,
-        layers: tuple[int, int],
-        cache: Any = None,
-        *,
-        only_live_keys: bool = False,
-    ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        del only_live_keys
-        live, low, span = slots.live, slots.throttled, self._span(slots, layers)
-        assert low is not None
-        block, where = _block(tokens), {"width": self.width, "shown": self.shown}
-        attend = view_attention(decoder, block, runs=live, dense=~low, **where)
-        x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
-        ran = span["stop"] - span["start"]
-        views = jnp.any(live & low) * jnp.full(live.shape[:1], float(cache.kv.view.history.size))
-        read = ran * (views + (live & ~low)[:, 0] * float(self.width))
-        return x, cache.after(kv, layers=ran, key_slots=read)
-
-
 def quarters(batch: int) -> tuple[int, ...]:
     """Returns the numbers of rows, below all, that are packed where no row waits for others.
 
@@ -254,5 +216,6 @@ def quarters(batch: int) -> tuple[int, ...]:
     return tuple(sorted({batch * part // 4 for part in (1, 2, 3)} - {0}))
 
 
-def _block(tokens: Tokens) -> Block:
+def block_of(tokens: Tokens) -> Block:
+    """Returns where the tokens of a step are."""
     return Block(positions=tokens.positions, valid=tokens.shown, places=tokens.places)

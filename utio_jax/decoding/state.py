@@ -255,7 +255,7 @@ class DecodeState:
       prompt_lengths: those of the prompt.
       limits: lengths at which rows end.
       reason: index into `REASONS`.
-      seeds: one per row.
+      seeds: of the rows.
       columns: prompt and emitted tokens by position; what lies beyond `lengths` means nothing.
       cache: keys and values.
       tally: what it cost.

@@ -131,17 +131,15 @@ def thought_of(progress: Sequence[int], *, prompt: int, length: int) -> Thought:
 class ThinkingRows:
     """A `Thinking` for each row, and how far it has come: the `DecodeState.hook` of thinking.
 
-    Places are positions in the row, `NEVER` for what has not happened.
-
     Attributes:
       budget: thought tokens; `NEVER`: any number.
       answer: tokens behind thinking; likewise.
       start: padded on the left with -1; -2 throughout: none.
       end: padded on the left with -1.
       forced: padded on the right with -1.
-      began: place of the first token that was thought, or will be.
-      forced_at: of the first forced token.
-      ended: of the first token behind thinking.
+      began: position of the first token that was thought, or will be; `NEVER`: there is none yet.
+      forced_at: of the first forced token; likewise.
+      ended: of the first token behind thinking; likewise.
     """
 
     budget: Int[Array | np.ndarray, " batch"]
@@ -172,7 +170,7 @@ class ThinkingRows:
         token_ids: Int[Array, "batch new"],
         counts: Int[Array, " batch"],
     ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
-        """Returns new tokens and how many are real: one, the forced one, where it is its turn."""
+        """Returns new tokens and how many are real: the forced one alone, where one is due."""
         forces = (lengths >= self.forced_at) & (self.ended == NEVER)
         index = jnp.clip(lengths - self.forced_at, 0, LONGEST_SEQUENCE - 1)
         due = jnp.take_along_axis(jnp.asarray(self.forced), index[:, None], axis=1)[:, 0]
@@ -258,7 +256,7 @@ def _last(wanted: Sequence[int], ids: list[int]) -> int:
     return max(places, default=-1)
 
 
-def _row_of(rule: Thinking | None, prompt: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
+def _row_of(rule: Thinking | None, prompt: Sequence[int] | np.ndarray) -> dict[str, Any]:
     """Returns a row of `ThinkingRows`, as numbers and arrays of the static sizes."""
     progress = opening(rule, prompt)
     rule = rule or Thinking(end_ids=(0,))

@@ -97,14 +97,7 @@ def report_columns(room: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """What one row has to report of a block.
-
-    Attributes:
-      columns: its new tokens.
-      reason: `"running"`, or why the row ended.
-      counts: `TALLIED` of the row since it was admitted.
-      progress: of its hook; empty without hooks.
-    """
+    """A row's new tokens, why it ended, `TALLIED` since it came, its hook's progress if any."""
 
     columns: Columns
     reason: str

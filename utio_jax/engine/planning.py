@@ -54,25 +54,14 @@ class RowRates:
     plain_seconds: float
 
     @property
-    def nonsense(self) -> str | None:
-        """What no machine left alone would have measured; None where nothing is wrong.
+    def sane(self) -> bool:
+        """Whether a machine left alone may have measured this.
 
-        That is layers or plain steps of nothing and below, or a layer that takes half as long again
-        on fewer rows. What is beside layers is little, and extrapolated: below zero by more than a
-        quarter of a plain step.
+        Not if layers or plain steps take nothing. What is beside layers is little, and
+        extrapolated: it may lie below zero by a quarter of a plain step.
         """
-        layers, most = dict(sorted(self.seconds_per_layer.items())), self.plain_seconds / 4
-        for what, seconds, least in (
-            ("a plain step", self.plain_seconds, 0.0),
-            ("a step without its layers", self.seconds, -most),
-            *((f"a layer on {width} rows", each, 0.0) for width, each in layers.items()),
-        ):
-            if not least < seconds < math.inf:
-                return f"{what} takes {1e3 * seconds:.3g} ms"
-        for fewer, more in itertools.pairwise(layers):
-            if layers[fewer] > 1.5 * layers[more]:
-                return f"a layer on {fewer} rows takes longer than on {more}"
-        return None
+        each, plain = [*self.seconds_per_layer.values()], self.plain_seconds
+        return bool(np.min([*each, plain]) > 0) and -plain / 4 < self.seconds < math.inf
 
     def to_json(self) -> dict[str, Any]:
         """Returns the rates in milliseconds, JSON-ready."""
@@ -160,15 +149,15 @@ def plan_mode(served: Served, histogram: Mapping[int, float]) -> DepthPlan:
             f"Wanted shares of tokens at a policy's depths, two or more. Got depths={depths} and "
             f"a histogram of {sorted(histogram)}."
         )
-    full, nonsense = {depth: histogram.get(depth, 0.0) for depth in depths}, None
-    for _ in range(_TRIES):
-        rates = _rates(served, mode)
-        nonsense = rates.nonsense
-        if nonsense is None:
-            return DepthPlan(seconds=predict_seconds(rates, full, rows=served.slots), rates=rates)
+    full = {depth: histogram.get(depth, 0.0) for depth in depths}
+    rates, tries = _rates(served, mode), 1
+    while not rates.sane and tries < _TRIES:
+        rates, tries = _rates(served, mode), tries + 1
+    if rates.sane:
+        return DepthPlan(seconds=predict_seconds(rates, full, rows=served.slots), rates=rates)
     raise ValueError(
         f"Wanted seconds of layers that a plan can be made of. Got, in {_TRIES} tries, what no "
-        f"machine left alone takes: {nonsense}. A plan made while other programs run is worth "
+        f"machine left alone takes: {rates}. A plan made while other programs run is worth "
         "nothing: measure again while none do."
     )
 

@@ -20,11 +20,17 @@ from utio_jax.attention.cache import init_cache, write
 from utio_jax.attention.history import History, visible_history
 from utio_jax.attention.products import NOWHERE, attend
 from utio_jax.attention.views import place_of, places_at
+from utio_jax.contrib.throttle import (
+    Throttle,
+    Throttled,
+    ThrottledRows,
+    ThrottlePacking,
+    open_view,
+    view_attention,
+)
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
-from utio_jax.decoding.rows import ThrottledRows
 from utio_jax.decoding.segments import block_at, run_layers
-from utio_jax.decoding.throttle import Throttle, ThrottlePacking, open_view, view_attention
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
@@ -102,7 +108,7 @@ def softmax_mix(q: Any, keys: Any, values: Any, visible: Any) -> np.ndarray:
 
 
 def reference(
-    model: Any, prompt: list[int], new: np.ndarray, row: int, mode: Adaptive
+    model: Any, prompt: list[int], new: np.ndarray, row: int, mode: Throttled
 ) -> np.ndarray:
     """Returns logits before each new token.
 
@@ -176,7 +182,7 @@ def test_generation_is_the_masked_reference(model: Any, case: str) -> None:
     kv: Any
     kv, limit = MODES[case]
     table = depth_table(DEPTHS, shape=(3, 64), seed=2)
-    mode = Adaptive(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, throttle=limit)
+    mode = Throttled(policy=DepthAt(table=table, depths=DEPTHS), kv=kv, throttle=limit)
     result = run(model, mode=mode)
     for row, prompt in enumerate(PROMPTS):
         new = result.token_ids[row]
@@ -186,12 +192,12 @@ def test_generation_is_the_masked_reference(model: Any, case: str) -> None:
         expected = jax.nn.log_softmax(jnp.asarray(logits))[np.arange(new.size), new]
         np.testing.assert_allclose(result.log_probabilities[row], expected, atol=1e-4)
     # Not vacuous: without the throttle another text comes out.
-    free = run(model, mode=dataclasses.replace(mode, throttle=None))
+    free = run(model, mode=Adaptive(policy=mode.policy, kv=kv))
     assert any(np.any(a != b) for a, b in zip(free.token_ids, result.token_ids, strict=True))
 
 
 def test_nobody_throttled_is_todays_result(model: Any) -> None:
-    result = run(model, mode=Adaptive(policy=deep(), throttle=throttle(NEVER)))
+    result = run(model, mode=Throttled(policy=deep(), throttle=throttle(NEVER)))
     for row in range(3):
         np.testing.assert_array_equal(result.token_ids[row], plain_run().token_ids[row])
         np.testing.assert_allclose(
@@ -382,7 +388,7 @@ def test_rows_read_what_they_need(model: Any) -> None:
     """Row 0 always reads everything, row 1 its view, row 2 ends early."""
     table = jnp.broadcast_to(jnp.array([9.0, 0.0, 0.0])[None, :, None], (2, 3, 64))
     limit = throttle(0.5, signal=ScoreAt(table=table))
-    result = run(model, mode=Adaptive(policy=deep(), throttle=limit))
+    result = run(model, mode=Throttled(policy=deep(), throttle=limit))
     per_slot = 2 * 2 * 8 * 4
     # The first segment of the first of 39 steps has no score to go by: dense, no view is read.
     size, steps = HISTORY.size, 39
@@ -402,7 +408,7 @@ def test_rows_do_not_feel_their_batch_and_new_thresholds_compile_nothing(
     model: Any, count_compiles: Any
 ) -> None:
     signal = Chance(key=jax.random.key(4))
-    mode = Adaptive(policy=never_stops(DEPTHS), throttle=throttle(0.5, signal=signal))
+    mode = Throttled(policy=never_stops(DEPTHS), throttle=throttle(0.5, signal=signal))
     together = run(model, mode=mode)
     with count_compiles() as compiles:
         run(model, mode=dataclasses.replace(mode, throttle=throttle(0.2, signal=signal)))
@@ -416,7 +422,7 @@ def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
     policy = SurePasses(threshold=0.2, depths=DEPTHS)
     alone = run(model, mode=Adaptive(policy=policy))
     limit = throttle(NEVER, signal=MaxProbability())
-    both = run(model, mode=Adaptive(policy=policy, throttle=limit))
+    both = run(model, mode=Throttled(policy=policy, throttle=limit))
     np.testing.assert_array_equal(both.heads, alone.heads)
     for row in range(3):
         np.testing.assert_array_equal(both.token_ids[row], alone.token_ids[row])
@@ -425,9 +431,9 @@ def test_a_boundary_runs_one_head_for_policy_and_throttle(model: Any) -> None:
 def test_the_ledger_charges_what_is_attended_to(model: Any) -> None:
     limit = throttle(ALWAYS)
     policy = deep()
-    result = run(model, mode=Adaptive(policy=policy, throttle=limit))
+    result = run(model, mode=Throttled(policy=policy, throttle=limit))
     row = generation_ledger(
-        model.decoder, model.params, Adaptive(policy=policy, throttle=limit), [PROMPTS], [result]
+        model.decoder, model.params, Throttled(policy=policy, throttle=limit), [PROMPTS], [result]
     )
     assert row.flops_ratio is not None
     assert row.gate_pct == 0
@@ -446,14 +452,14 @@ def test_the_ledger_charges_what_is_attended_to(model: Any) -> None:
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_what_does_not_fit_is_refused(model: Any) -> None:
     shallow = Thresholded(signal=Position(), thresholds=jnp.zeros(1), depths=(1, 4))
-    mode = Adaptive(policy=shallow, throttle=throttle())
+    mode = Throttled(policy=shallow, throttle=throttle())
     with pytest.raises(ValueError, match=r"depths=\(1, 4\).*shape \(3,\)"):
         run(model, mode=mode)
     one = Throttle(history=HISTORY, signal=Position(), thresholds=jnp.zeros(1))
-    mode = Adaptive(policy=uniform(4), throttle=one)
+    mode = Throttled(policy=uniform(4), throttle=one)
     with pytest.raises(ValueError, match="a policy with a boundary"):
         run(model, mode=mode)
     ahead = dataclasses.replace(Position(), causal=False)
-    mode = Adaptive(policy=deep(), throttle=throttle(signal=ahead))
+    mode = Throttled(policy=deep(), throttle=throttle(signal=ahead))
     with pytest.raises(ValueError, match="causal signal"):
         run(model, mode=mode)
