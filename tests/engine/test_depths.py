@@ -15,8 +15,6 @@ from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, mo
 from helpers.generation import lively_model
 from helpers.models import gated
 
-from utio_jax.attention.history import History
-from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.engine import Engine
@@ -148,11 +146,6 @@ def test_policies_that_the_mode_cannot_serve_are_refused() -> None:
     refused("or of other weights", serving(), other)
     refused("ends at all 4 layers.*depths=.1, 2", Adaptive(policy=BUDGETS["shallow"]), "full")
     refused('"full" or None. Got .half', serving(), "half")
-    throttle = Throttle(
-        signal=OWN.signal, thresholds=jnp.full(3, -jnp.inf), history=History(recent=4, sinks=1)
-    )
-    watched = Throttled(policy=BUDGETS["all"], throttle=throttle)
-    refused(r"depths=\(1, 2, 4\), at which the mode decides more", watched, deep)
 
 
 @pytest.mark.check

@@ -12,7 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.generation import PROMPTS, DepthAt, depth_table, lively_model, plain_run, run
+from helpers.engine import alone, assert_as_alone, engine_of, pool
+from helpers.generation import (
+    PROMPTS,
+    DepthAt,
+    depth_table,
+    lively_model,
+    plain_run,
+    run,
+    setting_of,
+)
 from helpers.models import live_params
 from helpers.policies import SurePasses
 
@@ -30,6 +39,7 @@ from utio_jax.contrib.throttle import (
 )
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.segments import block_at, run_layers
 from utio_jax.evaluation.generation import generation_ledger
 from utio_jax.models.presets import TINY
@@ -463,3 +473,32 @@ def test_what_does_not_fit_is_refused(model: Any) -> None:
     mode = Throttled(policy=deep(), throttle=throttle(signal=ahead))
     with pytest.raises(ValueError, match="causal signal"):
         run(model, mode=mode)
+
+
+def test_requests_get_what_they_get_alone(model: Any) -> None:
+    signal = Chance(key=jax.random.key(4))
+    mode = Throttled(policy=never_stops(DEPTHS), throttle=throttle(0.5, signal=signal))
+    engine = engine_of(model, mode)
+    numbers = {each.submit(engine): each for each in pool(6)}
+    found = engine.drain()
+    for number, each in numbers.items():
+        assert_as_alone(found[number], alone(model, mode, None, each))
+    with pytest.raises(ValueError, match=r"depths=\(1, 2, 4\), at which the mode decides more"):
+        engine.submit([1], policy=uniform(4), max_new_tokens=1)
+
+
+@pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
+def test_neither_cache_nor_view_is_copied(model: Any) -> None:
+    easy = throttle(
+        0.5, signal=Chance(key=jax.random.key(4)), history=History(recent=1400, sinks=8)
+    )
+    setting = setting_of(model, Throttled(policy=never_stops(DEPTHS), throttle=easy))
+    lengths = np.array([3, 7, 1], np.int32)
+    rows = np.zeros((3, 8), np.int32), lengths, lengths + 40, np.arange(3, dtype=np.uint32)
+    state = begin(setting, *rows, slots=4096)
+    held = state.cache.keys.nbytes + state.cache.values.nbytes
+    view = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view))
+    memory = advance.lower(setting, state, np.int32(9), widths=(64,)).compile().memory_analysis()
+    assert memory is not None
+    assert memory.alias_size_in_bytes >= held + view
+    assert memory.temp_size_in_bytes < view / 2  # Of a view one layer, and little else.
