@@ -256,7 +256,7 @@ def test_an_end_is_of_thought_alone(model) -> None:
 )
 def test_bad_rules_are_named(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Thinking(**{"end_ids": [1]} | fields)
+        Thinking(**{"end_ids": [1]} | fields)  # pyright: ignore[reportArgumentType]
 
 
 def test_rules_that_do_not_fit_are_named(model) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.pytrees import pytree
-from utio_jax.core.rows import put_rows
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.sampling import SamplingParams
@@ -39,12 +38,6 @@ class Rules:
     thresholds: Float[Array | np.ndarray, "slot boundary"] | None = dataclasses.field(
         default=None, metadata={"row_axis": 0}
     )
-
-
-@partial(jax.jit, donate_argnames="rules")
-def put_rules(rules: Rules, fresh: Rules, rows: Int[Array | np.ndarray, " row"]) -> Rules:
-    """Returns the rules, donated, with those of other requests in some slots."""
-    return put_rows(rules, fresh, rows)
 
 
 @partial(jax.jit, static_argnames=("widths", "room"), donate_argnames="state")

@@ -13,6 +13,7 @@ import numpy as np
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import split_layers
+from utio_jax.core.rows import put_rows
 from utio_jax.decoding.admission import (
     admit,
     close_prompt,
@@ -26,9 +27,11 @@ from utio_jax.decoding.loop import begin, canonical
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.state import DecodeState
-from utio_jax.engine.blocks import Rules, block_room, put_rules, run_block
+from utio_jax.engine.blocks import Rules, block_room, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Fresh, Request, fresh_of
+
+_put_rules = jax.jit(put_rows, donate_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,7 +265,7 @@ class Slots:
     def _put(self, fresh: DecodeState, rules: Rules, rows: Sequence[int]) -> None:
         where = np.asarray(rows, np.int32)
         self.state = admit(self.state, fresh, where, mode=self.mode)
-        self._rules = put_rules(self._rules, rules, where)
+        self._rules = _put_rules(self._rules, rules, where)
 
     def run(self) -> jax.Array:
         """Runs a block; returns its report, which is on its way to the host."""
