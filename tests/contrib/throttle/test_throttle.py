@@ -375,6 +375,7 @@ def test_places() -> None:
 # --- What it costs, and how it composes.
 
 
+@pytest.mark.usefixtures("unchecked_shapes")  # A step's tokens alone.
 def test_each_segment_has_a_threshold_of_its_own() -> None:
     """Scores are minus the position: -2, -5 and -8 at both boundaries."""
     throttle = Throttle(
