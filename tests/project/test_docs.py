@@ -48,7 +48,7 @@ def blocks_of(page: str, language: str) -> list[str]:
         ("docs/contrib/recurrent.md", 1),
         ("docs/contrib/select.md", 1),
         ("docs/contrib/throttle.md", 1),
-        ("docs/engine.md", 3),
+        ("docs/engine.md", 2),
         ("docs/prompts.md", 1),
     ],
 )
