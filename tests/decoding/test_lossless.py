@@ -138,21 +138,6 @@ def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
     assert 0 < result.acceptance < 1
 
 
-@pytest.mark.parametrize("value", [1e-9, 1e-12, 1e-37])
-def test_the_lowest_temperatures_draw_what_is_most_probable(model, value):
-    found = run(
-        model,
-        mode=Lossless(exit=2, max_draft=3),
-        sampling=SamplingParams(temperature=value),
-        seeds=3,
-    )
-    for row, prompt in enumerate(PROMPTS):
-        new = found.token_ids[row]
-        logits = true_logits(model, prompt, new, np.full_like(new, 4), "full")
-        chosen = logits[np.arange(new.size), new]
-        np.testing.assert_allclose(chosen, logits.max(axis=-1), atol=1e-4)
-
-
 def test_rows_end_inside_a_draft(model, plain):
     wanted = int(plain.token_ids[0][9])
     result = run(model, mode=Lossless(exit=2, max_draft=3), eos_ids=(wanted,))
