@@ -55,8 +55,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, wanted, fits in (
-            ("temperature", "of 0 for greedy, or from 1.17549e-38 on", _is_temperature),
-            ("top_k", "as a number of tokens, an integer; 0: all", _is_top_k),
+            (
+                "temperature",
+                "of 0 for greedy, or from 1.17549e-38 on",
+                lambda t: t == 0 or t >= _LEAST,
+            ),
+            ("top_k", "as a number of tokens, an integer; 0: all", _is_count),
             ("top_p", "above 0 and at most 1", lambda p: 0 < p <= 1),
             ("min_p", "from 0 to 1", lambda p: 0 <= p <= 1),
         ):
@@ -87,11 +91,7 @@ class SamplingParams:
         return _on_rows(self.greedy, _best_alone, logits, temperature)
 
 
-def _is_temperature(value: Any) -> bool:
-    return value == 0 or value >= _LEAST
-
-
-def _is_top_k(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return np.issubdtype(np.asarray(value).dtype, np.integer) and value >= 0
 
 

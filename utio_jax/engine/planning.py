@@ -2,15 +2,11 @@
 """Whether a depth per token pays for an engine: blocks of its own programs, timed, and a plan.
 
 Rows that all stop at the first of a policy's depths, and rows of which none stops, differ by layers
-alone: their times give the seconds of a layer, on all rows and on as many as are packed.
-
-Of rows whose tokens stop independently of each other, with shares `p[i]` at depths `d[i]`, so many
-need the layers from `d[i - 1]` to `d[i]`:
+alone: their times give the seconds of a layer, on all rows and on as many as are packed. Of rows
+whose tokens stop independently of each other, with shares `p[i]` at depths `d[i]`, so many need the
+layers from `d[i - 1]` to `d[i]`, in the smallest width that holds them:
 
     n[i] ~ Binomial(rows, 1 - (p[0] + ... + p[i - 1]))
-
-A step runs all rows through them wherever `n[i] > 0`; where they are packed, the smallest width
-that holds `n[i]` rows.
 """
 
 from __future__ import annotations
