@@ -70,7 +70,7 @@ class ExitDrafter:
             x=jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype),
             token_ids=jnp.zeros((batch, most), jnp.int32),
             log_q=None if greedy else jnp.zeros((batch, most, vocab), jnp.float32),
-            counts=jnp.where(active, most, 0),
+            counts=jnp.where(active, jnp.int32(most), 0),
             rounds=jnp.int32(most + 1),
         )
 
