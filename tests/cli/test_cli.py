@@ -200,7 +200,6 @@ def test_generate_is_the_plain_model_unless_told_otherwise(
     assert rows["plain"]["flops_ratio"] == rows["plain"]["speedup"] == 1
     assert rows["plain"]["acceptance"] is None
     assert rows["plain"]["kv_bytes_ratio"] == 1
-    assert rows["plain"]["throttled_ratio"] == 0
     assert rows["utio"]["token_ids"] == rows["adaptive"]["token_ids"], "the seed project's flag"
     read = rows["adaptive"]["prompt"]
     assert (read["exact"], read["flops_ratio"], read["cache_ratio"]) == (True, 1.0, 1.0)

@@ -139,5 +139,5 @@ def test_no_exit_is_needed_to_copy(model, plain):
 def test_forbidden_combinations(model):
     with pytest.raises(ValueError, match="drafter of exit, ngram. Got 'tree'"):
         Lossless(drafter="tree")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit as well"):
+    with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit=2 as well"):
         Lossless(exit=2, drafter="ngram")
