@@ -3,7 +3,7 @@
 
     make benchmark-peers ARGS="--model FOLDER --token-ids IDS.json --exit 3"
 
-`FOLDER` is a Llama-like model whose exits were trained, as `utio-jax finetune` writes them;
+`FOLDER` is a Llama-like model whose exits were trained, as by `models/recipes/finetune.py`;
 `IDS.json` a list of documents as lists of token ids: the first half teaches TIDE's routers, the
 other half opens with the prompts. Greedy decoding at batch 1, programs taking turns in one process,
 each library against its own full depth:
@@ -36,7 +36,6 @@ from TIDE.router import RouterCheckpoint
 from utio_jax import models
 from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 
@@ -171,10 +170,6 @@ def main() -> None:
     modes = {
         "utio_jax, full depth": Plain(),
         "utio_jax lossless": Lossless(exit=options.exit, max_draft=DRAFTS),
-        # As LayerSkip's drafts do, which end where the exit is unsure.
-        "utio_jax lossless, unsure ends a draft": Lossless(
-            exit=options.exit, max_draft=DRAFTS, stop=EntropyAbove(threshold_nats=1.5)
-        ),
     }
     programs = {
         "transformers, full depth": by_torch(),

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from finetune import main as finetune
 from helpers.memory import peak_of_loading
 from helpers.models import logits_of
 
@@ -497,10 +498,10 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     steps = np.where(rng.random((60, 40)) < 0.9, 1, rng.integers(0, 48, (60, 40)))
     (tmp_path / "ids.json").write_text(json.dumps((np.cumsum(steps, axis=1) % 48).tolist()))
     out = tmp_path / "out"
-    arguments = ["finetune", "--model", str(FOLDER / "gpt2"), "--exits", "1", "3"]
+    arguments = ["--model", str(FOLDER / "gpt2"), "--exits", "1", "3"]
     arguments += ["--token-ids", str(tmp_path / "ids.json"), "--out", str(out), "--rate", "0.01"]
     arguments += ["--tokens-per-step", "256", "--context", "32"]
-    assert main([*arguments, "--steps", "20"]) == 0
+    assert finetune([*arguments, "--steps", "20"]) == 0
     found = json.loads(capsys.readouterr().out)
     before, after = found["loss_before"], found["loss_after"]
     assert all(b > a + 0.3 for b, a in zip(before, after, strict=True)), "both exits learned"
@@ -512,12 +513,12 @@ def test_a_stock_model_learns_to_predict_at_its_exits(
     assert set(load_tensors(out / "model" / "model.safetensors")) == set(
         load_tensors(FOLDER / "gpt2" / "model.safetensors")
     )
-    assert main([*arguments, "--steps", "20"]) == 2, "another run is there"
+    assert finetune([*arguments, "--steps", "20"]) == 2, "another run is there"
     assert "--resume" in capsys.readouterr().err
-    assert main([*arguments, "--steps", "20", "--resume"]) == 0, "nothing is left to do"
+    assert finetune([*arguments, "--steps", "20", "--resume"]) == 0, "nothing is left to do"
     again = json.loads(capsys.readouterr().out)
     assert again["loss_after"] == after
-    assert main(["finetune", "--model", str(FOLDER / "gpt2"), *arguments[6:]]) == 2
+    assert finetune(["--model", str(FOLDER / "gpt2"), *arguments[5:]]) == 2
     assert "Wanted exits before the last layer" in capsys.readouterr().err
 
 
@@ -530,9 +531,9 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     stock = load_tensors(FOLDER / "gpt2" / "model.safetensors")
 
     def run(out: Path, *more: str, steps: int = 30) -> Any:
-        arguments = ["finetune", "--late", "--token-ids", str(ids), "--out", str(out)]
+        arguments = ["--late", "--token-ids", str(ids), "--out", str(out)]
         arguments += ["--rate", "0.002", "--tokens-per-step", "256", "--context", "32"]
-        assert main([*arguments, "--steps", str(steps), *more]) == 0
+        assert finetune([*arguments, "--steps", str(steps), *more]) == 0
         return json.loads(capsys.readouterr().out)
 
     of_stock = ("--model", str(FOLDER / "gpt2"), "--exits", "1", "2", "3")
@@ -568,14 +569,14 @@ def test_late_exits_of_a_stock_model_leave_it_what_it_was(
     assert run(tmp_path / "out", *of_stock, "--resume")["loss_after"] == found["loss_after"]
     # Interrupted before a checkpoint: the lens is not taken for other text unless asked.
     shutil.rmtree(tmp_path / "out" / "checkpoints")
-    other = ["finetune", "--late", *of_stock, "--token-ids", str(ids), "--out"]
-    assert main([*other, str(tmp_path / "out")]) == 2
+    other = ["--late", *of_stock, "--token-ids", str(ids), "--out"]
+    assert finetune([*other, str(tmp_path / "out")]) == 2
     assert "holds the lens of another run" in capsys.readouterr().err
     # From the maps of a lens.
     again = run(tmp_path / "more", "--model", str(tmp_path / "out" / "model"), steps=1)
     assert again["loss_before"] == found["loss_after"]
     assert again["exits"] == [1, 2, 3]
-    assert main(["finetune", __file__, "--late", *of_stock, "--exit-weight", "0"]) == 2
+    assert finetune([__file__, "--late", *of_stock, "--exit-weight", "0"]) == 2
     assert "Wanted an exit weight above 0. Got 0.0. Exits that the model does" in (
         capsys.readouterr().err
     )
@@ -589,10 +590,8 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
     ids.write_text(json.dumps(np.random.default_rng(0).integers(0, 48, (60, 40)).tolist()))
     stock = ("--model", str(FOLDER / "llama"), "--token-ids", str(ids), "--out")
     many = ("--rate", "0.005", "--tokens-per-step", "512", "--context", "32")
-    assert (
-        main(["finetune", *stock, str(tmp_path / "a"), *many, "--steps", "150", "--shared-kv", "2"])
-        == 0
-    )
+    shared = [*stock, str(tmp_path / "a"), *many, "--steps", "150", "--shared-kv", "2"]
+    assert finetune(shared) == 0
     found = json.loads(capsys.readouterr().out)
     model, tuned = load(FOLDER / "llama"), load(tmp_path / "a" / "model")
     layers = model.decoder.config.num_layers
@@ -621,10 +620,10 @@ def test_a_stock_model_learns_to_read_keys_and_values_of_lower_layers(
     for got, wanted in zip(exact.token_ids, whole.token_ids, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
-    again = ["finetune", "--model", str(tmp_path / "a" / "model"), "--token-ids", str(ids)]
-    assert main([*again, "--out", str(tmp_path / "b"), "--shared-kv", "1"]) == 2
+    again = ["--model", str(tmp_path / "a" / "model"), "--token-ids", str(ids)]
+    assert finetune([*again, "--out", str(tmp_path / "b"), "--shared-kv", "1"]) == 2
     assert "all have keys and values of their own" in capsys.readouterr().err
-    assert main(["finetune", *stock, str(tmp_path / "c"), "--shared-kv", "2", "--late"]) == 2
+    assert finetune([*stock, str(tmp_path / "c"), "--shared-kv", "2", "--late"]) == 2
     assert "one after the other" in capsys.readouterr().err
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from helpers.serving import CONTEXT, Running, completion, served_model
 
-from utio_jax.cli.options import OfThinking
-from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
+from utio_jax.cli.serve import Serve
+from utio_jax.decoding import Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
-from utio_jax.serving.answers import usage_of
 from utio_jax.serving.gate import ApiError
 from utio_jax.serving.requests import Reader
 from utio_jax.serving.schema import CompletionRequest
@@ -44,8 +43,7 @@ def test_fields_change_the_operators_rule(folder: Path) -> None:
     assert read(model, thinking_token_budget=7).max_tokens == 7
     assert read(model, thinking_token_budget=0).max_tokens == 0
     assert read(model, thinking_token_budget=-1).max_tokens is None
-    sure = Confidence(threshold=1.0, window=8, cue_ids=(10,), measure="doubt")
-    rule = Thinking(end_ids=(70,), confidence=sure)
+    rule = Thinking(end_ids=(70,), start_ids=(10,))
     found = read(served(folder, rule), thinking_token_budget=3)
     assert found == dataclasses.replace(rule, max_tokens=3)
 
@@ -66,16 +64,12 @@ def test_fields_that_cannot_be_served_are_named(folder: Path) -> None:
     assert not off.card(context=9, created=0, in_full=False)["utio"]["thinking"]
 
 
-def test_usage_of_nothing_is_no_token() -> None:
-    assert usage_of([], prompt_tokens=1, about={})["completion_tokens"] == 0
-
-
 def test_options_of_the_command_line_make_a_rule(folder: Path) -> None:
     tokenizer = served(folder, None).text.tokenizer
-    assert OfThinking().thinking(tokenizer) is None
-    with pytest.raises(ValueError, match="Wanted --think-end TEXT with --max-thinking-tokens"):
-        OfThinking(max_thinking_tokens=0).thinking(tokenizer)
-    rule = OfThinking(think_end="ab", think_start="ca").thinking(tokenizer)
+    assert Serve().thinking(tokenizer) is None
+    with pytest.raises(ValueError, match="Wanted --think-end TEXT with --think-start"):
+        Serve(max_thinking_tokens=0).thinking(tokenizer)
+    rule = Serve(think_end="ab", think_start="ca").thinking(tokenizer)
     assert rule is not None
     assert tokenizer.decode([*rule.end_ids]) == "ab"
     assert tokenizer.decode([*rule.start_ids]) == "ca"

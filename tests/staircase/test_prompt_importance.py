@@ -10,13 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.models import Model, with_random_maps
+from helpers.marks import quick_where
+from helpers.models import Model, live_params, with_random_maps
+from helpers.shared_kv import KINDS
 
 from utio_jax import score, uniform
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
+from utio_jax.models import TINY, Transformer
 from utio_jax.policies.signals import SignalBase
-from utio_jax.staircase import MicroBatches, staircase
+from utio_jax.staircase import MicroBatches, dense_states, staircase
+from utio_jax.staircase.heat import AttentionHeat, PromptSurrogate
 from utio_jax.staircase.prompts import (
     SIGNALS,
     PromptChoice,
@@ -139,6 +143,116 @@ def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, count_comp
         )
     assert compiles.count == 0
     assert np.asarray(found.work.kv_maps).sum() > 0
+
+
+@pytest.mark.parametrize("by", SIGNALS)
+def test_every_choice_spends_its_share(tiny: Model, by: str) -> None:
+    choice = PromptChoice(stop=2, deep=0.5, by=by, kv="propagate")
+    gate = Given(scores=jnp.zeros((2, 64)), name="learned")
+    model = with_random_maps(tiny, (2,))
+    depths = depths_of(model, choice.policy(model.decoder, gate=gate), [64, 40], width=64)
+    wanted = [1, 1] if by == "none" else [32, 20]
+    assert [int((row == 4).sum()) for row in depths] == wanted
+    assert depths[0, 63] == depths[1, 39] == 4
+    if by != "none":
+        assert (depths[:, :4] == 4).all()
+
+
+def test_what_cannot_be_is_refused(tiny: Model) -> None:
+    with pytest.raises(ValueError, match=r"chosen by one of sinks_recent, .* Got 'luck'"):
+        PromptChoice(stop=2, deep=0.5, by="luck")
+    with pytest.raises(ValueError, match=r"from 0 to 1. Got 1.5"):
+        PromptChoice(stop=2, deep=1.5)
+    with pytest.raises(ValueError, match="Wanted kv to be one of 'mapped'"):
+        PromptChoice(stop=2, deep=0.5, kv="full")
+    for stop in (0, 4):
+        with pytest.raises(ValueError, match=f"between 1 and 3 of this model. Got {stop}"):
+            PromptChoice(stop=stop, deep=0.5).policy(tiny.decoder)
+    with pytest.raises(ValueError, match=r"by its gate. Got none.*utio-jax calibrate"):
+        PromptChoice(stop=2, deep=0.5, by="gate").policy(tiny.decoder)
+    policy = PromptChoice(stop=2, deep=0.5).policy(tiny.decoder)
+    with pytest.raises(ValueError, match="Wanted a causal policy"):
+        Adaptive(policy=policy).check(tiny.decoder)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "windows, capped": {"windows": (0, 0, 5, 0), "attention_softcap": 3.0},
+    "learned positions": {"positions": "learned"},
+    **KINDS,
+}
+
+
+def scores_of(model: Model, signal: Any, ids: Any, lengths: list[int]) -> np.ndarray:
+    """Returns a signal's scores at a stop of 2, of a pass over whole rows."""
+    found: list[jax.Array] = []
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Noting(type(signal)):
+        def __call__(self, index: int, boundary: Any, memory: None) -> tuple[jax.Array, None]:
+            score, memory = super().__call__(index, boundary, memory)
+            jax.debug.callback(found.append, score)
+            return score, memory
+
+    policy = importance(Noting(queries=signal.queries), 0.3)
+    staircase(model.decoder, model.params, ids, jnp.asarray(lengths), policy, executor=EXECUTOR)
+    jax.effects_barrier()
+    return np.asarray(found[0])
+
+
+@pytest.mark.parametrize("name", quick_where(lambda name: name.startswith("windows"), VARIANTS))
+def test_heat_is_what_the_last_queries_look_at(name: str) -> None:
+    """Against softmax attention written out, over all heads of the two layers behind the stop."""
+    decoder = Transformer(dataclasses.replace(TINY, **VARIANTS[name]))
+    model = Model(decoder, live_params(decoder, seed=4))
+    lengths, queries = [24, 10, 3], 4
+    ids, config = model.tokens(3, 24), decoder.config
+    (x,) = dense_states(decoder, model.params, ids, jnp.asarray(lengths), depths=(2,))
+    places = decoder.encode_positions(jnp.arange(24))
+    heat = np.zeros((3, 24))
+    for number in (2, 3):
+        layer, *below = (
+            jax.tree.map(lambda leaf, n=n: leaf[min(n, len(leaf) - 1)], model.params["layers"])
+            for n in (number, *config.kv_read(number))
+        )
+        for row, length in enumerate(lengths):
+            asked = np.asarray(decoder.queries(layer, x[row], places), np.float64)
+            made = [decoder.keys_values(each, x[row], places)[0] for each in below]
+            keys = np.concatenate(made, axis=-2).astype(np.float64)
+            window = (config.windows or (0,) * 4)[number] or 24
+            for q in range(max(0, length - queries), length):
+                seen = range(max(0, q - window + 1), q + 1)
+                for head in range(config.num_heads):
+                    key = keys[list(seen), head // (config.num_heads // keys.shape[-2])]
+                    logit = key @ asked[q, head]
+                    if config.attention_softcap is not None:
+                        logit = config.attention_softcap * np.tanh(logit / config.attention_softcap)
+                    weight = np.exp(logit - logit.max())
+                    heat[row, list(seen)] += weight / weight.sum()
+    found = scores_of(model, AttentionHeat(queries=queries), ids, lengths)
+    real = np.arange(24) < np.asarray(lengths)[:, None]
+    np.testing.assert_allclose(found[real], heat[real], atol=1e-4)
+
+
+def test_the_surrogate_adds_entropy_heat_and_outlier_of_a_prompt_alone(tiny: Model) -> None:
+    """Against its three terms written out, per row; rows and padding beside it change nothing."""
+    lengths, ids = [24, 10], tiny.tokens(2, 24)
+    (x,) = dense_states(tiny.decoder, tiny.params, ids, jnp.asarray(lengths), depths=(2,))
+    heat, found = (
+        scores_of(tiny, signal(queries=4), ids, lengths)
+        for signal in (AttentionHeat, PromptSurrogate)
+    )
+    for row, length in enumerate(lengths):
+        states = np.asarray(x[row, :length], np.float64)
+        logits = np.asarray(tiny.decoder.unembed(tiny.params, x[row, :length]), np.float64)
+        chance = np.exp(logits - logits.max(-1, keepdims=True))
+        chance /= chance.sum(-1, keepdims=True)
+        entropy = -(chance * np.log(chance)).sum(-1)
+        mean = states.mean(0)
+        cosine = states @ mean / np.linalg.norm(states, axis=-1) / np.linalg.norm(mean)
+        wanted = 0.5 * entropy + 0.25 * heat[row, :length] + 0.25 * (1 - cosine)
+        np.testing.assert_allclose(found[row, :length], wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("by", SIGNALS)

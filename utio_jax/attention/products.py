@@ -90,6 +90,20 @@ def attend_counted(
     return _unfold(mixed[..., :head_dim], mixed[..., head_dim:], queries, counted.dtype)
 
 
+def attention_received(
+    queries: Float[Array, "*lead query head head_dim"],
+    keys: Float[Array, "*lead key kv_head head_dim"],
+    visible: Bool[Array, "*#lead query key"],
+    *,
+    softcap: float | None = None,
+) -> Float[Array, "*lead key"]:
+    """Returns the attention that each key receives, summed over queries and heads."""
+    weights = _weights(queries, keys, visible, softcap)
+    weights = weights.reshape(*queries.shape[:-3], -1, keys.shape[-3])
+    total = jnp.sum(weights, axis=-1)
+    return jnp.einsum("...q,...qk->...k", 1.0 / jnp.where(total > 0, total, 1.0), weights)
+
+
 def _weights(
     queries: Float[Array, "*lead query head head_dim"],
     keys: Float[Array, "*lead key kv_head head_dim"],

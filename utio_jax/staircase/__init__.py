@@ -10,6 +10,7 @@ from utio_jax.staircase.buckets import (
 )
 from utio_jax.staircase.capacity import CapacityPrefix, fit_capacities
 from utio_jax.staircase.exit_head import Readout
+from utio_jax.staircase.heat import AttentionHeat
 from utio_jax.staircase.loop import StaircaseResult, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.prompts import PromptImportance, Recency
@@ -26,6 +27,7 @@ from utio_jax.staircase.score import (
 from utio_jax.staircase.sparse import SparseAttention
 
 __all__ = [
+    "AttentionHeat",
     "Buckets",
     "CapacityPrefix",
     "Comparison",

@@ -26,11 +26,12 @@ from utio_jax.core.decoder import Decoder, Inputs, Params, check_depths
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary, Signal
 from utio_jax.policies.signals import Chance, KnownBefore
+from utio_jax.staircase.heat import AttentionHeat, PromptSurrogate
 from utio_jax.staircase.reference import FrozenKV, check_kv
 
 _EVERYTHING = jnp.iinfo(jnp.int32).max
 
-SIGNALS = ("sinks_recent", "gate", "random", "none")
+SIGNALS = ("sinks_recent", "heat", "surrogate", "random", "none")
 """What may choose the tokens that go deep, see `PromptChoice`."""
 
 
@@ -157,8 +158,9 @@ class PromptChoice:
     Attributes:
       stop: depth at which the others stop.
       deep: share of a prompt's tokens that goes deep; 1: all, full depth.
-      by: `"sinks_recent"`: the latest; `"gate"`: those of which a fitted gate says that they need
-        depth; `"random"`: any, the control; `"none"`: the last token alone, whatever `deep` says.
+      by: `"sinks_recent"`: the latest; `"heat"`: those that the prompt's last queries look at;
+        `"surrogate"`: by UTIO's three signals; `"random"`: any, the control; `"none"`: the last
+        token alone, whatever `deep` says.
       kv: what the others show in the layers that they skip: `"mapped"`, `"propagate"` or `"drop"`.
       flops_ratio: of a prompt, over full depth, as far as it was measured.
       nll_increase_pct: loss of what follows, over full depth's, as far as it was measured.
@@ -196,18 +198,15 @@ class PromptChoice:
             found[name] = None if found[name] is None else round(found[name], 4)
         return found
 
-    def policy(
-        self, decoder: Decoder, *, gate: Signal | None = None, prompt_tokens: int = _EVERYTHING
-    ) -> PromptImportance:
+    def policy(self, decoder: Decoder, *, prompt_tokens: int = _EVERYTHING) -> PromptImportance:
         """Returns the policy.
 
         Args:
           decoder: the model.
-          gate: for `by="gate"`: scores tokens, the higher the deeper they need to run.
           prompt_tokens: of each row, at most; what lies behind runs in full.
 
         Raises:
-          ValueError: a stop at which the model skips nothing, or there is no gate to choose by.
+          ValueError: a stop at which the model skips nothing.
         """
         layers = decoder.config.num_layers
         if not 0 < self.stop < layers:
@@ -215,17 +214,14 @@ class PromptChoice:
                 f"Wanted prompts to stop at a depth between 1 and {layers - 1} of this model. "
                 f"Got {self.stop}."
             )
-        if self.by == "gate" and gate is None:
-            raise ValueError(
-                "Wanted a calibrated model to choose prompt tokens by its gate. Got none. "
-                "Calibrate one: utio-jax calibrate; or choose by sinks_recent."
-            )
-        signal: Any = Recency() if gate is None or self.by != "gate" else gate
-        if self.by == "random":
-            signal = Chance(key=jax.random.key(0), name="random", causal=False)
+        signals: dict[str, Signal] = {
+            "heat": AttentionHeat(),
+            "surrogate": PromptSurrogate(),
+            "random": Chance(key=jax.random.key(0), name="random", causal=False),
+        }
         nothing = self.by == "none"
         return PromptImportance(
-            signal=signal,
+            signal=signals.get(self.by, Recency()),
             deep=jnp.asarray([0.0 if nothing else self.deep], jnp.float32),
             at_least=0 if nothing else 16,
             prompt_tokens=prompt_tokens,

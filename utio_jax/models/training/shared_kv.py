@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a stock model: its upper layers read keys and values (K/V) that lower layers make.
 
-    utio-jax finetune --model DIR --shared-kv 15 FILES
+    python models/recipes/finetune.py --model DIR --shared-kv 15 FILES
 
 Layers 1 to S keep their K/V. Those above lose their K/V projections and read the heads of the last
 layers up to S, one for each query head where there are so many. All weights then learn, by KL
