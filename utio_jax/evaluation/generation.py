@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of generated text: what emitted tokens cost, and what full depth thinks of them.
 
-    result = generate(decoder, params, prompts, mode=mode)
-    generation_ledger(decoder, params, mode, [prompts], [result]).flops_ratio
-
-Times are measured elsewhere: `utio_jax.bench.decoding`.
+result = generate(decoder, params, prompts, mode=mode)
+generation_ledger(decoder, params, mode, [prompts], [result]).flops_ratio
 """
 
 from __future__ import annotations
@@ -126,9 +124,9 @@ class Spent:
 def spent_on(
     decoder: Decoder, params: Params, mode: Mode, prompts: Prompts, generated: Generated
 ) -> Spent:
-    """Returns what one batch cost, beside what plain decoding of the same tokens costs.
+    """Returns what one batch cost, beside plain decoding of the same tokens.
 
-    On a mesh, of the rows of each device by themselves; those that only fill it up are charged.
+    On a mesh, device by device; rows that only fill it up are charged.
     """
     total, rows = Spent(), generated.group
     for start in range(0, len(prompts), rows):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """95 % confidence intervals over documents: the studentised bootstrap of ratios, means and margins.
 
-Documents are the unit in which text varies: tokens, windows and questions of one are alike. Over
-rows that share documents, or with quantiles of what is drawn again, an interval comes out far too
-narrow.
+Documents are the unit in which text varies. Over rows that share documents, or with quantiles of
+what is drawn again, an interval comes out far too narrow.
 """
 
 from __future__ import annotations

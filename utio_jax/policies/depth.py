@@ -78,7 +78,7 @@ class Thresholded:
         return self.signal.reads_logits(index)
 
     def per_row(self, thresholds: Float[Array, "batch boundary"]) -> Thresholded:
-        """Returns the policy of a batch whose rows have thresholds of their own."""
+        """Returns the policy with thresholds of each row's own."""
         return dataclasses.replace(self, thresholds=thresholds.T[:, :, None])
 
 

@@ -64,7 +64,8 @@ class _Gated(SignalBase):
         return self.gates.at(exit_index(self.exits, boundary.depth, self.name))
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        return gate_flops(self.gates, decoder)
+        x, gates = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32), self.gates
+        return count_matmul_flops(lambda x: gates.at(0)(x), x)
 
 
 @pytree
@@ -124,25 +125,13 @@ class PromptRouter(_Gated):
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
         gate = self.gate_at(boundary)
         first = boundary.positions < self.prompt
-        mean, known = mean_of_first(boundary.x, first & boundary.live)
-        score = jnp.where(known, gate(mean), jnp.inf)
+        seen = first & boundary.live
+        count = jnp.sum(seen, axis=1)
+        total = jnp.sum(jnp.where(seen[:, :, None], boundary.x, 0).astype(jnp.float32), axis=1)
+        mean = total / jnp.maximum(count, 1)[:, None]
+        score = jnp.where(count > 0, gate(mean), jnp.inf)
         return jnp.where(first, jnp.inf, score[:, None]), None
 
     def flops(self, index: int, decoder: Decoder, params: Params) -> float:
         # Asked once per row, in which at least `prompt` tokens are live wherever it matters.
-        return gate_flops(self.gates, decoder) / self.prompt
-
-
-def mean_of_first(
-    x: Float[Array, "batch token dim"], first: jax.Array
-) -> tuple[Float[Array, "batch dim"], jax.Array]:
-    """Returns each row's mean state over `first`, and whether the row has such tokens."""
-    count = jnp.sum(first, axis=1)
-    total = jnp.sum(jnp.where(first[:, :, None], x, 0).astype(jnp.float32), axis=1)
-    return total / jnp.maximum(count, 1)[:, None], count > 0
-
-
-def gate_flops(gates: StateGate, decoder: Decoder) -> float:
-    """Returns what one gate costs for one state."""
-    x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
-    return count_matmul_flops(lambda x: gates.at(0)(x), x)
+        return super().flops(index, decoder, params) / self.prompt

@@ -348,13 +348,13 @@ def fit_row_shares(
 def choose_executor(executor: Executor | Literal["auto"], policy: Any, width: int) -> Executor:
     """Returns the executor that `"auto"` means for rows of `width` tokens, or the given one.
 
-    Where loops of unknown length are slow (`Platform.static_shapes`) and the policy's `row_shares`
-    are known, a static prefix of these; otherwise micro-batches.
+    A static prefix where loops of unknown length are slow (`Platform.static_shapes`) and the
+    policy's `row_shares` are known; otherwise micro-batches.
     """
     if not isinstance(executor, str):
         return executor
     shares = getattr(policy, "row_shares", None)
-    shares = (1.0,) if len(policy.depths) == 1 else shares  # Nobody stops on the way.
+    shares = (1.0,) if len(policy.depths) == 1 else shares  # No token stops on the way.
     if shares is None or not here().static_shapes:
         return MicroBatches()
     unit = CapacityPrefix.min_bucket

@@ -149,9 +149,8 @@ class Mapped(Propagate):
         *,
         start: Depth,
         bounds: tuple[int, int],
-        layers: tuple[LayerParams, ...] | None = None,
+        **_: Any,
     ) -> tuple[KVCache, int]:
-        del layers  # Of a layer, no more than the scales of its keys.
         if tokens.mapped is None:
             return cache, 0
 

@@ -230,8 +230,7 @@ def compare_states(
 ) -> Comparison:
     """Returns what states `x` cost in quality against full-depth `x_full`, teacher-forced.
 
-    Runs one head for each predicted token and each of the two, on blocks of these alone; where
-    there is no `x_full`, `x` is compared with itself for one head each.
+    Heads run for predicted tokens alone. Without `x_full`, `x` is compared with itself, in one.
     """
     if mesh is not None:
 
@@ -277,7 +276,7 @@ def exit_nll(
 ) -> Float[Array, "exit batch token"]:
     """Returns each exit's negative log-likelihood of the next token, nats; 0 where there is none.
 
-    The losses of truncating the model at each of its exits, from one pass. Checked as `score` is.
+    The losses of truncating the model at each of its exits, from one pass.
     """
     check_rows(decoder, token_ids, lengths)
     exits = decoder.config.exits
