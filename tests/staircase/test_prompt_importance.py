@@ -148,9 +148,8 @@ def test_all_of_a_prompt_is_the_plain_program_bit_by_bit(tiny: Model, count_comp
 @pytest.mark.parametrize("by", SIGNALS)
 def test_every_choice_spends_its_share(tiny: Model, by: str) -> None:
     choice = PromptChoice(stop=2, deep=0.5, by=by, kv="propagate")
-    gate = Given(scores=jnp.zeros((2, 64)), name="learned")
     model = with_random_maps(tiny, (2,))
-    depths = depths_of(model, choice.policy(model.decoder, gate=gate), [64, 40], width=64)
+    depths = depths_of(model, choice.policy(model.decoder), [64, 40], width=64)
     wanted = [1, 1] if by == "none" else [32, 20]
     assert [int((row == 4).sum()) for row in depths] == wanted
     assert depths[0, 63] == depths[1, 39] == 4
@@ -168,8 +167,6 @@ def test_what_cannot_be_is_refused(tiny: Model) -> None:
     for stop in (0, 4):
         with pytest.raises(ValueError, match=f"between 1 and 3 of this model. Got {stop}"):
             PromptChoice(stop=stop, deep=0.5).policy(tiny.decoder)
-    with pytest.raises(ValueError, match=r"by its gate. Got none.*utio-jax calibrate"):
-        PromptChoice(stop=2, deep=0.5, by="gate").policy(tiny.decoder)
     policy = PromptChoice(stop=2, deep=0.5).policy(tiny.decoder)
     with pytest.raises(ValueError, match="Wanted a causal policy"):
         Adaptive(policy=policy).check(tiny.decoder)

@@ -305,7 +305,7 @@ class ScoreTable(KnownBefore):
     def start(self, token_ids: Inputs, positions: Int[Array, "batch token"]) -> jax.Array:
         if token_ids.shape[:2] != self.scores.shape:
             raise ValueError(
-                f"Wanted one depth or score per token of {token_ids.shape[:2]}. Got "
+                f"Wanted one score or one depth per token of {token_ids.shape[:2]}. Got "
                 f"{self.scores.shape}."
             )
         return self.scores
