@@ -277,18 +277,21 @@ def broken_file(file: Path, error: Exception) -> ValueError:
     )
 
 
-def check_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, source: str) -> None:
-    """Compares arrays with what a model needs, by dotted path.
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def check_shapes(found: Shapes, wanted: Shapes, *, source: str) -> None:
+    """Compares the shapes of a checkpoint's tensors with those that a model needs.
 
     Raises:
       ValueError: names every missing, unexpected and mis-shaped tensor at once.
     """
-    wrong = [f"missing {name} {tuple(wanted[name].shape)}" for name in wanted if name not in found]
+    wrong = [f"missing {name} {wanted[name]}" for name in wanted if name not in found]
     wrong += [f"unexpected {name}" for name in found if name not in wanted]
     wrong += [
-        f"{name} has shape {tuple(found[name].shape)}, wanted {tuple(wanted[name].shape)}"
+        f"{name} has shape {found[name]}, wanted {wanted[name]}"
         for name in wanted
-        if name in found and tuple(found[name].shape) != tuple(wanted[name].shape)
+        if name in found and found[name] != wanted[name]
     ]
     if wrong:
         raise ValueError(

@@ -73,19 +73,15 @@ class Calibrated:
     def summary(self) -> str:
         """Returns a few lines of plain text."""
         lines = ["loss over full depth of truncating at an exit:"]
-        lines += [f"  {depth:>4} layers  {pct:+.2f} %" for depth, pct in self._exits()]
+        losses = sorted(self.exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
+        lines += [f"  {depth:>4} layers  {pct:+.2f} %" for depth, pct in losses]
         for name, fitted in self.calibration.entries.items():
             for budget, entry in fitted.items():
-                shares = ", ".join(
-                    f"{share:.0%} at {depth}"
-                    for depth, share in zip(entry.depths, entry.fractions, strict=True)
-                )
+                each = zip(entry.depths, entry.fractions, strict=True)
+                shares = ", ".join(f"{share:.0%} at {depth}" for depth, share in each)
                 lines.append(f"{name} at {budget:g} of the FLOPs: {shares}")
         lines.append(self.verdict or may_pay(self.calibration.info))
         return "\n".join(lines)
-
-    def _exits(self) -> list[tuple[str, float]]:
-        return sorted(self.exit_nll_increase_pct.items(), key=lambda item: int(item[0]))
 
 
 class Compared(list[ComparisonRow]):
@@ -119,14 +115,10 @@ class Verbs:
     ) -> Mode:
         """Returns a decoding mode by its name: `"plain"`, `"adaptive"` or `"lossless"`.
 
-        Args:
-          name: of the mode; a mode is returned as it is.
-          policy: of `"adaptive"`: one of the calibration's, by name, or any other.
-          budget: of a calibrated policy, see `policy`.
+        A mode is returned as it is; `policy` and `budget` are those of `"adaptive"`.
 
         Raises:
-          ValueError: an unknown name, a budget for a mode that has no use for it, or a policy that
-            the model was not calibrated for.
+          ValueError: an unknown name, a budget for another mode, or see `policy`.
         """
         if budget is not None and name != "adaptive":
             wanted = name if isinstance(name, str) else "a mode with a policy of its own"
@@ -154,13 +146,12 @@ class Verbs:
 
         Args:
           name: full, uniform, random, or one of the calibration's.
-          budget: target FLOPs over full depth's, of a calibrated one; None means 0.75, or the
-            only one that there is.
+          budget: target FLOPs over full depth's, of a calibrated one; None: 0.75, or its only one.
           depth: of `"uniform"`, in layers.
 
         Raises:
-          ValueError: an unknown name or budget, the model has no calibration, `"uniform"` without
-            a depth, or a budget of a policy that has none.
+          ValueError: an unknown name or budget, no calibration, `"uniform"` without a depth, or a
+            budget of a policy that has none.
         """
         if budget is not None and name in ("full", "uniform"):
             raise ValueError(
@@ -197,11 +188,11 @@ class Verbs:
           budget: of the calibrated policy of `"adaptive"`.
           max_new_tokens: per prompt, at most.
           stop: a text ends before the first of these strings; or a list of them for each prompt.
-          sampling: how tokens are drawn; or a method for each prompt.
+          sampling: how tokens are drawn, of all prompts or of each.
           seed: of the draws; prompt number `i` has `seed + i`.
           prompt_budget: FLOPs of reading prompts over full depth's; below 1 most of their tokens
             stop early, see `utio_jax.prompts.budget.prompt_prefill`. None or 1: all in full.
-          **options: further ones of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
+          **options: of `utio_jax.generate`: `prefill`, `mesh`, `eos_ids` ...
 
         Raises:
           ValueError: see `utio_jax.generate`, and `mode`.
@@ -240,7 +231,7 @@ class Verbs:
           policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
             budget, else `"full"`.
           budget: of a calibrated one.
-          **options: further ones of `utio_jax.score_documents`.
+          **options: of `utio_jax.evaluation.score_documents`.
         """
         return self._score(self.encode(listed(texts)), _named(policy, budget), budget, options)
 
@@ -252,15 +243,7 @@ class Verbs:
         budget: float | None = None,
         **options: Any,
     ) -> Ledger:
-        """Returns loss and cost of text files under a policy, over full depth.
-
-        Args:
-          files: paths, or token ids.
-          policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
-            budget, else `"full"`.
-          budget: of a calibrated one.
-          **options: further ones of `utio_jax.score_documents`.
-        """
+        """Returns loss and cost of text files (paths, or token ids) under a policy, see `score`."""
         policy = _named(policy, budget)
         found = self._score(self.documents(files), policy, budget, options)
         name = policy if isinstance(policy, str) else policy.name
