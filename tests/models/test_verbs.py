@@ -83,8 +83,7 @@ def test_modes_have_names(calibrated: Model) -> None:
         assert found.generated.mode == mode.name
     mine = Adaptive(policy=uniform(2))
     assert model.mode(mine) is mine
-    shallow: Any = model.mode("adaptive", policy=uniform(2))
-    assert shallow.policy.depths == (2,)
+    assert model.policy(mine.policy) is mine.policy
     with pytest.raises(ValueError, match="mode of 'plain', 'adaptive', 'lossless', or a Mode. Got"):
         model.generate(PROMPTS, mode="fast")
     with pytest.raises(ValueError, match=r"Wanted a budget of \[0.75, 0.9\].*Got 0.5"):

@@ -53,13 +53,14 @@ from utio_jax.models.chat import ChatTemplate, Messages, Reply, answer, find_tem
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
+from utio_jax.models.gguf.header import read_header
 from utio_jax.models.huggingface import is_huggingface, read_json, weight_files
 from utio_jax.models.rope import RopeScaling
 from utio_jax.models.shipped import SHIPPED, shipped_folder
 from utio_jax.models.tensor_parallel import Sharding, place_of, put
 from utio_jax.models.tokenizer import encode_documents, load_tokenizer
 from utio_jax.models.transformer import Transformer, TransformerConfig
-from utio_jax.models.verbs import Verbs, named_mode
+from utio_jax.models.verbs import Verbs
 from utio_jax.policies.store import Calibration, calibration_file, load_calibration
 from utio_jax.prompts.maps import KVMapped, load_kv_maps, with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice, choices_of
@@ -204,7 +205,7 @@ class Model(Verbs):
     @cached_property
     def chat_template(self) -> ChatTemplate:
         """What makes a text of messages. Raises ValueError where the model has none."""
-        keys = gguf_files.keys_of(self.folder) if self.folder.is_file() else None
+        keys = read_header(self.folder).keys if self.folder.is_file() else None
         return find_template(self.folder, keys)
 
     def chat(
@@ -229,8 +230,7 @@ class Model(Verbs):
         Raises:
           ValueError: the model has no chat template, or see `generate`.
         """
-        chosen = self.mode(named_mode(mode, budget), budget=budget)
-        return answer(self, messages, mode=chosen, **options)
+        return answer(self, messages, mode=self.mode(mode, budget=budget), **options)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""

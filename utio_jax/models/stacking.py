@@ -20,6 +20,7 @@ from utio_jax.core.files import check_shapes, flatten, nest
 from utio_jax.models.families import Rule
 from utio_jax.models.tensor_parallel import Sharding, place_of, put
 
+
 def place_tensors(
     decoder: Any,
     rules: tuple[Rule, ...],

@@ -106,20 +106,16 @@ class Compared(list[ComparisonRow]):
 class Verbs:
     """The verbs of `utio_jax.models.Model`."""
 
-    def mode(
-        self: Any,
-        name: str | Mode = "adaptive",
-        *,
-        policy: str | Policy = "learned",
-        budget: float | None = None,
-    ) -> Mode:
+    def mode(self: Any, name: str | Mode | None = None, *, budget: float | None = None) -> Mode:
         """Returns a decoding mode by its name: `"plain"`, `"adaptive"` or `"lossless"`.
 
-        A mode is returned as it is; `policy` and `budget` are those of `"adaptive"`.
+        A mode is returned as it is. None is `"adaptive"` with a budget, else `"plain"`.
 
         Raises:
-          ValueError: an unknown name, a budget for another mode, or see `policy`.
+          ValueError: an unknown name, a budget for another mode than `"adaptive"`, or see `policy`.
         """
+        if name is None:
+            name = "plain" if budget is None else "adaptive"
         if budget is not None and name != "adaptive":
             wanted = name if isinstance(name, str) else "a mode with a policy of its own"
             raise ValueError(
@@ -136,13 +132,16 @@ class Verbs:
             raise ValueError(
                 f"Wanted a mode of 'plain', 'adaptive', 'lossless', or a Mode. Got {name!r}."
             )
-        chosen = self.policy(policy, budget=budget) if isinstance(policy, str) else policy
-        return Adaptive(policy=chosen)
+        return Adaptive(policy=self.policy(budget=budget))
 
     def policy(
-        self: Any, name: str = "learned", *, budget: float | None = None, depth: int | None = None
+        self: Any,
+        name: str | Policy = "learned",
+        *,
+        budget: float | None = None,
+        depth: int | None = None,
     ) -> Policy:
-        """Returns a depth policy by its name.
+        """Returns a depth policy by its name; a policy is returned as it is.
 
         Args:
           name: full, uniform, random, or one of the calibration's.
@@ -153,6 +152,8 @@ class Verbs:
           ValueError: an unknown name or budget, no calibration, `"uniform"` without a depth, or a
             budget of a policy that has none.
         """
+        if not isinstance(name, str):
+            return name
         if budget is not None and name in ("full", "uniform"):
             raise ValueError(
                 f"Wanted a calibrated policy with a budget, such as policy='learned'. Got "
@@ -233,7 +234,9 @@ class Verbs:
           budget: of a calibrated one.
           **options: of `utio_jax.evaluation.score_documents`.
         """
-        return self._score(self.encode(listed(texts)), _named(policy, budget), budget, options)
+        chosen = self.policy(_named(policy, budget), budget=budget)
+        documents = self.encode(listed(texts))
+        return score_documents(self.decoder, self.params, documents, chosen, **options)
 
     def evaluate(
         self: Any,
@@ -245,7 +248,8 @@ class Verbs:
     ) -> Ledger:
         """Returns loss and cost of text files (paths, or token ids) under a policy, see `score`."""
         policy = _named(policy, budget)
-        found = self._score(self.documents(files), policy, budget, options)
+        chosen, documents = self.policy(policy, budget=budget), self.documents(files)
+        found = score_documents(self.decoder, self.params, documents, chosen, **options)
         name = policy if isinstance(policy, str) else policy.name
         return found.quality.ledger(name, budget=budget, num_layers=self.decoder.config.num_layers)
 
@@ -401,16 +405,6 @@ class Verbs:
         width = min(config.context_length, _CONTEXT)
         return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
 
-    def _score(
-        self: Any,
-        documents: Sequence[np.ndarray],
-        policy: str | Policy,
-        budget: float | None,
-        options: dict[str, Any],
-    ) -> TextScore:
-        chosen = self.policy(policy, budget=budget) if isinstance(policy, str) else policy
-        return score_documents(self.decoder, self.params, documents, chosen, **options)
-
     def _fit_lens(
         self: Any,
         documents: Sequence[np.ndarray],
@@ -434,12 +428,12 @@ class Verbs:
 def read_prompts_within(
     model: Any, budget: float, calibration: Callable[[], Calibration]
 ) -> Prefill | None:
-    """Returns how a model reads prompts for a share of full depth's FLOPs; None: in full.
+    """Returns how a `Model` reads prompts for a share of full depth's FLOPs; None: in full.
 
     Args:
-      model: a `utio_jax.models.Model`.
-      budget: that share, see `utio_jax.prompts.budget.prompt_prefill`.
-      calibration: returns whose learned gate chooses; asked only where a choice needs one.
+      model: the model.
+      budget: that share.
+      calibration: returns the one of the learned gate, where the model's KV maps need it.
 
     Raises:
       ValueError: see `prompt_prefill`, or there is no calibration where one is needed.
@@ -462,7 +456,7 @@ def _asked(
     prompt_budget: float | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Returns what `generate` and `stream` are asked for: prompts, mode, prefill and options."""
+    """Returns prompts, mode, prefill and options of `generate` and `stream`."""
     if prompt_budget is not None:
         if options.get("prefill") is not None:
             raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
@@ -472,15 +466,8 @@ def _asked(
         "max_new_tokens": 128,
         **options,
         "prompts": [prompts] if isinstance(prompts, str) else prompts,
-        "mode": model.mode(named_mode(mode, budget), budget=budget),
+        "mode": model.mode(mode, budget=budget),
     }
-
-
-def named_mode(mode: str | Mode | None, budget: float | None) -> str | Mode:
-    """Returns the mode of an answer: a budget without one means `"adaptive"`, neither plain."""
-    if mode is not None:
-        return mode
-    return "plain" if budget is None else "adaptive"
 
 
 def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
@@ -491,12 +478,7 @@ def _named(policy: str | Policy | None, budget: float | None) -> str | Policy:
 
 
 def with_exits(decoder: Any, exits: tuple[int, ...]) -> Any:
-    """Returns a stock model's decoder with depths at which it may be read.
-
-    Args:
-      decoder: made of its config alone, as a `Transformer` is.
-      exits: these depths, and the last layer; none: those of `utio_jax.core.decoder.some_exits`.
-    """
+    """Returns a stock model's decoder with exits, without lens; none named: `some_exits`."""
     layers = decoder.config.num_layers
     chosen = tuple(sorted({*exits, layers})) if exits else some_exits(layers)
     while isinstance(decoder, Wrapped):
