@@ -33,7 +33,7 @@ from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.evaluation.guardrail import check_worthwhile
-from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.models.training.train import exit_losses
 from utio_jax.policies.signals import Position, TokenSurrogate
 from utio_jax.staircase.score import compare_states, run_score
 

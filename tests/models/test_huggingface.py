@@ -29,8 +29,8 @@ from utio_jax.models import Transformer, load, save
 from utio_jax.models.families import read_config
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.rope import RopeScaling
-from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.shared_kv import shared_above
+from utio_jax.models.training.train import exit_losses
 from utio_jax.policies.depth import given_depths
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -257,9 +257,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     **{
         f"an index out of the folder: {name[:9]!r}": (
             lambda folder, name=name: with_index(folder, {"model.norm.weight": name}),
-            ("names of files beside",),
+            ("weight_map from tensors to files beside",),
         )
-        for name in ("../llama/model.safetensors", "/etc/hosts", "..", "", "a" * 5000, "a\0")
+        for name in ("../llama/model.safetensors", "/etc/hosts", "a" * 5000)
     },
 }
 
@@ -272,29 +272,6 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
         load(folder)
     for part in wanted[1:]:
         assert re.search(part, str(error.value)), part
-
-
-def test_the_index_says_which_of_two_shards_counts(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(FOLDER / "mistral", tmp_path / "m"))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    where, name = index["weight_map"], "model.norm.weight"
-    others = sorted({*where.values()} - {where[name]})
-    for shard in (others[0], others[-1]):  # Before it by name, and behind.
-        stored = load_tensors(folder / shard)
-        save_tensors(folder / shard, {**stored, name: np.full(32, 7.0, np.float32)})
-    wanted = load(FOLDER / "mistral").params["norm"]["scale"]
-    np.testing.assert_array_equal(load(folder).params["norm"]["scale"], wanted)
-    where[name] = others[0]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    np.testing.assert_array_equal(load(folder).params["norm"]["scale"], np.full(32, 7.0))
-    where[name] = others[1]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"Got no {name} in {others[1]}. Fetch the index"):
-        load(folder)
-    del where[name]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"Got {name} in .* and .*. Fetch the index"):
-        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +306,6 @@ def test_the_index_says_which_of_two_shards_counts(tmp_path: Path) -> None:
         ("mistral", {"sliding_window": 1.5}, "windows of at least 0"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1, of which only finite"),
         ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap above 0"),
-        ("llama", {"hidden_size": 10**9, "intermediate_size": 10**9}, "bytes of parameters"),
         *(
             (case, {"num_hidden_layers": wrong}, f"num_hidden_layers={wrong!r}, of which 1 to 100")
             for case in ("llama", "mistral", "qwen2_window", "gemma2", "gemma3")

@@ -73,8 +73,7 @@ class Model(Verbs):
         model = utio_jax.load("shared-16")
         print(model.generate("def mean(values):", mode="adaptive").summary())
 
-    The verbs are those of `utio_jax.models.verbs`. `calibrate` changes the model: its policies, and
-    for a model without exits also how these are read. All else leaves it as it is.
+    `calibrate` changes the model: its policies, and for one without exits how these are read.
 
     Attributes:
       decoder: the model; `Lensed` if its exits are read through a lens, `KVMapped` if it has KV
@@ -380,12 +379,11 @@ def save(
     """Writes `config.json` and `model.safetensors`; a folder with a config is whole.
 
     Args:
-      folder: made where it is missing; what it held before is replaced at the end, all at once.
+      folder: what it held before is replaced at the end, all at once.
       decoder: the model.
       params: its parameters.
-      like: what the model was loaded from: the new folder has its tokenizer and chat template, and
-        its layout, which transformers loads if it is Hugging Face's, as it is for a GGUF file.
-        One whose layers share keys and values is written in this package's own.
+      like: what the model was loaded from: the new folder has its tokenizer and chat template. From
+        a Hugging Face folder or a GGUF file, transformers loads it, unless its layers share K/V.
       dtype: of the weights.
 
     Raises:
@@ -432,8 +430,7 @@ def save(
         for name, text in written.items():
             place[name].write_text(text, encoding="utf-8")
         dump_tensors(place["model.safetensors"], tensors, metadata=metadata)
-        text = json.dumps(config, indent=1) + "\n"
-        place["config.json"].write_text(text, encoding="utf-8")
+        place["config.json"].write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 _CARRIED = (

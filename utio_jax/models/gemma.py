@@ -155,8 +155,7 @@ class _Gemma:
 
     Parameters are a nested dict: `embedding` `[vocab, hidden]`, which is the head, too; of inputs
     `input_embedding` `[input_vocab, layer * input]`, `input_proj` and `input_norm`; `norm`; and
-    `layers`, stacked along a leading layer axis. Those of keys and values have only the layers that
-    make any.
+    `layers`, stacked along a leading layer axis; those of K/V for the layers that make some.
     """
 
     config: Any
@@ -168,14 +167,7 @@ class _Gemma:
         kernels: dict[str, tuple[int, int]],
         scales: dict[str, int],
     ) -> Params:
-        """Returns fresh parameters: normal, by the square root of the inputs; norms of one.
-
-        Args:
-          key: of the draws.
-          dtype: of the parameters.
-          kernels: shapes of a layer's matrices, beside those that both models have.
-          scales: widths of its norms, beside those that both have.
-        """
+        """Returns fresh parameters; a layer has `kernels` and `scales` beside those of both."""
         config = self.config
         dim, inputs, every = config.hidden_dim, config.input_dim, config.num_layers
         heads, kv_heads = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
@@ -197,8 +189,7 @@ class _Gemma:
             **dict.fromkeys((*norms, "input_out_norm"), dim),
             **scales,
         }
-        of_kv = ("k_proj", "v_proj", "k_norm")
-        layers = lambda name: config.kv_layers if name in of_kv else every  # noqa: E731
+        layers = dict.fromkeys(("k_proj", "v_proj", "k_norm"), config.kv_layers)
         keys = iter(jax.random.split(key, len(kernels) + 3))
 
         def normal(*shape: int, by: int) -> jax.Array:
@@ -213,17 +204,16 @@ class _Gemma:
             "input_norm": {"scale": jnp.ones(inputs, dtype)},
             "norm": {"scale": jnp.ones(dim, dtype)},
             "layers": {
-                name: {"kernel": normal(layers(name), *shape, by=shape[0])}
+                name: {"kernel": normal(layers.get(name, every), *shape, by=shape[0])}
                 for name, shape in kernels.items()
             }
             | {
-                name: {"scale": jnp.ones((layers(name), width), dtype)}
+                name: {"scale": jnp.ones((layers.get(name, every), width), dtype)}
                 for name, width in scales.items()
             },
         }
 
     def layers(self, params: Params) -> LayerParams:
-        # Which layer it is and its kind are no parameters: they come with the config.
         count = self.config.num_layers
         local = jnp.asarray([self.config.is_local(layer) for layer in range(count)])
         return {**params["layers"], "index": jnp.arange(count), "is_local": local}

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders: `config.json` and safetensors in, stacked parameters out, and back.
-
-Tensors go one at a time to their place, so that a checkpoint needs little more memory than its
-parameters. `utio_jax.models.families` says what goes where.
-"""
+"""Hugging Face folders: `config.json` and safetensors in, stacked parameters out, and back."""
 
 from __future__ import annotations
 

@@ -18,13 +18,7 @@ _MEMORY_SHARE = 0.6
 
 
 def fit_layers(config: Any, *, dtype: str, memory: float, cache_tokens: int) -> int:
-    """Returns how many layers fit beside embeddings and cache, at most the model's own.
-
-    Args:
-      config: of the whole model.
-      dtype: of parameters and cache.
-      memory: free, in bytes.
-      cache_tokens: tokens of all rows of the largest cache.
+    """Returns how many layers fit in free bytes beside embeddings and cache, at most the model's.
 
     Raises:
       ValueError: not even two do, the least that can be split.

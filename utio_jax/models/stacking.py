@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's tensors become stacked parameters, one at a time, each at its place.
-
-Whatever the format, so that a checkpoint needs little more memory than its parameters.
-`utio_jax.models.families` says what goes where.
-"""
+"""A checkpoint's tensors become stacked parameters, one at a time: memory peaks little above those."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +19,7 @@ from utio_jax.models.tensor_parallel import Sharding, place_of, put
 
 def place_tensors(
     decoder: Any,
-    rules: tuple[Rule, ...],
+    rules: Sequence[Rule],
     found: Mapping[str, tuple[int, ...]],
     read: Callable[[str], np.ndarray],
     *,
@@ -34,7 +30,7 @@ def place_tensors(
     """Returns a decoder and its parameters.
 
     Args:
-      decoder: the model, which says what parameters it has: `init` and `config`.
+      decoder: the model, with `init` and `config`.
       rules: which tensor is which parameter.
       found: the shapes of the checkpoint's tensors.
       read: returns one of them.
@@ -85,7 +81,7 @@ def place_tensors(
     return decoder, nest({path: params[path] for path in shapes})
 
 
-def used_rules(rules: tuple[Rule, ...], shapes: Mapping[str, Any]) -> Iterator[Rule]:
+def used_rules(rules: Sequence[Rule], shapes: Mapping[str, Any]) -> Iterator[Rule]:
     """Yields the rules of which the model has the parameters."""
     for rule in rules:
         if all(path in shapes for path in rule.targets):

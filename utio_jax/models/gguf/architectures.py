@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from utio_jax.models.families import FAMILIES, Rule
-from utio_jax.models.gguf.header import Tensor
+from utio_jax.models.gguf.header import Tensor, library
 
 _LARGEST = 2**31 - 1
 _MOST_LAYERS = 10_000  # Settings are written out for each.
@@ -111,7 +111,6 @@ class Architecture:
     Attributes:
       family: its `model_type` among `utio_jax.models.families.FAMILIES`.
       settings: turns keys, and what all configs have, into what is special about this config.
-      names: GGUF's names of a layer's modules, or of the model's, by Hugging Face's.
       rotates_pairs: whether queries and keys rotate neighbours rather than halves: the rows of
         their matrices are interleaved.
       norms_plus_one: whether norms are stored with the one that Gemma adds to them.
@@ -121,25 +120,9 @@ class Architecture:
 
     family: str
     settings: Callable[[Keys, dict[str, Any]], dict[str, Any]]
-    names: Mapping[str, str]
     rotates_pairs: bool = False
     norms_plus_one: bool = False
     local: str = ""
-
-    def rules(self) -> tuple[Rule, ...]:
-        """Returns the family's rules under GGUF's names of tensors."""
-        return tuple(
-            dataclasses.replace(rule, source=self._renamed(rule.source))
-            for rule in FAMILIES[self.family].rules
-        )
-
-    def _renamed(self, source: str) -> str:
-        inner = source.removeprefix("model.layers.{layer}.")
-        place = "" if inner == source else "blk.{layer}."
-        if inner in self.names:
-            return f"{place}{self.names[inner]}.weight"
-        module, leaf = inner.rsplit(".", 1)
-        return f"{place}{self.names[module]}.{leaf}"
 
 
 def _llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -282,61 +265,14 @@ def _rope(keys: Keys) -> dict[str, Any]:
     return {"rope_parameters": rope}
 
 
-_LLAMA_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_GEMMA_NAMES = {
-    **_LLAMA_NAMES,
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-
-_GEMMA_4_NAMES = {
-    **_GEMMA_NAMES,
-    "model.embed_tokens_per_layer": "per_layer_token_embd",
-    "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
-    "per_layer_input_gate": "inp_gate",
-    "per_layer_projection": "proj",
-    "post_per_layer_input_norm": "post_norm",
-    "layer_scalar": "layer_output_scale",
-}
-_GEMMA_3N_NAMES = {
-    **_GEMMA_4_NAMES,
-    "model.altup_projections.{layer}": "altup_proj",  # All of them are one tensor.
-    "model.altup_unembed_projections.{layer}": "altup_unembd_proj",
-    "altup.modality_router": "altup_router",
-    "altup.prediction_coefs": "altup_predict_coef",
-    "altup.correction_coefs": "altup_correct_coef",
-    "altup.correct_output_scale": "altup_correct_scale",
-    "altup.router_norm": "altup_router_norm",
-    "laurel.linear_left": "laurel_l",
-    "laurel.linear_right": "laurel_r",
-    "laurel.post_laurel_norm": "laurel_post_norm",
-}
-
 ARCHITECTURES = {
-    "llama": Architecture("llama", _llama, _LLAMA_NAMES, rotates_pairs=True),
-    "qwen2": Architecture("qwen2", _qwen, _LLAMA_NAMES),
-    "qwen3": Architecture("qwen3", _qwen, _LLAMA_NAMES),
-    "gemma2": Architecture("gemma2", _gemma2, _GEMMA_NAMES, norms_plus_one=True),
-    "gemma3": Architecture("gemma3_text", _gemma3, _GEMMA_NAMES, norms_plus_one=True),
-    "gemma3n": Architecture("gemma3n_text", _gemma3n, _GEMMA_3N_NAMES),
-    "gemma4": Architecture("gemma4_text", _gemma4, _GEMMA_4_NAMES, local="_swa"),
+    "llama": Architecture("llama", _llama, rotates_pairs=True),
+    "qwen2": Architecture("qwen2", _qwen),
+    "qwen3": Architecture("qwen3", _qwen),
+    "gemma2": Architecture("gemma2", _gemma2, norms_plus_one=True),
+    "gemma3": Architecture("gemma3_text", _gemma3, norms_plus_one=True),
+    "gemma3n": Architecture("gemma3n_text", _gemma3n),
+    "gemma4": Architecture("gemma4_text", _gemma4, local="_swa"),
 }
 """By `general.architecture`."""
 
@@ -350,6 +286,22 @@ def architecture_of(keys: Mapping[str, Any], *, source: str) -> Architecture:
             f"Got {_short(name)}. Other decoders take part through the `utio_jax.Decoder` protocol."
         )
     return ARCHITECTURES[name]
+
+
+def tensor_rules(arch: str) -> list[Rule]:
+    """Returns the family's rules under GGUF's names of tensors, of those that files may have."""
+    gguf, rules = library(), []
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], 1)
+    for rule in FAMILIES[ARCHITECTURES[arch].family].rules:
+        leaf = "bias" if rule.source.endswith(".bias") else "weight"
+        module = rule.source.removesuffix(f".{leaf}").replace("{layer}", "0")
+        # All of Gemma 3n's projections of streams are one tensor.
+        found = names.get_name(module) or names.get_name(module.removesuffix(".0"))
+        if found is not None:
+            source = f"{found.replace('blk.0.', 'blk.{layer}.')}.{leaf}"
+            rules.append(dataclasses.replace(rule, source=source))
+    return rules
 
 
 def read_keys(

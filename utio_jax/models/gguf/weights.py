@@ -22,6 +22,7 @@ from utio_jax.models.gguf.architectures import (
     llama3_scaling,
     read_keys,
     rotated_share,
+    tensor_rules,
 )
 from utio_jax.models.gguf.header import Header, library, read_header
 from utio_jax.models.stacking import place_tensors
@@ -58,7 +59,7 @@ def load_file(
 
     return place_tensors(
         FAMILIES[architecture.family].decoder(settings),
-        architecture.rules(),
+        tensor_rules(header.keys["general.architecture"]),
         {name: tensor.shape for name, tensor in header.tensors.items() if name != _ROPE_FREQS},
         read,
         dtype=dtype,
