@@ -448,23 +448,6 @@ def test_evaluate_prints_loss_and_perplexity_of_token_ids(
     assert shallow["loss"] != pytest.approx(loss, abs=1e-2)
 
 
-@pytest.mark.skipif("STORIES260K" not in os.environ, reason="needs that checkpoint's folder")
-def test_a_trained_checkpoint_has_its_published_loss_and_continuation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = Path(os.environ["STORIES260K"])
-    reference = json.loads((folder / "reference.json").read_text())
-    ids = tmp_path / "ids.json"
-    ids.write_text(json.dumps(reference["stories"]))
-    assert main(["evaluate", "--model", str(folder), "--token-ids", str(ids)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["loss"] == pytest.approx(reference["loss_per_token_nats"], abs=5e-4)
-    model, greedy = load(folder), reference["greedy"]
-    prompt, wanted = np.asarray(greedy["prompt"]), greedy["continuation"]
-    new = generate(model.decoder, model.params, [prompt], max_new_tokens=len(wanted))
-    assert new.token_ids[0].tolist() == wanted
-
-
 def test_a_stock_model_learns_to_predict_at_its_exits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

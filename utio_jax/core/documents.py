@@ -12,12 +12,7 @@ import numpy as np
 
 
 def check_ids(ids: Any, *, vocab_size: int, what: str) -> np.ndarray:
-    """Returns token ids `[token]` as int32, once each is known to be one: checked, then cast.
-
-    Args:
-      ids: a list or an array.
-      vocab_size: of the model.
-      what: they are, for errors: `"prompt 3"`.
+    """Returns a list or array of token ids `[token]` as int32; `what` they are is for errors.
 
     Raises:
       ValueError: ids that are no integers (floats, booleans), or outside the vocabulary.
@@ -130,16 +125,14 @@ def batches_of(
     """Yields all windows in batches of at most `rows`, longest first, with little padding.
 
     Windows are padded to the smallest of `widths` that holds them, and those of one width share
-    batches of one number of rows: as many as they need, rounded up to a few (`row_counts`), so that
-    few shapes compile. A full batch of a single text would run 15 empty rows of 16.
+    batches of one number of rows, rounded up to a few (`row_counts`), so that few shapes compile.
 
     Args:
       windows: token ids `[token]` each.
       rows: of a batch at most; with `same_rows` of every batch.
       widths: that windows are padded to.
       vocab_size: of the model.
-      same_rows: fill every batch up with empty rows, so that each width is one shape, whatever the
-        number of windows.
+      same_rows: fill every batch up with empty rows, so that each width is one shape.
 
     Raises:
       ValueError: a window is longer than the largest width, or holds something else than ids of

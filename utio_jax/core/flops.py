@@ -71,9 +71,8 @@ class TokenCost:
     Attributes:
       query: queries, output projection and MLP of one layer.
       keys_values: keys and values of one layer; also what a frozen token pays there.
-      attention_per_key: scores and mixing with one key, all heads, one layer. Of a decoder that
-        `Mixes`: the products of its `mix` for one query and key, masked products like attention's,
-        which grow with the keys as that does, though a recurrence would not.
+      attention_per_key: scores and mixing with one key, all heads, one layer; of a decoder that
+        `Mixes`, the products of its `mix` for one query and key.
       head: final norm and vocabulary head, once.
       exit_map: what maps a state for the head, at depths below `full_depth`.
       full_depth: the model's layers; of use only where there is an `exit_map`.
@@ -153,13 +152,7 @@ def _flops_per_key(decoder: Decoder, dtype: Any) -> float:
 
 
 def pass_flops(cost: TokenCost, work: Any, *, gates: float = 0.0) -> float:
-    """Returns the FLOPs of a pass from what it executed.
-
-    Args:
-      cost: of one token.
-      work: a `Work` of the executor, summed over segments or not.
-      gates: FLOPs of all decisions beyond the heads in `work`.
-    """
+    """Returns the FLOPs of a pass from its `Work`, and of all decisions beyond the heads in it."""
     total = lambda entries: float(np.sum(np.asarray(entries, np.float64)))  # noqa: E731
     return (
         cost.query * total(work.queries)

@@ -82,8 +82,7 @@ def here() -> Platform:
 def compiling_for(name: str | None = None, **choices: Any) -> Iterator[None]:
     """Traces for `"cpu"`, `"cuda"` or `"tpu"`, whatever this machine has; or with other choices.
 
-    For compilation ahead of time, and to try choices out. What jit has traced before, it does not
-    trace again.
+    What jit has traced before, it does not trace again.
     """
     base = here() if name is None else _PLATFORMS.get(name, _OTHER)
     _compiling.append(dataclasses.replace(base, **choices))

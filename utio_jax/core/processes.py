@@ -4,9 +4,8 @@
     for found in share(mesh, len(batches), read, what="batches", same=lambda: digest(ids)):
         ...                          # in order, on every process
 
-`jax.distributed` is the engine. A pass runs on the devices of one process and waits for no other;
-results are exchanged once, counted, and the same everywhere, so what follows from them is the same
-everywhere too. With one process this is a loop.
+A pass runs on the devices of one process and waits for no other; results are exchanged once. With
+one process this is a loop.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ def share(
 def exchange(data: bytes) -> list[bytes]:
     """Returns what each process called this with, in the order of the processes: an all-gather.
 
-    All of them call it, as often and in the same order as other collectives. What is short, as most
-    is, takes one collective; what is longer a second one.
+    What is short takes one collective; what is longer a second one.
 
     Raises:
       ProcessLostError: a process has ended.
@@ -171,10 +169,7 @@ def exchange(data: bytes) -> list[bytes]:
 
 @contextlib.contextmanager
 def lost_processes() -> Iterator[None]:
-    """Raises ProcessLostError where the runtime fails inside: with several processes, a peer ended.
-
-    Whether it did, or this process' own devices failed, the runtime does not say: all have to end.
-    """
+    """Raises ProcessLostError where the runtime fails inside, as it does where a peer has ended."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -194,7 +189,7 @@ def check_same(
     Args:
       tree: of this process.
       what: it is, in the message.
-      by: the all-gather of bytes to compare with; None: `exchange`.
+      by: the all-gather of bytes; None: `exchange`.
     """
     found = (by or exchange)(digest(tree).encode())
     if others := [index for index, theirs in enumerate(found) if theirs != found[0]]:

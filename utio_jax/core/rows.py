@@ -7,11 +7,8 @@
     found = run_score(decoder, params, *rows.tree, policy=policy, mesh=mesh)
 
 Functions that take a `mesh` use its axis "data", of Auto or Explicit type, by `jax.shard_map`:
-bucketing happens inside, so nothing is sorted across devices and nothing is communicated. Further
-axes are left to the compiler, which follows the parameters' shardings ("model": see
-`utio_jax.models.tensor_parallel`). No context mesh is set or asked for.
-
-`jax.pmap` needs nothing of this: it takes `score` and its like as they are.
+nothing is sorted or sent across devices. Further axes are left to the compiler, which follows the
+parameters' shardings ("model": see `utio_jax.models.tensor_parallel`).
 """
 
 from __future__ import annotations

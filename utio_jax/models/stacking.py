@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's tensors become stacked parameters, one at a time: memory peaks little above those."""
+"""A checkpoint's tensors become stacked parameters, one at a time: little memory beside them."""
 
 from __future__ import annotations
 

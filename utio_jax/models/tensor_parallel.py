@@ -35,8 +35,8 @@ def tensor_parallel(
 ) -> Callable[[str, tuple[int, ...]], NamedSharding]:
     """Returns the sharding of each parameter, by its dotted path and shape.
 
-    Along axes other than "model" everything is copied. Along that one, too, are norms, learned
-    positions, K/V projections of fewer heads than devices, and a vocabulary that it does not divide.
+    Along axes other than "model" everything is copied. So are, along that one, norms, learned
+    positions, K/V projections of fewer heads than devices, and a vocabulary that they cannot share.
 
     Raises:
       ValueError: no such axis, or heads or MLP that it does not divide.
