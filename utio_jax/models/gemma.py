@@ -189,7 +189,7 @@ class _Gemma:
             **dict.fromkeys((*norms, "input_out_norm"), dim),
             **scales,
         }
-        layers = dict.fromkeys(("k_proj", "v_proj", "k_norm"), config.kv_layers)
+        layers: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm"), config.kv_layers)
         keys = iter(jax.random.split(key, len(kernels) + 3))
 
         def normal(*shape: int, by: int) -> jax.Array:
