@@ -27,7 +27,7 @@ from helpers.generation import DepthAt, lively_model, run, true_logits
 from helpers.marks import quick_where
 from helpers.models import Model, live_params
 
-from utio_jax import SoftmaxGap, Thresholded, dense_states, uniform
+from utio_jax import Thresholded, uniform
 from utio_jax.attention.mixing import mixer_at
 from utio_jax.contrib.edge import Cloud, CloudLostError, Edge, EdgeText, Link, parts
 from utio_jax.contrib.edge import cloud as clouds
@@ -38,7 +38,8 @@ from utio_jax.core.layer import layer_at
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding import Adaptive, Prefill, SamplingParams
 from utio_jax.models import load
-from utio_jax.policies import never_stops
+from utio_jax.policies import SoftmaxGap, never_stops
+from utio_jax.staircase import dense_states
 from utio_jax.staircase.reference import apply_layer, positions_of
 
 EXIT, LAYERS, SLOTS = 2, 4, 128

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import StateSimilarity, Thresholded, given_depths
+from utio_jax import Thresholded
 from utio_jax.contrib.encoders.bert import TextEncoder, load_encoder
 from utio_jax.contrib.encoders.rows import RowBlocks, encode_rows, read_exits
 from utio_jax.core.files import load_tensors, save_tensors
+from utio_jax.policies import StateSimilarity, given_depths
 
 # Made by transformers, where `make parity` runs this.
 PARITY = Path(os.environ.get("UTIO_PARITY", "none")) / "encoders"

@@ -16,7 +16,6 @@ from helpers.counting import Counting, read_counts
 from helpers.layer_sets import reference_layer_sets
 from helpers.marks import quick_where
 
-from utio_jax import CapacityPrefix, Entropy, MicroBatches, given_depths
 from utio_jax.contrib.layer_skipping import (
     LayerSets,
     given_sets,
@@ -25,7 +24,9 @@ from utio_jax.contrib.layer_skipping import (
     skip_decode,
 )
 from utio_jax.contrib.layer_skipping.scoring import run_sets
+from utio_jax.policies import Entropy, given_depths
 from utio_jax.policies.learned import PromptRouter, StateGate
+from utio_jax.staircase import CapacityPrefix, MicroBatches
 
 DEPTHS = (1, 2, 3, 4)
 SHAPES = tuple(

@@ -12,13 +12,13 @@ import pytest
 from helpers.layer_sets import reference_layer_sets
 from helpers.models import random_gates
 
-from utio_jax import Entropy
 from utio_jax.contrib.layer_skipping import (
     LayerSets,
     generate_layer_sets,
     given_sets,
     skip_decode,
 )
+from utio_jax.policies import Entropy
 from utio_jax.policies.learned import PromptRouter
 from utio_jax.staircase.reference import dense_states
 

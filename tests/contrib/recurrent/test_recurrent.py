@@ -16,18 +16,12 @@ from helpers.marks import quick_where
 from helpers.models import plain_nll
 from helpers.recurrent import recurrent_model, recurrent_states
 
-from utio_jax import (
-    CapacityPrefix,
-    SoftmaxGap,
-    StateSimilarity,
-    Thresholded,
-    given_depths,
-    score,
-    uniform,
-)
+from utio_jax import Thresholded, score, uniform
 from utio_jax.attention.history import History
 from utio_jax.contrib.recurrent import Mamba2
+from utio_jax.policies import SoftmaxGap, StateSimilarity, given_depths
 from utio_jax.policies.signals import Chance
+from utio_jax.staircase import CapacityPrefix
 from utio_jax.staircase.sparse import SparseAttention
 
 DEPTHS, EXECUTOR = (1, 2, 4), cases.SHAPES[1].executor
