@@ -182,7 +182,7 @@ def ideal_flops(
       depths: decided depths `[batch, token]`; 0 for padding.
       key_widths: numbers of keys that the program can attend over, ascending; a token pays for the
         smallest that covers its position.
-      deepest: the deepest that any token runs, up to which frozen tokens pay for K/V.
+      deepest: to which frozen tokens pay for K/V.
       keep_frozen: whether they do (`kv="propagate"`).
       sparse_layers: in how many of its layers each token attends to its history alone.
       history: keys that it sees there at most.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates: messages as the text that a model was trained on, and answers to them.
 
-A template is a Jinja program that comes with a model. It is rendered in a sandbox, with the options
-and helpers that transformers gives it, so that what the model reads is what it reads there.
+A template is a Jinja program that comes with a model. It is rendered in Jinja's sandbox, with the
+options and helpers that transformers gives it.
 """
 
 from __future__ import annotations
@@ -114,15 +114,10 @@ def render_chat(
 
 
 def find_template(path: Path, keys: Mapping[str, Any] | None = None) -> ChatTemplate:
-    """Returns the chat template of a model.
+    """Returns the chat template of a model. Raises ValueError where it has none.
 
-    Args:
-      path: its folder, which has `chat_template.jinja` or a `tokenizer_config.json` with one; or
-        its GGUF file, beside which a `NAME.chat_template.jinja` wins over the file's own.
-      keys: a GGUF file's metadata.
-
-    Raises:
-      ValueError: there is none.
+    It lies in a folder's `chat_template.jinja` or `tokenizer_config.json`, or in the metadata
+    `keys` of a GGUF file, beside which a `NAME.chat_template.jinja` wins.
     """
     if keys is None:
         beside = path / "chat_template.jinja"

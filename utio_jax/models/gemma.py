@@ -2,14 +2,12 @@
 """Text models of Gemma 3n and 4 (E2B, E4B): per-layer inputs and K/V that upper layers share.
 
 A token's state is `[streams * hidden | layers * inputs]` wide. Inputs are an embedding per token
-and layer, and a projection of the first embedding. They enter the state once, so that they go where
-the token goes, and layers leave them as they are. The upper layers read the K/V of the last own
-layer of their kind, with a window or without (`kv_source`).
+and layer, and a projection of the first embedding; layers leave them as they are. The upper layers
+read the K/V of the last own layer of their kind, with a window or without (`kv_source`).
 
 Gemma 4 has one stream. A layer adds attention, MLP and its input, each normalised before and after,
 and scales the sum. Heads with a window are narrower, and the MLP may be wider in layers that read
-others' K/V. All are stacked as the widest, narrower ones filled up with zeros, which change no
-result: the product of a narrow layer, its keys and values cost what those of a wide one do.
+others' K/V. All are stacked, and cost, as the widest: narrower ones are filled up with zeros.
 
 Gemma 3n has several streams (AltUp, arXiv 2301.13310). What a layer does to them:
 
@@ -17,8 +15,6 @@ Gemma 3n has several streams (AltUp, arXiv 2301.13310). What a layer does to the
     p_0 (attention, Laurel, MLP)   a                      the only stream that attends
     c_i = p_i + (a - p_0) * w_i(a)                        all are corrected by what it learnt
     c_1 .. c_3 += gate(c_0) * input of this layer         the token's own, made as it is embedded
-
-The rest is known from the models' open implementations.
 """
 
 from __future__ import annotations

@@ -49,10 +49,7 @@ def free_memory() -> float:
 
 
 def random_params(decoder: Any, *, dtype: str) -> Any:
-    """Returns random parameters of a `Transformer`, one at a time: no more memory than they take.
-
-    Its own `init` would make all of them in float32 first, and output projections of zero.
-    """
+    """Returns random parameters of a `Transformer`, one at a time: no more memory than they take."""
 
     def make(path: Any, leaf: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one does with a loaded model: generate, stream, score, evaluate, calibrate, compare.
 
-Each verb of `utio_jax.models.Model` is a few lines over the functional API, which takes `decoder`
-and `params` and composes with `jit`, meshes and your own models; read them as examples of it.
+Each is a few lines over the functional API, which takes `decoder` and `params`: read them as
+examples of it.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ from utio_jax.policies.store import Calibration, calibration_file
 from utio_jax.prompts.budget import prompt_prefill
 from utio_jax.staircase.score import full_depth
 
-# Of the windows that text is cut into: what the command line takes, too.
-_CONTEXT = 2048
+_CONTEXT = 2048  # Of windows of text, at most.
 
 Source = str | Path | Sequence[int] | np.ndarray
 """A document: a text file's path, or its token ids."""
@@ -61,7 +60,7 @@ class Calibrated:
     """What `Model.calibrate` found.
 
     Attributes:
-      calibration: the fitted policies; the model has them from now on.
+      calibration: the fitted policies.
       verdict: what to do, if adaptive depth will not pay for this model; None where it may.
       exit_nll_increase_pct: loss of truncating the model at each exit, in %, by depth.
     """
@@ -281,13 +280,11 @@ class Verbs:
             tokens other than full depth's, guaranteed by risk control.
           confidence: of that guarantee.
           policies: names from `utio_jax.calibration.SIGNALS`.
-          gate_files: paths, or token ids, other ones, to which the weights of signals are fitted;
-            by default `files`, which leaves thresholds that trust gates more than they should.
-          exits: depths at which tokens may stop, ending at the last layer, for a model that names
-            none; by default at a half, two thirds and five sixths of it.
+          gate_files: paths, or token ids, to which the weights of signals are fitted; by default
+            `files`, which leaves thresholds that trust gates more than they should.
+          exits: depths at which tokens may stop, for a model that names none, see `some_exits`.
           seed: of gates and halves.
-          out: a folder or JSON file to write the calibration to, its lens beside it; None: nothing
-            is written.
+          out: folder or JSON file of the calibration, its lens beside it; None: none is written.
           progress: called with what happens next.
 
         Raises:
@@ -320,14 +317,13 @@ class Verbs:
                 policies=len(policies),
                 seed=seed,
             )
-        config = self.decoder.config
-        sizes = {"width": min(_CONTEXT, config.context_length), "vocab_size": config.vocab_size}
-        others = gate_windows(self.documents(gate_files), **sizes) if gate_files else None
+        others = self.documents(gate_files)
+        sizes = {"width": self._width, "vocab_size": self.decoder.config.vocab_size}
         fitted = calibrate(
             self.decoder,
             self.params,
             self.windows(documents),
-            gate_batches=others,
+            gate_batches=gate_windows(others, **sizes) if others else None,
             model_sha256=self.sha256,
             policies=policies,
             goal=goal,
@@ -337,10 +333,10 @@ class Verbs:
         self.calibration = fitted
         if out is not None:
             fitted.save(out)
-        through_lens = isinstance(self.decoder, Lensed)
+        lens = isinstance(self.decoder, Lensed)
         return Calibrated(
             calibration=fitted,
-            verdict=advise(self.decoder, self.params, fitted.info, lens=through_lens),
+            verdict=advise(self.decoder, self.params, fitted.info, lens=lens),
             exit_nll_increase_pct=dict(fitted.info["exit_nll_increase_pct"]),
         )
 
@@ -362,27 +358,25 @@ class Verbs:
           seed: of the windows and of the intervals.
           progress: called with what happens next.
         """
-        config = self.decoder.config
         drawn, document_of_window = sample_batches(
             self.documents(files),
             rows=16,
-            width=min(config.context_length, _CONTEXT),
+            width=self._width,
             batches=batches,
-            vocab_size=config.vocab_size,
+            vocab_size=self.decoder.config.vocab_size,
             seed=seed,
         )
-        return Compared(
-            compare(
-                self.decoder,
-                self.params,
-                drawn,
-                document_of_window,
-                self.calibration,
-                budgets=None if budget is None else _several(budget),
-                seed=seed,
-                progress=progress,
-            )
+        rows = compare(
+            self.decoder,
+            self.params,
+            drawn,
+            document_of_window,
+            self.calibration,
+            budgets=None if budget is None else _several(budget),
+            seed=seed,
+            progress=progress,
         )
+        return Compared(rows)
 
     def documents(self: Any, sources: Sequence[Source]) -> list[np.ndarray]:
         """Returns token ids `[token]` of text files and of what is token ids already.
@@ -401,9 +395,12 @@ class Verbs:
 
     def windows(self: Any, documents: Sequence[np.ndarray]) -> list[Batch]:
         """Returns documents in windows of the model's context, 2,048 at most, 16 to a batch."""
-        config = self.decoder.config
-        width = min(config.context_length, _CONTEXT)
-        return calibration_batches(documents, width=width, vocab_size=config.vocab_size)
+        size = self.decoder.config.vocab_size
+        return calibration_batches(documents, width=self._width, vocab_size=size)
+
+    @property
+    def _width(self: Any) -> int:
+        return min(self.decoder.config.context_length, _CONTEXT)
 
     def _fit_lens(
         self: Any,

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with exits: the loop, resumable at any step; anytime loss and layer dropout.
 
-Every exit learns to predict with the same norm and head (anytime loss), and layers are dropped with
-a probability that grows exponentially with depth, both after LayerSkip (Elhoushi et al. 2024,
-section 4.1). LayerSkip rotates the supervised exits over *steps*; here they rotate over *tokens*:
-in every step each intermediate exit predicts its own random share of the positions, so any number
-of exits costs one head more than plain training does.
+Both are LayerSkip's (Elhoushi et al. 2024, section 4.1), which rotates the supervised exits over
+*steps*. Here they rotate over *tokens*: in every step each intermediate exit predicts a random share
+of the positions, so any number of exits costs one head more than plain training does.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,13 +35,10 @@ Objective = Callable[[Params, jax.Array, jax.Array, jax.Array], tuple[jax.Array,
 Arrays of its own, as a teacher's, a `jax.tree_util.Partial` makes arguments of the program."""
 
 
-@runtime_checkable
 class Trainable(Decoder, Protocol):
-    """A decoder that can be trained from nothing; its matrices are `[layer, in, out]`."""
+    """A decoder with fresh parameters, whose matrices are `[layer, in, out]` under `layers`."""
 
-    def init(self, key: jax.Array) -> Params:
-        """Returns fresh parameters; those of the layers lie under `layers`."""
-        ...
+    def init(self, key: jax.Array) -> Params: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
