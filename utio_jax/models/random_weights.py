@@ -49,7 +49,7 @@ def free_memory() -> float:
 
 
 def random_params(decoder: Any, *, dtype: str) -> Any:
-    """Returns random parameters of a `Transformer`, one at a time: no more memory than they take."""
+    """Returns random parameters of a `Transformer`, made one at a time: no more than fits."""
 
     def make(path: Any, leaf: Any) -> jax.Array:
         name = jax.tree_util.keystr(path, simple=True, separator=".")

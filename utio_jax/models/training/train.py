@@ -2,8 +2,8 @@
 """Training with exits: the loop, resumable at any step; anytime loss and layer dropout.
 
 Both are LayerSkip's (Elhoushi et al. 2024, section 4.1), which rotates the supervised exits over
-*steps*. Here they rotate over *tokens*: in every step each intermediate exit predicts a random share
-of the positions, so any number of exits costs one head more than plain training does.
+*steps*. Here they rotate over *tokens*: in every step each early exit predicts a random share of
+the positions, so any number of exits costs one head more than plain training does.
 """
 
 from __future__ import annotations
