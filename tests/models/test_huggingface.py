@@ -425,29 +425,6 @@ def test_cached_hub_models_load_without_a_network(
         load("not a name")
 
 
-def test_evaluate_prints_loss_and_perplexity_of_token_ids(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wanted = load_tensors(FOLDER / "llama" / "reference.safetensors")
-    ids = wanted["token_ids"]
-    logp = np.asarray(jax.nn.log_softmax(wanted["logits"], axis=-1))
-    loss = -np.take_along_axis(logp[:, :-1], ids[:, 1:, None], axis=-1).mean()
-    (tmp_path / "ids.json").write_text(json.dumps(ids.tolist()))
-    model = ["--model", str(FOLDER / "llama"), "--token-ids", str(tmp_path / "ids.json")]
-    assert main(["evaluate", *model]) == 0
-    full = json.loads(capsys.readouterr().out)
-    assert full["command"] == "evaluate"
-    assert full["loss"] == pytest.approx(loss, abs=1e-4)
-    assert full["perplexity"] == pytest.approx(math.exp(loss), rel=1e-3)
-    assert full["bits_per_byte"] is None
-    assert full["flops_ratio"] == pytest.approx(1)
-    first = ["--exits", "1", "3", "--policy", "uniform", "--depth", "1"]
-    assert main(["evaluate", *model, *first]) == 0
-    shallow = json.loads(capsys.readouterr().out)
-    assert shallow["depth_decided_mean"] == pytest.approx(1)
-    assert shallow["loss"] != pytest.approx(loss, abs=1e-2)
-
-
 def test_a_stock_model_learns_to_predict_at_its_exits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -168,15 +168,6 @@ def test_streamed_texts_are_those_of_generate(calibrated: Model, mode: str, chun
         assert not last.running.any()
 
 
-def test_what_may_begin_a_stop_string_is_held_back(calibrated: Model) -> None:
-    whole = calibrated.generate(PROMPTS[0], **OPTIONS).texts[0]
-    stop = whole[4:12]
-    parts = [*calibrated.stream(PROMPTS[0], stop=[stop], chunk=1, **OPTIONS)]
-    shown = [part.texts[0] for part in parts]
-    assert "".join(shown) == whole[: whole.index(stop)]
-    assert len(parts) < OPTIONS["max_new_tokens"], "it ends there"
-
-
 def test_score_and_evaluate_take_policies_by_name(calibrated: Model) -> None:
     model, texts = calibrated, ["import os\n" * 9, "class A: pass\n" * 7]
     policy = model.calibration.policy("learned", 0.75)

@@ -389,36 +389,6 @@ def test_what_is_saved_is_a_folder_that_transformers_reads(tmp_path: Path) -> No
     }
 
 
-def test_a_file_without_tokenizer_is_saved_without(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", FOLDER / "llama", arch="llama")
-    model = load(tmp_path / "m.gguf")
-    assert isinstance(model.decoder, Transformer)
-    save(tmp_path / "out", model.decoder, model.params, like=model.folder)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-    }
-
-
-def test_the_command_line_takes_a_file_and_says_in_one_line_what_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "m.gguf"
-    write_gguf(file, FOLDER / "llama", arch="llama")
-    ids = tmp_path / "ids.json"
-    ids.write_text(json.dumps([list(range(20))]))
-    assert main(["evaluate", "--model", str(file), "--token-ids", str(ids)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert main(["evaluate", "--model", str(FOLDER / "llama"), "--token-ids", str(ids)]) == 0
-    wanted = json.loads(capsys.readouterr().out)
-    assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
-    file.write_bytes(file.read_bytes()[:-200])
-    assert main(["evaluate", "--model", str(file), "--token-ids", str(ids)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "truncated or corrupt: tensor" in line
-
-
 @pytest.mark.check
 def test_loading_peaks_little_above_the_parameters(tmp_path: Path) -> None:
     """In a process of its own: 250 MB of float32 from 35 MB, a fifth of it the embedding."""
