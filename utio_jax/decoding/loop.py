@@ -150,9 +150,9 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         row[: ids.size] = ids
     shape = -(-len(rows) // check_mesh(mesh)), width
     prefill = (
-        fastest_prefill(decoder, *shape, kv=mode.prompt_kv)
+        fastest_prefill(decoder, *shape, kv=mode.prompt_kv, filled=float(ends.mean()) / width)
         if prefill is None
-        else prefill.for_shape(*shape)
+        else prefill.for_shape(*shape, filled=float(ends.mean()) / width)
     )
     mode, prefill = canonical((mode, prefill))
     setting = Setting(decoder=decoder, params=params, mode=mode, sampling=drawn, stops=stops)

@@ -338,9 +338,9 @@ def prompt_cost(
             "program read. Hand the same Prefill to both."
         )
     cost, width, rows = token_cost(decoder, params), generated.prompt_width, generated.group
-    prefill = prefill.for_shape(rows, width)
-    policy = prefill.depth_policy(decoder)
     lengths = np.asarray([len(prompt) for prompt in prompts])
+    prefill = prefill.for_shape(rows, width, filled=float(lengths.mean()) / width)
+    policy = prefill.depth_policy(decoder)
     flops = flops_full = 0.0
     for start in range(0, len(prompts), rows):
         work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
