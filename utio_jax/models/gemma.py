@@ -185,7 +185,8 @@ class _Gemma:
             **dict.fromkeys((*norms, "input_out_norm"), dim),
             **scales,
         }
-        layers: dict[str, int] = dict.fromkeys(("k_proj", "v_proj", "k_norm"), config.kv_layers)
+        of_kv = ("k_proj", "v_proj", "k_norm")
+        layers = lambda name: config.kv_layers if name in of_kv else every  # noqa: E731
         keys = iter(jax.random.split(key, len(kernels) + 3))
 
         def normal(*shape: int, by: int) -> jax.Array:
@@ -200,11 +201,11 @@ class _Gemma:
             "input_norm": {"scale": jnp.ones(inputs, dtype)},
             "norm": {"scale": jnp.ones(dim, dtype)},
             "layers": {
-                name: {"kernel": normal(layers.get(name, every), *shape, by=shape[0])}
+                name: {"kernel": normal(layers(name), *shape, by=shape[0])}
                 for name, shape in kernels.items()
             }
             | {
-                name: {"scale": jnp.ones((layers.get(name, every), width), dtype)}
+                name: {"scale": jnp.ones((layers(name), width), dtype)}
                 for name, width in scales.items()
             },
         }
