@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from utio_jax.core.html import depth_html
 from utio_jax.decoding.generate import Generated, check_options, stream
-from utio_jax.decoding.text import TextReader, generate_until
+from utio_jax.decoding.text import TextReader
 from utio_jax.models.huggingface import read_json
 
 Messages = Sequence[Mapping[str, Any]]
@@ -153,39 +153,6 @@ def turn_ends(model: Any) -> tuple[int, ...]:
     return ends if extra is None or extra in ends else (*ends, extra)
 
 
-def answer(
-    model: Any,
-    messages: Messages,
-    *,
-    stop_strings: Sequence[str] = (),
-    variables: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Reply:
-    """Returns the model's answer to messages.
-
-    Args:
-      model: has a chat template.
-      messages: the last is the user's.
-      stop_strings: the answer ends before the first occurrence of any of these.
-      variables: for the template.
-      **options: of `utio_jax.generate`; `eos_ids` are by default the tokens that end a turn.
-
-    Raises:
-      ValueError: the model has no chat template, or see `render_chat` and `generate`.
-    """
-    prompt = encode_chat(model, messages, **(variables or {}))
-    options = {"eos_ids": turn_ends(model), **options}
-    found = generate_until(
-        model.tokenizer,
-        model.decoder,
-        model.params,
-        [prompt],
-        stop_strings=stop_strings,
-        **options,
-    )
-    return Reply(text=found.texts[0], pieces=found.pieces[0], generated=found.generated)
-
-
 def stream_answer(
     model: Any,
     messages: Messages,
@@ -193,7 +160,7 @@ def stream_answer(
     variables: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, int]]:
-    """Yields the text of each new token of `answer`, and the layers behind that token."""
+    """Yields the text of each new token of `Model.chat`, and the layers behind that token."""
     check_options(options)
     prompt = encode_chat(model, messages, **(variables or {}))
     options = {"eos_ids": turn_ends(model), **options}

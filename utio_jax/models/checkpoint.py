@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,17 @@ from utio_jax.core.lens import (
     save_lens,
 )
 from utio_jax.decoding.base import Mode
+from utio_jax.decoding.text import generate_until
 from utio_jax.evaluation.controls import PlainControls, load_controls
 from utio_jax.models import huggingface
-from utio_jax.models.chat import ChatTemplate, Messages, Reply, answer, find_template
+from utio_jax.models.chat import (
+    ChatTemplate,
+    Messages,
+    Reply,
+    encode_chat,
+    find_template,
+    turn_ends,
+)
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.gguf import files as gguf_files
 from utio_jax.models.gguf import weights as gguf_weights
@@ -213,6 +221,8 @@ class Model(Verbs):
         *,
         mode: str | Mode | None = None,
         budget: float | None = None,
+        stop_strings: Sequence[str] = (),
+        variables: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Reply:
         """Returns the model's answer to messages, by its own chat template.
@@ -224,12 +234,18 @@ class Model(Verbs):
           messages: the last is the user's.
           mode: see `generate`.
           budget: see `generate`.
-          **options: of `utio_jax.models.chat.answer`.
+          stop_strings: the answer ends before the first occurrence of any of these.
+          variables: for the template.
+          **options: of `utio_jax.generate`; `eos_ids` are by default the tokens that end a turn.
 
         Raises:
-          ValueError: the model has no chat template, or see `generate`.
+          ValueError: the model has no chat template, or see `render_chat` and `generate`.
         """
-        return answer(self, messages, mode=self.mode(mode, budget=budget), **options)
+        options["mode"] = self.mode(mode, budget=budget)
+        prompt = encode_chat(self, messages, **(variables or {}))
+        options = {"eos_ids": turn_ends(self), "stop_strings": stop_strings, **options}
+        found = generate_until(self.tokenizer, self.decoder, self.params, [prompt], **options)
+        return Reply(text=found.texts[0], pieces=found.pieces[0], generated=found.generated)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Returns each text's ids `[token]`, opened as the model's documents are."""
