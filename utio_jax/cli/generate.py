@@ -115,7 +115,6 @@ class Generate(OfDecoding, OfThinking):
             "prompt": _prompt_record(
                 model.decoder, model.params, mode, prefill, prompts, generated
             ),
-            "throttled": [layers.tolist() for layers in generated.throttled],
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
             "thought": [dataclasses.asdict(each) for each in generated.thought],

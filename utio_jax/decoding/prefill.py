@@ -7,7 +7,6 @@
 
 A staircase that keeps its keys and values. Even at full depth it reads long or ragged prompts
 faster on CPU than the dense program does, since it skips padding and the keys behind each block.
-`prompt_prefill` chooses one by a budget of FLOPs, in which most tokens stop early.
 """
 
 from __future__ import annotations
@@ -54,17 +53,13 @@ class Prefill:
     """Reads prompts in one staircase pass; by default every token at full depth, over all its past.
 
     Attributes:
-      policy: how deep each prompt token runs; None: full depth. Under `kv="propagate"` new tokens
-        see K/V of a stopped one's last state at deeper layers, under `kv="drop"` nothing.
-      kv: what new tokens see of a stopped prompt token at deeper layers; None: what they see of any
-        stopped token, which is the mode's to say. `"mapped"` needs a decoder that `HasKVMaps`.
+      policy: how deep each prompt token runs; None: full depth.
+      kv: what new tokens see of a stopped prompt token at deeper layers; None: the mode's `kv`.
         Static.
       attention: which prompt tokens attend to their history alone; None: none do. Its segments are
         the policy's: `never_stops(depths)` has them and runs every layer.
-      executor: how live slots are run. Static.
-
-    Small batches of prompts by importance are read by static shapes instead (`for_shape`): how many
-    of their tokens go deep is known beforehand.
+      executor: how live slots are run. Small batches of prompts by importance are read by static
+        shapes instead (`for_shape`): how many of their tokens go deep is known. Static.
     """
 
     policy: Policy | None = None
@@ -134,16 +129,7 @@ class Prefill:
         *,
         kv: str,
     ) -> tuple[Float[Array, "batch vocab"], KVCache, PromptPass]:
-        """Returns the logits after each prompt, the filled cache, and what the pass did.
-
-        Args:
-          decoder: the model.
-          params: its parameters.
-          token_ids: right-padded prompts, no wider than the cache.
-          lengths: tokens of each, at least 1.
-          cache: an empty cache; donate it.
-          kv: what new tokens see of a stopped one at deeper layers, unless this says so itself.
-        """
+        """Returns the logits after each prompt, the filled cache, and what the pass did."""
         kv = self.kv or ("propagate" if kv == "full" else kv)
         policy, last_layer = self.depth_policy(decoder), decoder.config.num_layers
         with jax.named_scope("prefill"):

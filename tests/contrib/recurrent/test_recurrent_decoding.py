@@ -16,9 +16,9 @@ from helpers.models import Model
 from helpers.recurrent import recurrent_model
 
 from utio_jax.attention.history import History
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.signals import Position
 
 DEPTHS = (1, 2, 4)
@@ -57,11 +57,6 @@ def test_adaptive_decoding_is_the_oracle_at_the_decided_depths(kv: Any) -> None:
             assert_greedy(model(), result, kv=other)
 
 
-def test_packed_rows_are_the_oracle_too() -> None:
-    mode = Adaptive(policy=DepthAt(table=TABLE, depths=DEPTHS), pack=(2,))
-    assert_greedy(model(), run(model(), mode=mode, max_new_tokens=20), kv="propagate")
-
-
 def test_lossless_decoding_is_the_full_model() -> None:
     result = run(model(), mode=Lossless(exit=2, max_draft=3), max_new_tokens=20)
     assert_greedy(model(), result, kv="full")
@@ -74,6 +69,6 @@ def test_a_throttle_is_refused_since_its_ring_has_no_order() -> None:
     throttle = Throttle(
         signal=Position(), thresholds=jnp.full(3, jnp.inf), history=History(recent=4)
     )
-    mode = Adaptive(policy=DepthAt(table=TABLE, depths=DEPTHS), throttle=throttle)
+    mode = Throttled(policy=DepthAt(table=TABLE, depths=DEPTHS), throttle=throttle)
     with pytest.raises(ValueError, match="in any order. Got Mamba2, .* Leave the throttle out"):
         run(model(), mode=mode, max_new_tokens=4)
