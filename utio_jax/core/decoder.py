@@ -3,9 +3,8 @@
 
 A decoder is split where the staircase needs to cut it: K/V are projected for *all* tokens of a
 layer, queries only for the tokens that are still running. Everything else about the architecture
-(norms, activations, biases, positions) stays inside these seven methods. Implement them on a frozen
-dataclass that hashes by its configuration, so that `jax.jit` recognises the decoder as a static
-argument.
+stays inside these seven methods. Implement them on a frozen dataclass that hashes by its
+configuration, so that `jax.jit` recognises the decoder as a static argument.
 """
 
 from __future__ import annotations
@@ -216,14 +215,11 @@ def name_exits(decoder: Decoder) -> str:
 
 
 def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ...]:
-    """Returns `depths` as a tuple of ints, once they are known to be a staircase.
-
-    Args:
-      depths: layers after which tokens may stop, e.g. `(4, 8, 16)`.
-      num_layers: when given, the last depth must equal it (the deepest bucket is the full model).
+    """Returns `depths`, e.g. `(4, 8, 16)`, as a tuple of ints, once known to be a staircase.
 
     Raises:
-      ValueError: depths are empty, below 1, not strictly increasing, or end elsewhere.
+      ValueError: depths are empty, below 1, not strictly increasing, or end elsewhere than
+        `num_layers`, where that is given.
     """
     wanted = "strictly increasing depths of at least 1"
     if num_layers is not None:
@@ -244,10 +240,9 @@ def check_depths(depths: Any, *, num_layers: int | None = None) -> tuple[int, ..
 
 @runtime_checkable
 class Decoder(Protocol):
-    """A decoder-only model in the seven pieces that adaptive depth needs.
+    """A decoder-only model in the seven pieces that adaptive depth needs, all pure.
 
-    All methods are pure. `*lead` stands for any leading axes, usually `batch token` or one block of
-    `slot`s; a method must treat them alike.
+    `*lead` stands for any leading axes, usually `batch token` or one block of `slot`s.
     """
 
     @property
@@ -269,10 +264,7 @@ class Decoder(Protocol):
     def embed(
         self, params: Params, token_ids: Int[Array, "*lead"], positions: Int[Array, "*lead"]
     ) -> jax.Array:
-        """Returns the first layer's input, `[*lead, dim]`.
-
-        Of ids `[*lead]`; of `[*lead, *input_shape]` where the config says so.
-        """
+        """Returns the first layer's input, `[*lead, dim]`, of `[*lead, *input_shape]`."""
         ...
 
     def queries(
@@ -401,10 +393,7 @@ def has_exit_lens(decoder: Decoder, depth: int) -> bool:
 def apply_exit_lens(
     decoder: Decoder, params: Params, x: Float[Array, "*lead dim"], depth: int | Int[Array, ""]
 ) -> jax.Array:
-    """Returns what the head reads of states at `depth`, which if traced is an early exit.
-
-    States at a depth that is no early exit, as prompts stop at, are read as they are.
-    """
+    """Returns what the head reads of states at `depth`: as they are where it is no early exit."""
     if not isinstance(decoder, HasExitLens):
         return x
     if isinstance(depth, int) and not has_exit_lens(decoder, depth):

@@ -63,12 +63,9 @@ def check_tokens(token_ids: Any, lengths: Any, *, vocab_size: int) -> tuple[np.n
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Right-padded rows.
+    """Right-padded rows: `token_ids` `[batch, token]`, `lengths` and `window` `[batch]`.
 
-    Attributes:
-      token_ids: `[batch, token]`.
-      lengths: `[batch]`; 0 for a row that only fills the batch.
-      window: `[batch]`, which window of `windows_of` a row is; -1 for a filler.
+    `window` is which one of `windows_of` a row is. A filler has length 0, and -1.
     """
 
     token_ids: np.ndarray
@@ -79,8 +76,7 @@ class Batch:
 def windows_of(documents: Sequence[np.ndarray], *, width: int) -> list[np.ndarray]:
     """Returns documents cut into windows of at most `width` tokens that overlap by one.
 
-    So every token but a document's first is predicted exactly once. Windows of one token, which
-    predict nothing, do not occur, except for documents of one token.
+    So every token but a document's first is predicted exactly once.
 
     Raises:
       ValueError: width < 2, or a document is empty.

@@ -121,7 +121,7 @@ def load_json(file: str | Path, what: str, *, strict: bool = False, remedy: str 
     Args:
       file: to read.
       what: it should be, for errors: `"a config"`.
-      strict: whether NaN and infinities, which Python reads and JSON does not have, are refused.
+      strict: whether NaN and infinities are refused.
       remedy: what to do where it cannot be read, a sentence.
 
     Raises:
@@ -157,11 +157,7 @@ def flatten(tree: Any) -> dict[str, Any]:
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the nested dict of dotted paths: the inverse of `flatten` for dicts of dicts.
-
-    Raises:
-      ValueError: a path is both an array's and a folder of others.
-    """
+    """Returns the nested dict of dotted paths. Raises ValueError where one is also a folder."""
     folders = {path[:dot] for path in flat for dot, char in enumerate(path) if char == "."}
     clash = sorted(folders & flat.keys())
     if clash:
@@ -322,8 +318,8 @@ def load_owned(
       integers: whether tensors may hold integers and booleans, too.
 
     Raises:
-      ValueError: a file is missing or cannot be read, belongs to another model, or the tensors are
-        not those that the JSON was written with, of another type, or not finite.
+      ValueError: a file is missing or broken, belongs to another model, or the tensors are not
+        those that the JSON was written with, of another type, or not finite.
     """
     stored = load_json(file, what, remedy=f"`{command}` makes one.")
     try:

@@ -219,8 +219,7 @@ def expected_flops(
       cost: of one token.
       batch: rows.
       width: tokens per row; on average a query sees half of them.
-      min_bucket: the unit of padding; half of it is wasted per segment (projections) and per row
-        and segment (attention), and no segment is cheaper than its live tokens rounded up.
+      min_bucket: the unit of padding, half of which each segment wastes.
       depths: the policy's depths.
       fractions: share of tokens that stop at each depth.
       gates: FLOPs per live token of each decision.
@@ -249,11 +248,7 @@ def depth_flops(
 ) -> np.ndarray:
     """Returns a token's mean FLOPs at each depth: layers, K/V up to the last depth, and the head.
 
-    Args:
-      cost: of one token.
-      depths: where tokens may stop; frozen tokens pay for K/V up to the last of these.
-      width: tokens per row.
-      key_widths: numbers of keys that the program can attend over, ascending.
+    Rows have `width` tokens; `key_widths` are the numbers of keys that the program can attend over.
     """
     widths = np.asarray(key_widths, np.float64)
     keys = widths[np.searchsorted(widths, np.arange(width), side="right")].mean()

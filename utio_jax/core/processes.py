@@ -39,11 +39,9 @@ class ProcessLostError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shards:
-    """Results kept in files, from which an interrupted run goes on, with any number of processes.
+    """Results kept in a folder, from which an interrupted run goes on, by any number of processes.
 
-    Attributes:
-      folder: made where it is missing. Several hosts need to share it, or they keep their own.
-      identity: of all that results depend on and `share` cannot see, such as the weights' hash.
+    `identity` is of all that they depend on and `share` cannot see, such as the weights' hash.
     """
 
     folder: Path
@@ -249,8 +247,7 @@ def _load(file: Path, identity: str) -> Arrays:
     remedy = "Name another folder, or remove this one."
     stored = file.read_bytes()
     digest, data = stored[:_DIGEST], stored[_DIGEST:]
-    # Not left to the archive's own checksums, which cover neither its headers nor a shape that has
-    # become smaller.
+    # The archive's own checksums do not cover its headers.
     if hashlib.sha256(data).digest() != digest:
         raise ValueError(f"Wanted a kept result in {file}. It is broken. {remedy}")
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:

@@ -141,8 +141,7 @@ class Layer(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        # Output projections start at zero: every layer starts as the identity, and so every exit
-        # starts as the same model.
+        # Output projections start at zero: every exit starts as the same model.
         into_residual = nn.initializers.zeros
         dense = lambda features, bias, init=nn.initializers.lecun_normal(): nn.Dense(  # noqa: E731
             features, use_bias=bias, kernel_init=init

@@ -52,9 +52,8 @@ class FinetuneConfig:
       rate: peak learning rate of AdamW; it rises for a tenth of the steps and falls to zero. None:
         3e-4, or 3e-5 with `late`.
       weight_decay: of matrices.
-      late: learn from the model as it was instead of the text, see this module.
-      exit_weight: of each intermediate exit in the loss; the last layer's is 1. None: 0.5, or 0.1
-        with `late`.
+      late: learn from the model as it was instead of the text.
+      exit_weight: of each early exit in the loss; the last layer's is 1. None: 0.5, or 0.1 `late`.
       max_layer_dropout: dropout probability of the last layer; the first layer's is 0. With `late`
         there is none.
       shared_kv: layers that keep their keys and values; those above read theirs, and the model
