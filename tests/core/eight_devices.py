@@ -50,7 +50,7 @@ from utio_jax.models.transformer import Transformer
 from utio_jax.policies import given_depths
 from utio_jax.policies.signals import Position, SoftmaxGap
 from utio_jax.prompts.evaluate import prompt_cost
-from utio_jax.staircase import CapacityPrefix, dense_states
+from utio_jax.staircase import CapacityPrefix
 from utio_jax.staircase.score import run_score
 
 DEVICES = 8
@@ -382,23 +382,6 @@ def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch],
     np.testing.assert_allclose(entry.fractions, fit.fractions, atol=0.02)  # Cheaper, so deeper.
 
 
-@both
-def test_sharded_exit_studies_are_those_of_one_device(tiny: Any, kind: str) -> None:
-    batch, _ = batch_of(tiny, 11)
-    (one,) = study_exits(tiny.decoder, tiny.params, [batch])
-    (many,) = study_exits(tiny.decoder, tiny.params, [batch], mesh=mesh_of(kind))
-    for name in ("predicted", "states", "kl", "harm", "differs"):
-        wanted, found = getattr(one, name), getattr(many, name)
-        assert found.shape == wanted.shape
-        np.testing.assert_allclose(
-            found[..., one.predicted, :] if name == "states" else found[..., one.predicted],
-            wanted[..., one.predicted, :] if name == "states" else wanted[..., one.predicted],
-            # States are float16: a last digit is a thousandth of them.
-            rtol=1e-3 if name == "states" else 0,
-            atol=2e-3 if name == "states" else 1e-4,
-        )
-
-
 def test_a_mesh_that_cannot_be_used_is_refused(tiny: Any, monkeypatch: Any) -> None:
     ids, lengths = map(jnp.asarray, ragged(tiny, 8)[:2])
     run_on = partial(score, tiny.decoder, tiny.params, ids, lengths, uniform(4), executor=EXECUTOR)
@@ -490,19 +473,6 @@ def test_an_engine_on_split_parameters_gives_what_one_device_gives(
     # A part of the heads on each device, of keys as of parameters.
     keys = engine._rows.state.cache.keys
     assert keys.addressable_shards[0].data.shape[3] * 2 == keys.shape[3]
-
-
-def test_tensor_parallel_logits_on_a_mesh_are_those_of_one_device(tiny: Any) -> None:
-    """By the compiler alone, without shard_map: any function of a sharded model."""
-    ids, lengths = (jnp.asarray(each) for each in ragged(tiny, 4)[:2])
-
-    @jax.jit
-    def logits(params: Any) -> jax.Array:
-        (x,) = dense_states(tiny.decoder, params, ids, lengths, depths=(4,))
-        return tiny.decoder.unembed(params, x)
-
-    found = logits(split_params(tiny, split_mesh(1, 2)))
-    np.testing.assert_allclose(found, logits(tiny.params), atol=1e-4)
 
 
 def test_a_checkpoint_is_loaded_in_parts_onto_a_mesh(tiny: Any, tmp_path: Any) -> None:

@@ -30,8 +30,8 @@ from utio_jax.models import Transformer, load, save
 from utio_jax.models.families import read_config
 from utio_jax.models.gemma import Gemma3n, Gemma4
 from utio_jax.models.rope import RopeScaling
-from utio_jax.models.training.exit_losses import exit_losses
 from utio_jax.models.training.shared_kv import shared_above
+from utio_jax.models.training.train import exit_losses
 from utio_jax.policies.depth import given_depths
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -258,9 +258,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     **{
         f"an index out of the folder: {name[:9]!r}": (
             lambda folder, name=name: with_index(folder, {"model.norm.weight": name}),
-            ("names of files beside",),
+            ("weight_map from tensors to files beside",),
         )
-        for name in ("../llama/model.safetensors", "/etc/hosts", "..", "", "a" * 5000, "a\0")
+        for name in ("../llama/model.safetensors", "/etc/hosts", "a" * 5000)
     },
 }
 
@@ -273,29 +273,6 @@ def test_every_fault_of_a_folder_is_named(folder: Path, fault: str) -> None:
         load(folder)
     for part in wanted[1:]:
         assert re.search(part, str(error.value)), part
-
-
-def test_the_index_says_which_of_two_shards_counts(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(FOLDER / "mistral", tmp_path / "m"))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    where, name = index["weight_map"], "model.norm.weight"
-    others = sorted({*where.values()} - {where[name]})
-    for shard in (others[0], others[-1]):  # Before it by name, and behind.
-        stored = load_tensors(folder / shard)
-        save_tensors(folder / shard, {**stored, name: np.full(32, 7.0, np.float32)})
-    wanted = load(FOLDER / "mistral").params["norm"]["scale"]
-    np.testing.assert_array_equal(load(folder).params["norm"]["scale"], wanted)
-    where[name] = others[0]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    np.testing.assert_array_equal(load(folder).params["norm"]["scale"], np.full(32, 7.0))
-    where[name] = others[1]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"Got no {name} in {others[1]}. Fetch the index"):
-        load(folder)
-    del where[name]
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"Got {name} in .* and .*. Fetch the index"):
-        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -330,7 +307,6 @@ def test_the_index_says_which_of_two_shards_counts(tmp_path: Path) -> None:
         ("mistral", {"sliding_window": 1.5}, "windows of at least 0"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1, of which only finite"),
         ("gemma2", {"final_logit_softcapping": -1}, "logit_softcap above 0"),
-        ("llama", {"hidden_size": 10**9, "intermediate_size": 10**9}, "bytes of parameters"),
         *(
             (case, {"num_hidden_layers": wrong}, f"num_hidden_layers={wrong!r}, of which 1 to 100")
             for case in ("llama", "mistral", "qwen2_window", "gemma2", "gemma3")
@@ -448,46 +424,6 @@ def test_cached_hub_models_load_without_a_network(
         load("someone/other")
     with pytest.raises(ValueError, match="There is nothing at not a name"):
         load("not a name")
-
-
-def test_evaluate_prints_loss_and_perplexity_of_token_ids(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wanted = load_tensors(FOLDER / "llama" / "reference.safetensors")
-    ids = wanted["token_ids"]
-    logp = np.asarray(jax.nn.log_softmax(wanted["logits"], axis=-1))
-    loss = -np.take_along_axis(logp[:, :-1], ids[:, 1:, None], axis=-1).mean()
-    (tmp_path / "ids.json").write_text(json.dumps(ids.tolist()))
-    model = ["--model", str(FOLDER / "llama"), "--token-ids", str(tmp_path / "ids.json")]
-    assert main(["evaluate", *model]) == 0
-    full = json.loads(capsys.readouterr().out)
-    assert full["command"] == "evaluate"
-    assert full["loss"] == pytest.approx(loss, abs=1e-4)
-    assert full["perplexity"] == pytest.approx(math.exp(loss), rel=1e-3)
-    assert full["bits_per_byte"] is None
-    assert full["flops_ratio"] == pytest.approx(1)
-    first = ["--exits", "1", "3", "--policy", "uniform", "--depth", "1"]
-    assert main(["evaluate", *model, *first]) == 0
-    shallow = json.loads(capsys.readouterr().out)
-    assert shallow["depth_decided_mean"] == pytest.approx(1)
-    assert shallow["loss"] != pytest.approx(loss, abs=1e-2)
-
-
-@pytest.mark.skipif("STORIES260K" not in os.environ, reason="needs that checkpoint's folder")
-def test_a_trained_checkpoint_has_its_published_loss_and_continuation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = Path(os.environ["STORIES260K"])
-    reference = json.loads((folder / "reference.json").read_text())
-    ids = tmp_path / "ids.json"
-    ids.write_text(json.dumps(reference["stories"]))
-    assert main(["evaluate", "--model", str(folder), "--token-ids", str(ids)]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["loss"] == pytest.approx(reference["loss_per_token_nats"], abs=5e-4)
-    model, greedy = load(folder), reference["greedy"]
-    prompt, wanted = np.asarray(greedy["prompt"]), greedy["continuation"]
-    new = generate(model.decoder, model.params, [prompt], max_new_tokens=len(wanted))
-    assert new.token_ids[0].tolist() == wanted
 
 
 def test_a_stock_model_learns_to_predict_at_its_exits(
