@@ -264,7 +264,7 @@ def main() -> None:
             context = read_context(decoder, params, ids, slots=CONTEXT)
             found = select(decoder, params, context, rows, ends, how)
             flops.append(found.flops(decoder, params))
-            won.append(found.winners[0])
+            won.append(found.winner)
             ran.append([(found.depths >= depth).sum() for depth in ends_of])
         ids, rows, ends = queries[0]
         context = read_context(decoder, params, ids, slots=CONTEXT)

@@ -48,7 +48,7 @@ def lively_model(**changes: Any) -> Model:
 
 
 def run(model: Model, prompts: Any = PROMPTS, **options: Any) -> Generated:
-    """Returns 40 new tokens for each prompt, in one width of attention, unless told otherwise."""
+    """Returns 40 new tokens for each prompt, in one width of attention, unless asked otherwise."""
     options = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL} | options
     return generate(model.decoder, model.params, prompts, **options)
 

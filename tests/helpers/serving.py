@@ -158,7 +158,7 @@ class Client:
         connection.request(method, path, data, {**kind, **self.headers, **headers})
 
     def completion(self, prompt: Any, **fields: Any) -> Answered:
-        """Returns the answer to a greedy completion of 8 tokens, unless told otherwise."""
+        """Returns the answer to a greedy completion of 8 tokens, unless asked otherwise."""
         return self.ask("/v1/completions", completion(prompt, **fields))
 
     def raw(self, data: bytes, *, seconds: float | None = None) -> bytes:
@@ -185,20 +185,20 @@ class Client:
             time.sleep(0.02)
 
     def settled(self) -> bool:
-        """Returns whether nobody waits or runs."""
+        """Returns whether no request waits or runs."""
         found = self.counters()
         names = ("utio_open_tasks", "utio_running", "utio_queued")
         return all(found[name] == 0 for name in names)
 
 
 def completion(prompt: Any, **fields: Any) -> dict[str, Any]:
-    """Returns the body of a greedy completion of 8 tokens, unless told otherwise."""
+    """Returns the body of a greedy completion of 8 tokens, unless asked otherwise."""
     body = {"model": "small", "prompt": prompt, "max_tokens": 8, "temperature": 0}
     return {**body, **fields}
 
 
 def chat(content: Any, **fields: Any) -> dict[str, Any]:
-    """Returns the body of a greedy chat of 8 tokens, unless told otherwise."""
+    """Returns the body of a greedy chat of 8 tokens, unless asked otherwise."""
     body = {"model": "small", "messages": [{"role": "user", "content": content}]}
     return {**body, "max_tokens": 8, "temperature": 0, **fields}
 

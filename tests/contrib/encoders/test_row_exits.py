@@ -16,7 +16,6 @@ from helpers.models import Model, live_params
 from utio_jax import Entropy, Patience, StateSimilarity
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.encoders import fit_row_exits
-from utio_jax.contrib.encoders.row_exits import leave, thresholds_of
 from utio_jax.contrib.encoders.rows import encode_rows, read_exits
 from utio_jax.contrib.encoders.vision import VisionTransformer, vision_config
 from utio_jax.models.presets import TINY
@@ -101,16 +100,6 @@ def test_embeddings_agree_by_their_cosine() -> None:
     fitted = fit_row_exits(*fit, depths=EXITS, max_disagreement=0.1, min_cosine=middle)
     last = fitted.ladder[-1]  # Nearly all leave at the first exit.
     assert abs(last.risk - (cosines < middle)[tested].mean()) < 0.05
-
-
-def test_rungs_and_where_rows_leave() -> None:
-    scores = np.asarray([[0.1, 0.5, np.nan, 0.9], [0.2, 0.3, 0.4, 0.8]])
-    assert leave(scores, 0.45).tolist() == [0, 1, 1, 2]
-    assert leave(scores, -np.inf).tolist() == [2, 2, 2, 2]
-    found = thresholds_of(scores, rungs=4)
-    assert (np.diff(found) > 0).all()
-    assert found[-1] == np.float32(0.9)
-    assert thresholds_of(np.full((2, 3), np.nan)).tolist() == [-np.inf]
 
 
 def test_too_few_rows_are_named(vision: Model, unchecked_shapes: None) -> None:

@@ -57,11 +57,6 @@ def test_adaptive_decoding_is_the_oracle_at_the_decided_depths(kv: Any) -> None:
             assert_greedy(model(), result, kv=other)
 
 
-def test_packed_rows_are_the_oracle_too() -> None:
-    mode = Adaptive(policy=DepthAt(table=TABLE, depths=DEPTHS), pack=(2,))
-    assert_greedy(model(), run(model(), mode=mode, max_new_tokens=20), kv="propagate")
-
-
 def test_lossless_decoding_is_the_full_model() -> None:
     result = run(model(), mode=Lossless(exit=2, max_draft=3), max_new_tokens=20)
     assert_greedy(model(), result, kv="full")

@@ -43,13 +43,13 @@ def test_replayed_traces_are_what_decoding_does() -> None:
         rule = dataclasses.replace(RULE, confidence=sure)
         found = run(model, prompts, thinking=rule, **new)
         tokens, changed = replay_stops(traces, threshold + 1e-5)
-        assert [told.tokens for told in found.thought] == tokens.tolist()
+        assert [thought.tokens for thought in found.thought] == tokens.tolist()
         for row in range(6):
             one, other = (
                 each.token_ids[row][each.thought[row].answer][:3].tolist() for each in (found, full)
             )
             assert (one != other) == changed[row]
-        stopped += sum(told.ended_by == "confidence" for told in found.thought)
+        stopped += sum(thought.ended_by == "confidence" for thought in found.thought)
     assert stopped > 8
     with pytest.raises(ValueError, match="with a confidence, which says"):
         trace_stops(model.decoder, model.params, prompts, Thinking(end_ids=(1,)), answer_tokens=1)

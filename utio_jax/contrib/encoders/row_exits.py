@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Thresholds for rows that leave an encoder early, with a guarantee: most keep full depth's class.
+"""Thresholds for row-level early exit, with a guarantee: most rows keep full depth's class.
 
     fitted = fit_row_exits(encoder, params, Entropy(), inputs, lengths, depths=(2, 4, 6, 8))
     found = encode_rows(encoder, params, inputs, lengths, fitted.chosen)
 
-One threshold for all exits, as DeeBERT and PABEE have it. A row's scores depend on nothing but the
-row, so one pass over all exits says what any threshold would have done. Half of the rows make a
-ladder of thresholds, safest first; the other half tests it by `fit_ladder`: a row is one unit, its
-risk 0 or 1.
+One threshold for all exits, as DeeBERT and PABEE have it. One pass over all exits shows what any
+threshold does. Half of the rows make a ladder of thresholds, the other half tests it.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from utio_jax.contrib.encoders.rows import Encoder, Exits, read_exits, score_exi
 from utio_jax.core.decoder import Inputs, Params, check_depths
 from utio_jax.policies.base import Signal
 from utio_jax.policies.depth import Thresholded
-
-_RUNGS = 24
 
 
 def fit_row_exits(  # noqa: PLR0913 (options, each named)
@@ -41,13 +37,10 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
 ) -> Fitted:
     """Returns the policy of the cheapest threshold at which rows come out as at full depth.
 
-    At a confidence; the cost of a rung is the mean of layers that rows of the testing half run.
-
-    A row of a classifier disagrees where its class is another; one of an encoder without a
-    classifier, where its embedding's cosine with full depth's is below `min_cosine`.
-
-    Nothing else may have been fitted on these rows, none empty, each drawn on its own. At most
-    `max_disagreement` of all may come out otherwise; `seed` draws the halves.
+    At most `max_disagreement` of all rows come out otherwise, at a `confidence`: in another class
+    or, of an encoder without a classifier, with an embedding whose cosine with full depth's is
+    below `min_cosine`. Nothing else may have been fitted on these rows, each drawn on its own;
+    `seed` draws the halves. A rung's cost is the mean of layers that rows of the testing half run.
 
     Raises:
       ValueError: fewer rows than the guarantee takes, empty ones, or depths that do not end at the
@@ -69,9 +62,8 @@ def fit_row_exits(  # noqa: PLR0913 (options, each named)
     exits = _read(encoder, params, jnp.asarray(inputs), jnp.asarray(lengths), depths=depths)
     scores = np.asarray(score_exits(encoder, params, exits, signal, depths=depths))
     differs = _differs(exits, min_cosine)
-    ladder = [
-        row_policy(signal, each, depths=depths) for each in thresholds_of(scores[:, fits]).tolist()
-    ]
+    tried = thresholds_of(scores[:, fits]).tolist()
+    ladder = [row_policy(signal, each, depths=depths) for each in tried]
     left = [leave(scores[:, ~fits], float(each.thresholds[0])) for each in ladder]
     lost = np.stack([np.take_along_axis(differs[:, ~fits], at[None], 0)[0] for at in left])
     layers = [float(np.asarray(depths)[at].mean()) for at in left]
@@ -85,7 +77,7 @@ def row_policy(signal: Signal, threshold: float, *, depths: tuple[int, ...]) -> 
 
 
 def thresholds_of(
-    scores: Float[np.ndarray, "boundary row"], *, rungs: int = _RUNGS
+    scores: Float[np.ndarray, "boundary row"], *, rungs: int = 24
 ) -> Float[np.ndarray, " rung"]:
     """Returns thresholds at which more and more rows leave, by quantiles of their scores."""
     finite = scores[np.isfinite(scores)]
