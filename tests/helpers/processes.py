@@ -27,7 +27,6 @@ class Exchange:
         return found
 
     def end(self) -> None:
-        """Ends this process, as the others see it."""
         self._barrier.abort()
 
 

@@ -200,14 +200,14 @@ def open_page(chromium: Any, expected: list[str]) -> Iterator[Callable[[str], Pa
         return pages[-1]
 
     yield opened
-    complaints, strangers = pages[-1].complaints(), pages[-1].strangers()
+    complaints, foreign = pages[-1].complaints(), pages[-1].foreign_requests()
     chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     chromium.get("about:blank")
     assert [text for text in complaints if not any(re.search(e, text) for e in expected)] == []
     for pattern in expected:
         assert any(re.search(pattern, text) for text in complaints), pattern
-    assert strangers == []
+    assert foreign == []
 
 
 @pytest.fixture(scope="module", params=SERVERS)
