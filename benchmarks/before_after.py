@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two checkouts of this repository against each other on this machine, in turns.
 
-    git worktree add ../before v0.3-before-lean
+    git worktree add ../before 8b4c4c0  # v0.3-before-lean
     python benchmarks/before_after.py ../before [--turns 3] [--out out/before_after.json]
 
 Each turn runs a process of either checkout, which times the same model's programs, and in the

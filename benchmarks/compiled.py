@@ -29,7 +29,7 @@ from hlo import Instruction, Program
 
 from utio_jax.bench.subjects import shares_for
 from utio_jax.core.arrays import head_blocks
-from utio_jax.core.platform import compiling_for
+from utio_jax.core.platform import compiling_for, here
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.staircase.capacity import CapacityPrefix, choose_executor, fit_row_shares
@@ -42,7 +42,7 @@ CHIPS = {  # Clocks from the peak: 197 and 918 TFLOP/s in bfloat16.
 MODELS = {"llama-7b": (0.75, 0.6, 0.5), "mistral-7b": (0.75, 0.6, 0.5), "shipped": (0.9, 0.75, 0.6)}
 """Budgets by model: the first exit of the shipped one costs more than half."""
 
-SCORED = {"v5e": MODELS | dict.fromkeys(NARROW, (0.6,)), "v6e": MODELS}
+SCORED = {"v5e": MODELS | dict.fromkeys(NARROW, (0.75,)), "v6e": MODELS}
 """The same of scoring: narrow models on one chip alone."""
 
 LAYERS = 8
@@ -306,14 +306,15 @@ TAIL = """
 All of it stands in `utio_jax/core/platform.py`. `score(executor="auto")` takes micro-batches on a
 CPU, where a loop of traced length costs nothing, and a static prefix on accelerators where a
 policy's `row_shares` are known: `calibrate` fits them for each budget and keeps them with the
-policy. The shipped model's policies were fitted before that and know none: they run by
-micro-batches everywhere until they are calibrated anew. A batch that outgrows them runs that
-segment at full width, with the same results, and the
-ledger counts it (`overflows`). Masks are made once for all layers, and a model of fewer than 1,024
-features is written layer by layer, so that XLA fuses across layers (`narrow`): as loops the shipped
-model's prefix at .6 was predicted at .76 of full depth's speed. That it is never slower is not
-reached: see the table at .9. Whole rows with depths by selection were no way out: 4.74 ms in loops,
-where full depth takes 3.12 and the prefix at .6 4.13. Prompts at half depth (`exact_prefill`) have
+policy; the shipped model's have them. A batch that outgrows them runs that segment at full width,
+with the same results, and the ledger counts it (`overflows`). Masks are made once for all layers,
+and a model of fewer than 1,024 features is written layer by layer, so that XLA fuses across layers
+(`narrow`): as loops the shipped model's prefix at .6 was predicted at .76 of full depth's speed.
+Even so it is no faster than full depth at any budget. Whole rows with depths by selection were no
+way out: 4.74 ms in loops, where full depth takes 3.12 and the prefix at .6 4.13. So
+`score_documents`, a model's verbs and the commands run such a model at full depth there, count it
+in `fallbacks` with this reason, and route it where an executor is named; `score` itself always
+routes. Prompts at half depth (`exact_prefill`) have
 static shapes by nature: one token of each runs the upper layers, whatever the text says.
 
 A product of float32 is one pass of bfloat16 on a TPU unless told otherwise: laws at 1e-4 need
@@ -354,15 +355,23 @@ def of_scoring(known: Predictions) -> str:
             full = known.ms(f"{chip} {name} dense", "1")
             auto = [ratio(full, known.ms(f"{chip} {name} auto {b}", "")) for b in budgets]
             micro = [ratio(full, known.ms(f"{chip} {name} micro", str(b))) for b in budgets]
-            cells = [" / ".join(map(figure, each)) for each in (budgets, auto, micro)]
+            chosen = auto if routes(name) else [1.0] * len(budgets)
+            cells = [" / ".join(map(figure, each)) for each in (budgets, chosen, auto, micro)]
             if full is not None:
                 lines.append([chip, name, figure(full), *cells])
-    header = ["chip", "model", "full depth, ms", "budgets", "default: static prefix"]
+    header = ["chip", "model", "full depth, ms", "budgets", "default", "static prefix"]
     return (
         "\n## Scoring 16 x 512 tokens: predicted speed-up over full depth\n\n"
         + table([*header, "micro-batches"], lines)
-        + "\nIdeal is 1 over the budget.\n"
+        + "\nIdeal is 1 over the budget. The default is what `score_documents` and the commands do: a\n"
+        "static prefix, and full depth where a state is narrower than `Platform.narrow`.\n"
     )
+
+
+def routes(name: str) -> bool:
+    """Returns whether a model is wide enough to be routed on accelerators by default."""
+    with compiling_for("tpu"):
+        return Programs(name, LAYERS, None).decoder.config.embed_dim >= here().narrow
 
 
 def of_decoding(known: Predictions) -> str:

@@ -44,10 +44,10 @@ DEEP = vision_config(
 SHALLOW = vision_config(patch=2, patches=16, labels=10, num_layers=3, embed_dim=64, num_heads=4)
 FULL = utio_jax.uniform(6, exits=EXITS)
 SIGNALS = {
-    "entropy": utio_jax.Entropy(),
-    "max_probability": utio_jax.MaxProbability(),
-    "patience": utio_jax.Patience(),
-    "state_similarity": utio_jax.StateSimilarity(),
+    "entropy": utio_jax.policies.Entropy(),
+    "max_probability": utio_jax.policies.MaxProbability(),
+    "patience": utio_jax.policies.Patience(),
+    "state_similarity": utio_jax.policies.StateSimilarity(),
 }
 
 run_rows = jax.jit(encode_rows, static_argnums=0, static_argnames="blocks")
@@ -144,7 +144,7 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
             promised = []
             rows.append(row(name, found, policy, **kept))
             shares = [float((np.asarray(found.depths) == depth).mean()) for depth in EXITS]
-            chance = utio_jax.random_depths(shares, key=jax.random.key(0), depths=EXITS)
+            chance = utio_jax.policies.random_depths(shares, key=jax.random.key(0), depths=EXITS)
             alike = run_rows(model, params, held, ends, chance)
             rows.append(row(f"random as {name}", alike, chance, threshold=float(threshold)))
     return rows
@@ -207,7 +207,9 @@ def main() -> None:
     if args.times:
         fit, _ = data["calibrate"]
         given = jnp.asarray(patches_of(fit, 2)), jnp.full(len(fit), 16)
-        policy = fit_row_exits(model, params, utio_jax.Entropy(), *given, depths=EXITS).chosen
+        policy = fit_row_exits(
+            model, params, utio_jax.policies.Entropy(), *given, depths=EXITS
+        ).chosen
         timed = [] if policy is None else times(model, params, policy, test, args.rounds)
         print(*map(json.dumps, timed), sep="\n")
         print(json.dumps({"command": "encoder_exits", "times": timed, "versions": versions()}))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import utio_jax
-from utio_jax import calibrate, exit_nll
+from utio_jax import calibrate
 from utio_jax.calibration.compare import compare
 from utio_jax.calibration.goals import Budgets
 from utio_jax.contrib.recurrent import Mamba2, Mamba2Config
@@ -43,6 +43,7 @@ from utio_jax.models.training.corpus import Split, standard_library
 from utio_jax.models.training.train import TrainConfig, train
 from utio_jax.policies.depth import given_depths, random_depths
 from utio_jax.policies.store import load_calibration
+from utio_jax.staircase import exit_nll
 
 sys.path.append(str(Path(__file__).parents[1] / "models" / "recipes"))
 from recipe import training_stream

@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from utio_jax import Adaptive, Prefill, SamplingParams, generate
+from utio_jax import Adaptive, SamplingParams, generate
 from utio_jax.bench.timing import time_programs
+from utio_jax.decoding import Prefill
 from utio_jax.models.checkpoint import load
 from utio_jax.models.training.corpus import standard_library
 from utio_jax.staircase.score import full_depth

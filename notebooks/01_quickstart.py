@@ -153,9 +153,10 @@ print(f"slot-layers executed: {np.sum(found.work.queries)}")
 # Here the items are 2,048 tokens of a file that the model has never seen, at its first exit.
 
 # %%
-from utio_jax import bucket_tokens, dense_states, run_buckets, surrogate_importance
+from utio_jax import bucket_tokens, run_buckets, surrogate_importance
 from utio_jax.core.decoder import apply_exit_lens
 from utio_jax.models.training.corpus import standard_library
+from utio_jax.staircase import dense_states
 
 unseen = model.encode([document.text for document in standard_library("test")])
 text = np.concatenate(unseen)
@@ -230,10 +231,11 @@ plt.show()
 # %%
 from functools import partial
 
-from utio_jax import full_depth, uniform
+from utio_jax import uniform
 from utio_jax.bench.timing import time_programs
 from utio_jax.core.documents import sample_batches
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.staircase import full_depth
 from utio_jax.staircase.score import run_score, score_dense
 
 (batch,), _ = sample_batches(

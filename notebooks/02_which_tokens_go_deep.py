@@ -186,7 +186,6 @@ for least, most in zip(order[:10], order[:-11:-1], strict=True):
 # that is steep on the right.
 
 # %%
-from utio_jax import Chance
 from utio_jax.calibration.studies import (
     collect_scores,
     predicted_tokens,
@@ -195,6 +194,7 @@ from utio_jax.calibration.studies import (
 )
 from utio_jax.core.documents import sample_batches
 from utio_jax.models.training.corpus import standard_library
+from utio_jax.policies import Chance
 
 documents = standard_library("test")
 batches, document_of_window = sample_batches(

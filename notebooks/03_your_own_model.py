@@ -23,8 +23,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from tqdm.auto import tqdm
 
-from utio_jax import DecoderConfig, given_depths, score, uniform
+from utio_jax import DecoderConfig, score, uniform
 from utio_jax.attention.products import attend, visible_keys
+from utio_jax.policies import given_depths
 
 plt.rcParams.update({"figure.dpi": 90, "font.size": 9, "axes.spines.top": False})
 plt.rcParams.update({"axes.spines.right": False, "legend.frameon": False})
@@ -234,9 +235,9 @@ if nnx is not None:
 # `exits` names the depths at which tokens may stop.
 
 # %%
-from utio_jax import dense_states
 from utio_jax.core.files import load_tensors
 from utio_jax.models import load
+from utio_jax.staircase import dense_states
 
 root = next(
     folder for folder in Path.cwd().parents if (folder / "tests/models/huggingface").is_dir()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import History
+from utio_jax.attention import History
 from utio_jax.attention.band import attend_band, slice_width
 from utio_jax.attention.history import visible_history
 from utio_jax.attention.mixing import Mixer

@@ -12,11 +12,12 @@ import pytest
 from helpers.models import gated
 from helpers.texts import EXECUTOR, batches
 
-from utio_jax import Ledger, random_depths
 from utio_jax.bench.scoring import count_steps, measure_policies
 from utio_jax.bench.subjects import Method, controls_of
 from utio_jax.bench.timing import count_compiles, time_programs
+from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.ledger import uniform_hull
+from utio_jax.policies import random_depths
 
 
 def test_programs_take_turns_and_the_order_rotates() -> None:

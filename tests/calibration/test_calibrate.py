@@ -21,7 +21,6 @@ from helpers.cases import EXECUTOR, calibrated, run_dense
 from helpers.models import plain_nll
 from scipy import stats
 
-from utio_jax import Learned, Position, StateGate
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.gates import (
     SIGNALS,
@@ -46,6 +45,7 @@ from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_file, load_tensors, save_tensors
 from utio_jax.core.lens import Wrapped
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.policies import Learned, Position, StateGate
 from utio_jax.policies.signals import DepthTable
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 

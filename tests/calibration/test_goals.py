@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from helpers.cases import EXECUTOR
 
-from utio_jax import Patience, uniform
+from utio_jax import uniform
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.gates import SignalFitter
 from utio_jax.calibration.goals import Budgets, MaxDisagreement, MaxLoss
@@ -23,6 +23,7 @@ from utio_jax.calibration.studies import study_exits
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import versions
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.policies import Patience
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 pytestmark = pytest.mark.check

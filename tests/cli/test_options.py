@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from utio_jax import Adaptive, Ledger, Lossless, Plain, uniform
+from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.options import (
     OfDecoding,
@@ -23,6 +23,7 @@ from utio_jax.cli.options import (
 from utio_jax.cli.score import Score, Scored
 from utio_jax.cli.serve import Serve
 from utio_jax.decoding.sampling import SamplingParams
+from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import DocumentScore, TextScore
 from utio_jax.evaluation.quality import Quality
 from utio_jax.models.presets import TINY

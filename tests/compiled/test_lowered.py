@@ -13,13 +13,14 @@ import pytest
 from ahead import Programs
 from helpers.models import Model
 
-from utio_jax import CapacityPrefix, MicroBatches, score, uniform
+from utio_jax import score, uniform
 from utio_jax.core.platform import compiling_for, here, on_enough_rows, product_apart
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import Entropy
+from utio_jax.staircase import CapacityPrefix, MicroBatches
 from utio_jax.staircase.capacity import choose_executor
 
 PROGRAMS: dict[str, Callable[[Programs], Any]] = {

@@ -26,7 +26,8 @@ from helpers.generation import (
 from helpers.models import Model, gated
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from utio_jax import CapacityPrefix, History, dense_states, given_depths, score, uniform
+from utio_jax import score, uniform
+from utio_jax.attention import History
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.search import ThresholdSearch
@@ -46,8 +47,10 @@ from utio_jax.evaluation.generation import spent_on
 from utio_jax.models import load, save
 from utio_jax.models.tensor_parallel import tensor_parallel
 from utio_jax.models.transformer import Transformer
+from utio_jax.policies import given_depths
 from utio_jax.policies.signals import Position, SoftmaxGap
 from utio_jax.prompts.evaluate import prompt_cost
+from utio_jax.staircase import CapacityPrefix, dense_states
 from utio_jax.staircase.score import run_score
 
 DEVICES = 8

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from utio_jax import check_tokens
+from utio_jax.core import check_tokens
 from utio_jax.core.documents import batches_of, row_counts, sample_batches, windows_of
 
 

@@ -17,7 +17,7 @@ from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
 from helpers.marks import quick_where
 from helpers.models import Model
 
-from utio_jax import CapacityPrefix, exit_nll, full_depth, given_depths, score, uniform
+from utio_jax import score, uniform
 from utio_jax.calibration.advice import advise, best_drafting, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
@@ -33,8 +33,10 @@ from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.generation import spent_on
+from utio_jax.policies import given_depths
 from utio_jax.policies.depth import Thresholded
 from utio_jax.policies.signals import Entropy
+from utio_jax.staircase import CapacityPrefix, exit_nll, full_depth
 
 EXITS = (1, 2, 4)
 

@@ -15,10 +15,12 @@ from helpers.generation import SMALL, lively_model, run
 from helpers.models import Model
 from helpers.shared_kv import KINDS
 
-from utio_jax import Adaptive, Lossless, Plain, Prefill, SamplingParams, random_depths
+from utio_jax import Adaptive, Lossless, Plain, SamplingParams
 from utio_jax.core.lens import Lens, lensed
+from utio_jax.decoding import Prefill
 from utio_jax.decoding.prefill import exact_prefill, fastest_prefill
 from utio_jax.engine import Engine
+from utio_jax.policies import random_depths
 from utio_jax.prompts.budget import prompt_prefill
 
 PROMPTS = [[0, *range(5, 20)], [0, 9, 3, 2, 8, 8, 1], [4], [0, *range(40, 63)]]

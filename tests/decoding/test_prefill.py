@@ -20,7 +20,7 @@ from helpers.generation import (
     true_logits,
 )
 
-from utio_jax import CapacityPrefix, History, SparseAttention, staircase
+from utio_jax.attention import History
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import init_cache
 from utio_jax.core.flops import token_cost
@@ -33,6 +33,7 @@ from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.policies.depth import never_stops, uniform
 from utio_jax.policies.signals import SignalBase
 from utio_jax.prompts.evaluate import prompt_cost
+from utio_jax.staircase import CapacityPrefix, SparseAttention, staircase
 from utio_jax.staircase.microbatches import MicroBatches
 
 DEPTHS = (1, 2, 4)

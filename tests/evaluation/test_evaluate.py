@@ -18,23 +18,18 @@ from helpers.marks import quick_where
 from helpers.models import gated, plain_nll
 from helpers.texts import EXECUTOR, batches
 
-from utio_jax import (
-    Learned,
-    Ledger,
-    MicroBatches,
-    Thresholded,
-    full_depth,
-    given_depths,
-    random_depths,
-    uniform,
-)
+from utio_jax import Thresholded, uniform
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
+from utio_jax.core.platform import compiling_for
 from utio_jax.core.pytrees import pytree
+from utio_jax.evaluation import Ledger
 from utio_jax.evaluation.evaluate import Quality, evaluate, score_documents
 from utio_jax.evaluation.guardrail import check_worthwhile
 from utio_jax.models.training.exit_losses import exit_losses
+from utio_jax.policies import Learned, given_depths, random_depths
 from utio_jax.policies.signals import Position, TokenSurrogate
+from utio_jax.staircase import MicroBatches, full_depth
 from utio_jax.staircase.score import compare_states, run_score
 
 
@@ -388,6 +383,16 @@ def test_a_pass_is_called_worthless_for_reasons_that_hold(tiny: Any) -> None:
     )
     costly = dataclasses.replace(gated(tiny), signal=dataclasses.replace(signal, gates=huge))
     assert "routing would cost" in str(ask(costly))
+
+
+def test_narrow_models_are_routed_on_accelerators_only_by_a_named_executor(tiny: Any) -> None:
+    ask = partial(check_worthwhile, tiny.decoder, tiny.params, gated(tiny), batch=64, width=128)
+    assert ask() is None
+    with compiling_for("tpu"):
+        assert "narrower than 1024" in str(ask())
+        assert ask(executor=MicroBatches(min_bucket=32, block=32)) is None
+    with compiling_for("tpu", narrow=tiny.decoder.config.embed_dim):
+        assert ask() is None
 
 
 def test_documents_that_predict_nothing_are_counted_and_change_no_other(tiny: Any) -> None:

@@ -12,17 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax import (
-    CapacityPrefix,
-    MicroBatches,
-    dense_states,
-    given_depths,
-    reference_states,
-    staircase,
-)
+from utio_jax import reference_states
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
+from utio_jax.policies import given_depths
 from utio_jax.policies.store import Calibration
+from utio_jax.staircase import CapacityPrefix, MicroBatches, dense_states, staircase
 
 
 @dataclasses.dataclass(frozen=True)

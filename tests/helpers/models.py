@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from utio_jax import Learned, StateGate, Thresholded, dense_states
+from utio_jax import Thresholded
+from utio_jax.policies import Learned, StateGate
 from utio_jax.prompts.maps import KVMap, with_kv_maps
+from utio_jax.staircase import dense_states
 
 
 def live_params(decoder: Any, seed: int = 0, scale: float = 0.15) -> Any:

@@ -12,7 +12,11 @@ import numpy as np
 
 from helpers import cases
 from helpers.models import gated, random_gates
-from utio_jax import (
+from utio_jax import Signal, Thresholded
+from utio_jax.calibration.studies import ExitStudy, collect_scores
+from utio_jax.core.documents import Batch
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies import (
     CandidateGates,
     Entropy,
     Hazard,
@@ -21,17 +25,12 @@ from utio_jax import (
     Patience,
     Position,
     PromptRouter,
-    Signal,
     SoftmaxGap,
     StateSimilarity,
-    Thresholded,
     TokenSurrogate,
     UtioSurrogate,
     surrogate_table,
 )
-from utio_jax.calibration.studies import ExitStudy, collect_scores
-from utio_jax.core.documents import Batch
-from utio_jax.core.pytrees import pytree, static
 
 
 @pytree

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax import MicroBatches
 from utio_jax.core.documents import Batch, batches_of, windows_of
 from utio_jax.decoding.text import StreamedRow, TextReader
+from utio_jax.staircase import MicroBatches
 
 EXECUTOR = MicroBatches(min_bucket=4, block=8, query_block=4, key_step=8)
 

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import Lossless, Plain, Prefill
+from utio_jax import Lossless, Plain
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.flops import token_cost
+from utio_jax.decoding import Prefill
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.engine import Engine, Shapes
 from utio_jax.models import Model, load, save

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax import Prefill, given_depths, reference_states, staircase
+from utio_jax import reference_states
+from utio_jax.decoding import Prefill
 from utio_jax.models import SHIPPED, load
 from utio_jax.models.shipped import is_shipped
 from utio_jax.models.training.corpus import standard_library
+from utio_jax.policies import given_depths
+from utio_jax.staircase import staircase
 
 pytestmark = pytest.mark.check
 

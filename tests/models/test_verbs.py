@@ -15,8 +15,9 @@ from helpers.generation import SMALL, lively_model
 from helpers.texts import SOURCES, source
 
 import utio_jax
-from utio_jax import Adaptive, Lossless, Plain, Prefill, uniform
+from utio_jax import Adaptive, Lossless, Plain, uniform
 from utio_jax.core.lens import Lensed, load_lens
+from utio_jax.decoding import Prefill
 from utio_jax.decoding.text import generate_text
 from utio_jax.evaluation.evaluate import score_documents
 from utio_jax.models import Model, load
@@ -296,5 +297,9 @@ def test_everything_that_is_listed_is_there() -> None:
     assert utio_jax.load is load
     assert {"load", "Model", "score"} <= {*dir(utio_jax)}
     assert not {"Any", "TYPE_CHECKING"} & {*dir(utio_jax)}
+    assert len(utio_jax.__all__) <= 23
+    with pytest.raises(AttributeError, match=r"use utio_jax\.policies\.SoftmaxGap"):
+        _ = utio_jax.SoftmaxGap
+    assert utio_jax.prompts.choose_prompt is not None
     with pytest.raises(AttributeError, match="has no attribute 'lod'"):
         _ = utio_jax.lod

@@ -20,16 +20,7 @@ from helpers.marks import quick_where
 from helpers.models import assert_close
 from helpers.policies import DEPTHS, EXITS, SHAPE, SIGNALS, scores_of, thresholded, tokens
 
-from utio_jax import (
-    Entropy,
-    Policy,
-    Thresholded,
-    full_depth,
-    given_depths,
-    random_depths,
-    score,
-    uniform,
-)
+from utio_jax import Policy, Thresholded, score, uniform
 from utio_jax.calibration.search import forget_programs
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import count_matmul_flops, pass_flops, token_cost
@@ -41,7 +32,9 @@ from utio_jax.decoding.loop import begin
 from utio_jax.decoding.state import stop_rules
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.evaluation.flops import gate_flops
+from utio_jax.policies import Entropy, given_depths, random_depths
 from utio_jax.policies.base import Boundary
+from utio_jax.staircase import full_depth
 from utio_jax.staircase.score import run_score
 
 STATELESS: dict[str, Callable[[Any], Policy]] = {

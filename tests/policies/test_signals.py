@@ -14,7 +14,10 @@ from helpers import cases
 from helpers.models import Model, random_gates
 from helpers.policies import DEPTHS, EXITS, SIGNALS, mean_states, scores_of
 
-from utio_jax import (
+from utio_jax import Thresholded
+from utio_jax.core.decoder import apply_exit_lens
+from utio_jax.core.lens import Lens, lensed
+from utio_jax.policies import (
     CandidateGates,
     Hazard,
     Learned,
@@ -22,11 +25,8 @@ from utio_jax import (
     PromptRouter,
     StateGate,
     StateSimilarity,
-    Thresholded,
     UtioSurrogate,
 )
-from utio_jax.core.decoder import apply_exit_lens
-from utio_jax.core.lens import Lens, lensed
 from utio_jax.policies.base import Boundary
 from utio_jax.policies.learned import candidate_inputs
 

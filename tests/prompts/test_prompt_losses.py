@@ -11,9 +11,9 @@ import pytest
 from helpers.cases import run_oracle
 from helpers.models import Model, gated, plain_nll, with_random_maps
 
-from utio_jax import MicroBatches
 from utio_jax.core.flops import token_cost
 from utio_jax.prompts.evaluate import continuations, prompt_flops_ratio, prompt_rows
+from utio_jax.staircase import MicroBatches
 from utio_jax.staircase.prompts import PromptChoice
 
 pytestmark = pytest.mark.check

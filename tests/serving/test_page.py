@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from html.parser import HTMLParser
@@ -249,7 +250,11 @@ def test_each_depth_has_one_colour_of_its_own(page: Page) -> None:
         assert token.title.startswith(f"{token.depth} of {layers} layers")
         assert "log-probability" in token.title
     assert page.shows("legend")
-    assert page.run("return document.querySelectorAll('.column').length") == layers
+    titles = page.run("return [...document.querySelectorAll('.column')].map(each => each.title)")
+    read = [re.fullmatch(rf"(\d+) tokens? at (\d+) of {layers} layers", each) for each in titles]
+    shown = {int(each[2]): int(each[1]) for each in read if each}
+    assert len(shown) == len(titles)
+    assert {d: n for d, n in shown.items() if n} == Counter(token.depth for token in tokens)
 
 
 @pytest.mark.browser

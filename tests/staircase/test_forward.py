@@ -17,11 +17,12 @@ from helpers.marks import quick_where
 from helpers.models import Model, gated, plain_nll
 from helpers.policies import SurePasses, surrogate
 
-from utio_jax import exit_nll, full_depth, score
+from utio_jax import score
 from utio_jax.core.arrays import map_head
 from utio_jax.core.documents import Batch
 from utio_jax.core.flops import token_cost
 from utio_jax.evaluation.evaluate import evaluate
+from utio_jax.staircase import exit_nll, full_depth
 from utio_jax.staircase.capacity import CapacityPrefix
 from utio_jax.staircase.microbatches import MicroBatches
 from utio_jax.staircase.score import compare_logits, score_dense

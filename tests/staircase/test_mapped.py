@@ -16,12 +16,14 @@ from helpers.counting import Counting, read_counts
 from helpers.marks import quick_where
 from helpers.models import Model, gated, live_params, with_random_maps
 
-from utio_jax import CapacityPrefix, MicroBatches, given_depths, score, staircase, uniform
+from utio_jax import score, uniform
 from utio_jax.core.arrays import normalise
 from utio_jax.core.flops import pass_flops, token_cost
 from utio_jax.core.lens import Lens, lensed
 from utio_jax.models import TINY, Transformer
+from utio_jax.policies import given_depths
 from utio_jax.prompts.maps import KVMap, with_kv_maps
+from utio_jax.staircase import CapacityPrefix, MicroBatches, staircase
 
 STOPS = (1, 2, 3)
 SHAPES = tuple(

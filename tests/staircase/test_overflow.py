@@ -13,11 +13,13 @@ from helpers.cases import EXECUTOR, run_dense, run_oracle, run_staircase
 from helpers.generation import lively_model, run
 from helpers.models import Model
 
-from utio_jax import CapacityPrefix, given_depths, uniform
+from utio_jax import uniform
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
+from utio_jax.policies import given_depths
+from utio_jax.staircase import CapacityPrefix
 
 HOT = 63
 """A token whose embedding overflows in float16."""

@@ -14,11 +14,12 @@ from helpers.marks import quick_where
 from helpers.models import Model, live_params, with_random_maps
 from helpers.shared_kv import KINDS
 
-from utio_jax import MicroBatches, dense_states, score, staircase, uniform
+from utio_jax import score, uniform
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies.signals import SignalBase
+from utio_jax.staircase import MicroBatches, dense_states, staircase
 from utio_jax.staircase.prompts import (
     SIGNALS,
     AttentionHeat,

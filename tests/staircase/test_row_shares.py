@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from helpers.models import Model
 
-from utio_jax import evaluate
 from utio_jax.core.platform import compiling_for
+from utio_jax.evaluation import evaluate
 from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 
 

@@ -16,23 +16,16 @@ from helpers.generation import PROMPTS, DepthAt, assert_greedy, depth_table, liv
 from helpers.models import Model, assert_close, live_params
 from helpers.shared_kv import KINDS
 
-from utio_jax import (
-    Adaptive,
-    CapacityPrefix,
-    History,
-    Lossless,
-    Plain,
-    Position,
-    Throttle,
-    given_depths,
-    staircase,
-    uniform,
-)
+from utio_jax import Adaptive, Lossless, Plain, uniform
+from utio_jax.attention import History
 from utio_jax.attention.cache import init_cache
 from utio_jax.contrib.edge.parts import Row
 from utio_jax.contrib.layer_skipping import random_sets, score_layer_sets
+from utio_jax.decoding import Throttle
 from utio_jax.models import TINY, Transformer
+from utio_jax.policies import Position, given_depths
 from utio_jax.prompts.fit import fit_kv_maps
+from utio_jax.staircase import CapacityPrefix, staircase
 from utio_jax.staircase.reference import dense_states, reference_states
 
 

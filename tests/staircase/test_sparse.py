@@ -15,24 +15,14 @@ from helpers import cases
 from helpers.marks import quick_where
 from helpers.models import gated, random_gates
 
-from utio_jax import (
-    CapacityPrefix,
-    Chance,
-    History,
-    Learned,
-    MicroBatches,
-    Position,
-    SparseAttention,
-    given_depths,
-    reference_states,
-    score,
-    staircase,
-    uniform,
-)
+from utio_jax import reference_states, score, uniform
+from utio_jax.attention import History
 from utio_jax.core.flops import token_cost
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.evaluation.evaluate import evaluate, score_documents
+from utio_jax.policies import Chance, Learned, Position, given_depths
 from utio_jax.policies.signals import SignalBase
+from utio_jax.staircase import CapacityPrefix, MicroBatches, SparseAttention, staircase
 
 HISTORY = History(recent=5, sinks=1)
 SHAPES = tuple(

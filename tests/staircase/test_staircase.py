@@ -14,15 +14,10 @@ from helpers import cases
 from helpers.marks import quick_where
 from helpers.models import assert_close, gated, random_gates
 
-from utio_jax import (
-    CapacityPrefix,
-    MicroBatches,
-    fit_capacities,
-    given_depths,
-    staircase,
-    uniform,
-)
+from utio_jax import uniform
 from utio_jax.models import TINY, Transformer
+from utio_jax.policies import given_depths
+from utio_jax.staircase import CapacityPrefix, MicroBatches, fit_capacities, staircase
 from utio_jax.staircase.reference import reference_states
 
 CASES_PER_SHAPE = 140  # 8 shapes: 1,120 cases, 280 of them with four segments; as many by prefix.

@@ -16,21 +16,18 @@ from helpers import cases
 from helpers.counting import Counting, count, read_counts
 from helpers.marks import quick_where
 
-from utio_jax import (
+from utio_jax import Thresholded, score
+from utio_jax.attention import History, mixing
+from utio_jax.core.pytrees import pytree, static
+from utio_jax.policies import Entropy, given_depths
+from utio_jax.policies.signals import SignalBase
+from utio_jax.staircase import (
     CapacityPrefix,
-    Entropy,
-    History,
     MicroBatches,
     SparseAttention,
-    Thresholded,
     fit_capacities,
-    given_depths,
-    score,
     staircase,
 )
-from utio_jax.attention import mixing
-from utio_jax.core.pytrees import pytree, static
-from utio_jax.policies.signals import SignalBase
 from utio_jax.staircase.capacity import fit_row_shares
 from utio_jax.staircase.score import score_dense
 

@@ -243,7 +243,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
       policy: which tokens go how deep.
       rows: per pass at most, over all devices of a process.
       kv: what others see of frozen tokens.
-      executor: how live slots are run; `"auto"`: see `score`.
+      executor: how live slots are run; `"auto"`: see `check_worthwhile`.
       attention: which tokens attend sparsely, in batches that do not fall back; None: none.
       mesh: splits rows over its axis "data", and batches over its processes.
       shards: where each batch's results are kept, for a run that goes on after an interruption.
@@ -294,7 +294,7 @@ def score_documents(  # noqa: PLR0913 (options, each named)
             policy,
             batch=-(-len(batch.lengths) // parts),
             width=batch.token_ids.shape[1],
-            executor=choose_executor(executor, policy, batch.token_ids.shape[1]),
+            executor=executor,
             fractions=fractions,
             min_tokens=min_tokens,
         )

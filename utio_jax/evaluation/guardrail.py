@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import expected_flops, token_cost
+from utio_jax.core.platform import here
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
-from utio_jax.staircase.microbatches import MicroBatches
+from utio_jax.staircase.capacity import choose_executor
 
 
 def check_worthwhile(
@@ -20,7 +22,7 @@ def check_worthwhile(
     *,
     batch: int,
     width: int,
-    executor: Executor = MicroBatches(),
+    executor: Executor | Literal["auto"] = "auto",
     fractions: Sequence[float] | None = None,
     min_tokens: int = 0,
 ) -> str | None:
@@ -32,7 +34,8 @@ def check_worthwhile(
       policy: what would route.
       batch: rows.
       width: tokens per row.
-      executor: how it would run.
+      executor: how it would run. `"auto"`: as `score` chooses, and not at all on accelerators where
+        a state has fewer than `Platform.narrow` features: such layers are waiting, not products.
       fractions: expected share of tokens at each of the policy's depths; by default the best case,
         in which all tokens stop at the first.
       min_tokens: smallest pass that is routed at all. FLOPs say nothing of what short passes
@@ -42,6 +45,12 @@ def check_worthwhile(
         return None  # Truncated or full: nothing is routed.
     if batch * width < min_tokens:
         return f"{batch} x {width} tokens are fewer than the minimum of {min_tokens}"
+    if executor == "auto" and decoder.config.embed_dim < here().narrow:
+        return (
+            f"states of {decoder.config.embed_dim} features are narrower than {here().narrow}: on "
+            "this platform routing them is predicted to be no faster; name an executor to do it"
+        )
+    executor = choose_executor(executor, policy, width)
     cost = token_cost(decoder, params)
     shares = fractions if fractions is not None else [1.0] + [0.0] * (len(policy.depths) - 1)
     layers = decoder.config.num_layers

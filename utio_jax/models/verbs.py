@@ -240,7 +240,7 @@ class Verbs:
           policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
             budget, else `"full"`.
           budget: of a calibrated one.
-          **options: further ones of `utio_jax.score_documents`.
+          **options: further ones of `utio_jax.evaluation.score_documents`.
         """
         return self._score(self.encode(listed(texts)), _named(policy, budget), budget, options)
 
@@ -259,7 +259,7 @@ class Verbs:
           policy: that decides depths, or its name, see `policy`; by default `"learned"` with a
             budget, else `"full"`.
           budget: of a calibrated one.
-          **options: further ones of `utio_jax.score_documents`.
+          **options: further ones of `utio_jax.evaluation.score_documents`.
         """
         policy = _named(policy, budget)
         found = self._score(self.documents(files), policy, budget, options)

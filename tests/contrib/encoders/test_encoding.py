@@ -15,16 +15,7 @@ from helpers.counting import Counting, read_counts
 from helpers.encoders import Pooled
 from helpers.models import Model, live_params
 
-from utio_jax import (
-    Chance,
-    Entropy,
-    MaxProbability,
-    Patience,
-    StateSimilarity,
-    Thresholded,
-    given_depths,
-    uniform,
-)
+from utio_jax import Thresholded, uniform
 from utio_jax.contrib.encoders.rows import (
     encode_rows,
     read_exits,
@@ -33,6 +24,14 @@ from utio_jax.contrib.encoders.rows import (
 from utio_jax.contrib.encoders.vision import VisionTransformer, patches_of, vision_config
 from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
+from utio_jax.policies import (
+    Chance,
+    Entropy,
+    MaxProbability,
+    Patience,
+    StateSimilarity,
+    given_depths,
+)
 from utio_jax.staircase.reference import reference_states
 
 EXITS = (1, 2, 3)

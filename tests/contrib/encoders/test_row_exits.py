@@ -13,12 +13,12 @@ import pytest
 from helpers.encoders import Pooled
 from helpers.models import Model, live_params
 
-from utio_jax import Entropy, Patience, StateSimilarity
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.encoders import fit_row_exits
 from utio_jax.contrib.encoders.rows import encode_rows, read_exits
 from utio_jax.contrib.encoders.vision import VisionTransformer, vision_config
 from utio_jax.models.presets import TINY
+from utio_jax.policies import Entropy, Patience, StateSimilarity
 
 EXITS = (1, 2, 4)
 ROWS = 200

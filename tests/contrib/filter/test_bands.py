@@ -13,12 +13,13 @@ import pytest
 from helpers.models import Model, live_params
 from helpers.shared_kv import KINDS
 
-from utio_jax import Scores, score
+from utio_jax import score
 from utio_jax.calibration.guarantee import half_of
 from utio_jax.contrib.filter import UncertainBand, fit_band, row_losses
 from utio_jax.core.documents import Batch
 from utio_jax.models import TINY, Transformer
 from utio_jax.policies.depth import uniform
+from utio_jax.staircase import Scores
 
 EXITS = (1, 2, 4)
 LENGTHS = np.array([16, 9, 2, 1, 0, 16, 12, 16], np.int32)

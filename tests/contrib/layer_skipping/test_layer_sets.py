@@ -16,7 +16,6 @@ from helpers.counting import Counting, read_counts
 from helpers.layer_sets import reference_layer_sets
 from helpers.marks import quick_where
 
-from utio_jax import Entropy, MicroBatches, given_depths
 from utio_jax.contrib.layer_skipping import (
     LayerSets,
     given_sets,
@@ -25,6 +24,8 @@ from utio_jax.contrib.layer_skipping import (
     skip_decode,
 )
 from utio_jax.contrib.layer_skipping.scoring import run_sets
+from utio_jax.policies import Entropy, given_depths
+from utio_jax.staircase import MicroBatches
 
 DEPTHS = (1, 2, 3, 4)
 SHAPES = tuple(

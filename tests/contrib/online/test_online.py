@@ -13,7 +13,7 @@ import pytest
 from helpers import cases
 from helpers.policies import DEPTHS, SIGNALS, scores_of
 
-from utio_jax import SoftmaxGap, Thresholded, full_depth, uniform
+from utio_jax import Thresholded, uniform
 from utio_jax.contrib.online import (
     OnlineThresholds,
     adapt,
@@ -23,6 +23,8 @@ from utio_jax.contrib.online import (
     thresholds,
 )
 from utio_jax.core.documents import Batch
+from utio_jax.policies import SoftmaxGap
+from utio_jax.staircase import full_depth
 from utio_jax.staircase.score import compare_states, run_score
 
 RNG = np.random.default_rng

@@ -16,13 +16,10 @@ from helpers.marks import quick_where
 from helpers.models import plain_nll
 from helpers.recurrent import recurrent_model
 
-from utio_jax import (
-    given_depths,
-    score,
-    uniform,
-)
+from utio_jax import score, uniform
 from utio_jax.attention.history import History
 from utio_jax.contrib.recurrent import Mamba2
+from utio_jax.policies import given_depths
 from utio_jax.policies.signals import Chance
 from utio_jax.staircase.sparse import SparseAttention
 
