@@ -153,7 +153,6 @@ def test_alone_and_where_all_stop_tokens_are_the_truncated_models() -> None:
             assert found.token_ids == wanted.tolist()
             assert found.decided == [EXIT] * 40
             assert (found.bytes_up, found.bytes_down) == (0, 0)
-        assert cloud.tokens == 0
 
 
 @pytest.mark.parametrize("kind", quick_where(lambda kind: kind == "windows", ("windows", "lens")))
@@ -214,7 +213,7 @@ def test_a_long_stretch_without_the_cloud_is_caught_up(states: str) -> None:
     # Layers: the prompt in a block of 16, others alone; catching up in blocks of 64, 16 and 4.
     assert found.edge_layers == (16 + 39) * EXIT
     assert found.cloud_layers == (16 + 4 + 64 + 16) * (LAYERS - EXIT)
-    assert (cloud.tokens, cloud.states, found.states_sent) == (4, sum(waited), sum(waited))
+    assert found.states_sent == sum(waited)
     size = dim * np.dtype(states).itemsize
     assert found.bytes_up == sum(waited) * size + 4 * wires.ASK.size
     assert found.bytes_down == 4 * wires.TOKEN.size
@@ -244,7 +243,9 @@ def test_without_the_cloud_texts_go_on_from_the_exit_and_say_so() -> None:
     """It goes after five tokens, all of which asked; it is back for the next text."""
     model, seen = lively_model(), list[int]()
     with clouded(model) as cloud:
-        edge = edge_of(model, never_stops((EXIT, LAYERS)), link=link_to(cloud, seconds=3.0))
+        deep = never_stops((EXIT, LAYERS))
+        written(edge_of(model, deep, link=link_to(cloud)))  # What compiles takes longer than 3 s.
+        edge = edge_of(model, deep, link=link_to(cloud, seconds=3.0))
 
         def after_five(token: int) -> None:
             seen.append(token)
@@ -330,7 +331,7 @@ def test_edges_share_a_cloud_with_fewer_rows_than_edges() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert cloud.states > 3 * (len(PROMPT) + 5)
+    assert sum(each.states_sent for each in found.values()) > 3 * (len(PROMPT) + 5)
     assert turns[:6] == [0, 1, 2, 0, 1, 2]
     for each in found.values():
         assert each.token_ids == wanted[:6].tolist()

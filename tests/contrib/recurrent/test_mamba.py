@@ -121,14 +121,6 @@ def test_fresh_layers_pass_states_by_and_forget_within_a_thousand_tokens() -> No
     assert -1.7 < log_decay.min() < log_decay.max() < -0.99e-3
 
 
-def test_bfloat16_stays_bfloat16(strict_dtypes: None) -> None:
-    decoder = Mamba2(CONFIG)
-    params = decoder.init(jax.random.key(0), jnp.bfloat16)
-    ids = recurrent_model().tokens(1, 6)
-    (x,) = cases.run_dense(decoder, params, ids, jnp.asarray([6]), depths=(4,))
-    assert x.dtype == decoder.unembed(params, x).dtype == jnp.bfloat16
-
-
 def test_it_is_trained_as_any_decoder(tmp_path: Any) -> None:
     model = recurrent_model()
     ids = model.tokens(2, 8)

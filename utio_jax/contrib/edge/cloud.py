@@ -25,13 +25,7 @@ from utio_jax.decoding.sampling import SamplingParams, rows_of
 
 
 class Cloud:
-    """Serves deep layers to edges; listens from the moment that it is made.
-
-    Attributes:
-      address: `tcp://HOST:PORT`, with the port that was taken.
-      tokens: answered so far.
-      states: that ran the deep layers so far.
-    """
+    """Serves deep layers to edges at its `address`, from the moment that it is made."""
 
     def __init__(
         self,
@@ -59,7 +53,6 @@ class Cloud:
                 f"{layers} layers; and at least one row. Got exit={exit}, rows={rows}. For "
                 f"example: exit={max(1, layers // 2)}."
             )
-        self.tokens = self.states = 0
         self._decoder, self._params, self._most_rows = decoder, params, rows
         self._exit, self._layers = exit, layers
         self._wanted = (wire.PROTOCOL, identify(decoder, params), exit)
@@ -160,5 +153,4 @@ class Cloud:
         options = {name: getattr(ask, name) for name in wire.Ask._fields[-4:]}
         sampling = rows_of([SamplingParams(**options)])
         token, log_probability, _ = jax.device_get(row.read(None, sampling, 0, ask.seed))
-        self.tokens, self.states = self.tokens + 1, self.states + len(x)
         return wire.TOKEN.pack(b"t", token, log_probability, row.slots - before)
