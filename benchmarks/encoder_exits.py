@@ -136,12 +136,12 @@ def measure(model: Any, params: Any, data: Any) -> list[dict[str, Any]]:
     for name, signal in SIGNALS.items():
         fitted = fit_row_exits(model, params, signal, x, lengths, depths=EXITS)
         scores = np.asarray(score_exits(model, params, exits, signal, depths=EXITS))
-        promised = [] if fitted.chosen is None else [float(fitted.chosen.thresholds[0])]
-        for threshold in [*promised, *thresholds_of(scores, rungs=8)[:-1]]:
+        guaranteed = [] if fitted.chosen is None else [float(fitted.chosen.thresholds[0])]
+        for threshold in [*guaranteed, *thresholds_of(scores, rungs=8)[:-1]]:
             policy = row_policy(signal, float(threshold), depths=EXITS)
             found = run_rows(model, params, held, ends, policy)
-            kept = {"threshold": float(threshold), "promised": [threshold] == promised}
-            promised = []
+            kept = {"threshold": float(threshold), "guaranteed": [threshold] == guaranteed}
+            guaranteed = []
             rows.append(row(name, found, policy, **kept))
             shares = [float((np.asarray(found.depths) == depth).mean()) for depth in EXITS]
             chance = utio_jax.policies.random_depths(shares, key=jax.random.key(0), depths=EXITS)

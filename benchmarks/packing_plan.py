@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows packed by depth, together, and plain: measured at a grid, beside what the plan foretells.
+"""Rows packed by depth, together, and plain: measured at a grid, beside what the plan predicts.
 
     python benchmarks/packing_plan.py [--model M] [--rows 4 8 16 32] [--shares 0.3 0.6 0.8 0.95]
 
@@ -82,7 +82,7 @@ def measure(model: Any, rows: int, options: argparse.Namespace) -> list[dict[str
                 "rows": rows,
                 "share": share,
                 "ms": {name: round(1e3 * float(np.median(v)), 3) for name, v in seconds.items()},
-                "foretold_ms": {name: round(1e3 * v, 3) for name, v in plan.seconds.items()},
+                "predicted_ms": {name: round(1e3 * v, 3) for name, v in plan.seconds.items()},
                 "over_plain": {
                     name: round(float(np.median(seconds["plain"] / v)), 3)
                     for name, v in seconds.items()
@@ -142,7 +142,7 @@ def main() -> None:
         model = utio_jax.load(options.model, exits=exits)
     rows = [line for rows in options.rows for line in measure(model, rows, options)]
     off = [
-        abs(line["foretold_ms"][name] / line["ms"][name] - 1)
+        abs(line["predicted_ms"][name] / line["ms"][name] - 1)
         for line in rows
         for name in line["ms"]
     ]

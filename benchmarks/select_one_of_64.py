@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of 64 lines comes next: margins by a promise, against full depth and controls.
+"""Which of 64 lines comes next: margins with a guarantee, against full depth and controls.
 
     python benchmarks/select_one_of_64.py [--calibrate 1200] [--test 300] [--turns 40]
     python benchmarks/select_one_of_64.py --turns 40 --depths 0 6 8 --margins 18.2 0.69 0.35

@@ -191,7 +191,7 @@ def test_gates_learn_from_what_they_see_beside_states() -> None:
 
 def test_candidates_need_a_head_of_a_few_tokens(tiny: Any, text: list[Batch]) -> None:
     class Whole(Wrapped):
-        """A decoder that cannot tell which of its parameters are the head's."""
+        """A decoder that does not know which of its parameters are the head's."""
 
         reduce_head: Any = None
 
@@ -385,7 +385,7 @@ def test_weights_come_from_a_text_of_their_own(tiny: Any, text: list[Batch]) -> 
         apart.entries["utio_surrogate"]
     )
     assert apart.info["tokens"] == means["mine"].info["tokens"]
-    # What each policy's weights come from is kept, and told where another text is asked for.
+    # What each policy's weights come from is kept, and reported where another text is asked for.
     named = apart.info["gate_text"]["utio_surrogate"]
     assert named["windows"] == sum(len(batch.lengths) for batch in other)
     assert "gate_text" not in means["mine"].info

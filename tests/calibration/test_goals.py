@@ -265,7 +265,7 @@ def test_calibrations_ask_alike_where_they_promise_alike() -> None:
     for change in changes:
         assert dataclasses.replace(promise, **change).asked() != promise.asked()
     same = dataclasses.replace(promise, documents=long_documents(4))
-    assert same.asked() == promise.asked(), "documents are told apart by the text's hash"
+    assert same.asked() == promise.asked(), "documents are distinguished by the text's hash"
 
 
 def long_documents(count: int) -> list[np.ndarray]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promised risks: kept on known distributions, by bets as a plain loop makes them; near-copies."""
+"""Guaranteed risks: kept on known distributions, by bets as in a plain loop; near-copies."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_halves_keep_copies_on_one_side() -> None:
 
 
 def broken_promise(documents: list[np.ndarray], halves: Any, rng: np.random.Generator) -> bool:
-    """Returns whether a candidate of true risk 0.06 is promised to stay below 0.05.
+    """Returns whether a candidate of true risk 0.06 is guaranteed to stay below 0.05.
 
     What it was fitted to it gets right, and copies of that, too: as a gate does that has learned
     its text by heart. Other documents it gets wrong at its true risk.
@@ -315,7 +315,7 @@ def test_promises_hold_with_copies_in_the_text_only_where_these_stay_on_one_side
         at_random += broken_promise(documents, halves, rng)
         apart = lambda documents, seed=repeat: split_documents(documents, seed=seed)  # noqa: E731
         together += broken_promise(documents, apart, rng)
-    assert at_random > 20, "most promises are broken that one in ten may be"
+    assert at_random > 20, "most guarantees fail that one in ten may"
     assert together <= stats.binom.ppf(0.999, 40, 0.1)
 
 

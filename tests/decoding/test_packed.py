@@ -119,7 +119,7 @@ def test_the_work_is_that_of_the_widths(kv: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_key_of_a_row_that_does_not_run_is_read() -> None:
-    """Keys and values of rows that stopped early are spoilt in deep layers: nobody notices."""
+    """Keys and values of rows that stopped early are spoilt in deep layers: no token is changed."""
     model = lively_model()
     mode = Adaptive(policy=POLICY, kv="drop", pack=PACK)
     table = jnp.where(jnp.arange(ROWS)[:, None] == 2, 4, 1) * jnp.ones((1, 64), jnp.int32)

@@ -33,7 +33,7 @@ def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
     best = np.take_along_axis(truth, order, axis=1)
     found = finished.alternatives
     np.testing.assert_allclose(found.log_probabilities, best, atol=1e-4)
-    # Two that are as probable within rounding may come in any order: then the values tell.
+    # Two that are as probable within rounding may come in any order: then the values decide.
     apart = np.min(np.diff(np.sort(-truth, axis=1)[:, : COUNT + 1], axis=1), axis=1) > 1e-4
     assert np.mean(apart) > 0.8
     np.testing.assert_array_equal(found.token_ids[apart], order[apart])

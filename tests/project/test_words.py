@@ -16,7 +16,7 @@ CODE = [
     for file in (ROOT / folder).rglob("*.py")
 ]
 WORDS = re.compile(
-    r"\b(nobody|everybody|everyone|whoever|whomever|likewise|foret(ell|old)\w*|promis\w+|hear[ds]?"
+    r"\b(nobody|everybody|everyone|whoever|whomever|likewise|foret(ell|old)\w*|promis(e[sd]?|ing)|hear[ds]?"
     r"|obey\w*|deeds?|tells?|told|strangers?|house with rooms|on the bill|gate of addresses"
     r"|(takes|go) all along|who runs)\b",
     re.IGNORECASE,

@@ -27,7 +27,7 @@ from utio_jax.serving.schema import (
     TokenizeRequest,
 )
 
-SECRET = "a prompt that nobody shall read in a log"
+SECRET = "a prompt that may not be in a log"
 
 
 def raw(body: bytes | str, **headers: Any) -> bytes:
@@ -737,7 +737,7 @@ def test_openais_client_leaves(server: Running, official: openai.OpenAI) -> None
                 break
         stream.close()
         server.wait_for(lambda: open_tasks(server) == 0, seconds=5)
-    # The engine hears of it with its next block, and says so after it.
+    # The engine learns of it with its next block, and says so after it.
     server.wait_for(lambda: server.counters()['utio_ended_total{reason="cancelled"}'] >= 1)
     server.wait_for(server.settled)
     server.wait_for(lambda: server.lines[-1].get("left") == "ClientLeftError")

@@ -144,7 +144,7 @@ def test_text_is_legible_on_every_depth_and_depth_is_told_by_lightness_alone(nam
     for text in ("quiet", "accent", "wrong"):
         assert contrast(colours[text], colours["sheet"]) >= 4.5
     assert contrast(colours["on-accent"], colours["accent"]) >= 4.5
-    # Whoever sees no hue still sees the order: each colour is clearly darker, or lighter, than
+    # Without hue the order is still visible: each colour is clearly darker, or lighter, than
     # the one before.
     steps = [luminance(b) / luminance(a) for a, b in itertools.pairwise(scale)]
     if name == "light":
@@ -187,7 +187,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def expected() -> list[str]:
-    """Patterns of what the console will be told; a test adds those it provokes."""
+    """Patterns of the console's messages; a test adds those it provokes."""
     return []
 
 
@@ -328,7 +328,7 @@ def stand_in() -> Iterator[StandIn]:
 
 @pytest.fixture
 def visit(open_page: Callable[[str], Page], stand_in: StandIn) -> Callable[[], Page]:
-    """Opens the stand-in's page once the test has told it what to be."""
+    """Opens the stand-in's page once the test has configured it."""
 
     def visited() -> Page:
         page = open_page(stand_in.url)
