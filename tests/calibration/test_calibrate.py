@@ -232,7 +232,7 @@ def test_the_cost_aware_target_is_whether_a_later_exit_is_cheaper_in_all() -> No
 def test_tokens_of_one_score_leave_together() -> None:
     rng = np.random.default_rng(5)
     scores = rng.integers(0, 3, (1, 600)).astype(np.float32)
-    scores[0, :60] = np.inf  # Who may not stop.
+    scores[0, :60] = np.inf  # These may not stop.
     harm = np.stack([0.1 * scores[0] + rng.normal(0, 1, 600), np.zeros(600)])
     harm[0, :60] = -100.0
     fit = fit_thresholds(

@@ -73,7 +73,7 @@ def test_the_loss_stays_within_its_bound(tiny: Any, search: Any) -> None:
         assert row.nll_increase_pct == pytest.approx(record["nll_increase_pct"], abs=0.01)
         assert row.flops_ratio == pytest.approx(ratio, abs=1e-3)
         seen.append(ratio)
-    assert seen[1] < seen[0] < 1.0, "who may lose more pays less"
+    assert seen[1] < seen[0] < 1.0, "a larger loss costs less"
 
 
 def test_nothing_is_promised_that_nothing_reaches(search: Any) -> None:

@@ -25,7 +25,7 @@ class Letters:
 def check_against_sorted(asked: Asked, finished: Any, name: str) -> None:
     """Holds a request to a full sort of what the oracle says of its tokens."""
     new, layers = finished.token_ids, lively_model().decoder.config.num_layers
-    # Under lossless `decided` says who guessed; what is noted is the full model's all the same.
+    # Under lossless `decided` is of the draft; what is noted is the full model's all the same.
     depths = finished.decided if name == "propagate" else np.full_like(new, layers)
     logits = true_logits(lively_model(), asked.prompt, new, depths, "propagate")
     truth = np.asarray(jax.nn.log_softmax(logits))

@@ -115,7 +115,7 @@ def true_logits(
     """Returns the oracle's logits `[new, vocab]` at the tokens before each new one, from scratch.
 
     `decided[j]` is the depth of the token before new token `j`; prompts run all layers, or those of
-    `prompt_depths`. `sparse` is who attends to what, by layer, of 72 tokens.
+    `prompt_depths`. `sparse` is which token attends to which, by layer, of 72 tokens.
     """
     num_layers = model.decoder.config.num_layers
     # One length for all, so that the oracle compiles once: later tokens change nothing.

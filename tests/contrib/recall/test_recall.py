@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts that are moved back: rows, who stops where, and what of an answer is lost."""
+"""Facts that are moved back: rows, which tokens stop, and what of an answer is lost."""
 
 from __future__ import annotations
 
