@@ -4,7 +4,7 @@
     python benchmarks/workers.py                    # ten seconds, the same output everywhere
     python benchmarks/workers.py --set store_gb_s=20 --set checkpoint_gb=140
 
-Arithmetic and a small simulation of which process waits for which; no program of the library runs. Every
+Arithmetic and a small simulation of waiting processes; no program of the library runs. Every
 assumption is printed with where it comes from: "measured" are figures of this repository, of small
 models on two cores; the rest is assumed. So read what breaks before what, not seconds.
 """
