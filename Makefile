@@ -153,7 +153,7 @@ parity: $(VENV)/.installed-all $(PEERS)/.installed $(LLM)
 	done
 	$(PEERS)/bin/python tests/models/huggingface/check_gguf.py $(LLM)
 
-# Speed and cost on this machine: make bench ARGS="--suite cpu --resume"
+# Speed and cost on this machine: make bench ARGS="--suite cpu"
 bench: $(VENV)/.installed-cli
 	$(BIN)/utio-jax bench $(ARGS)
 

@@ -363,7 +363,7 @@ def of_scoring(known: Predictions) -> str:
     return (
         "\n## Scoring 16 x 512 tokens: predicted speed-up over full depth\n\n"
         + table([*header, "micro-batches"], lines)
-        + "\nIdeal is 1 over the budget. The default is what `score_documents` and the commands do: a\n"
+        + "\nIdeal is 1 over the budget. The default is what `score_documents` and commands do: a\n"
         "static prefix, and full depth where a state is narrower than `Platform.narrow`.\n"
     )
 

@@ -3,7 +3,7 @@
 
     python benchmarks/engine.py --slots 8 32 --budgets 0.6 0.75
 
-The shipped model, plainly and with its learned gate, rows together and packed by depth. Requests
+The shipped model, plainly and with its learned gate. Requests
 want from an eighth of the new tokens to all of them, twelve for each slot: at the end slots stay
 empty, which counts, too. One line of JSON per program: seconds, and its speed-up with quartiles
 over its baseline, all programs taking turns. The plain engine is compared with static batches,
@@ -57,12 +57,10 @@ def measure(model: Any, documents: Any, slots: int, args: Any) -> list[dict[str,
     wanted = rng.integers(max(1, output // 8), output + 1, TURNS * slots).tolist()
     longest = [max(wanted[i : i + slots]) for i in range(0, len(wanted), slots)]
     prompts = middles(documents, tokens=args.prompt, count=len(wanted))
-    widths = tuple(sorted({max(1, slots // 4), max(1, slots // 2)}))
     modes: dict[str, Mode] = {"engine": Plain()}
     for budget in args.budgets:
         policy = model.calibration.policy("learned", budget)
-        modes[f"learned@{budget:g}, together"] = Adaptive(policy=policy)
-        modes[f"learned@{budget:g}, packed"] = Adaptive(policy=policy, pack=widths)
+        modes[f"learned@{budget:g}"] = Adaptive(policy=policy)
 
     def batches(new_tokens: Sequence[int]) -> None:
         for number, new in enumerate(new_tokens):

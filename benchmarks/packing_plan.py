@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows packed by depth, together, and plain: measured at a grid, beside what the plan predicts.
+"""A depth per token beside plain decoding: measured at a grid, beside what the plan predicts.
 
     python benchmarks/packing_plan.py [--model M] [--rows 4 8 16 32] [--shares 0.3 0.6 0.8 0.95]
 
 All slots run, half filled; of each token it is drawn whether it stops at the first depth, with the
-share's probability. Programs take turns, a block each. The plan (`plan_rebatching`) knows only what
-`plan_mode` measures: blocks in which all rows stop, or none. A shape of
+share's probability. Programs take turns, a block each. The plan knows only what `plan_mode`
+measures: blocks in which all rows stop, or none. A shape of
 `utio_jax.models.presets.SHAPES` gets random weights, as many layers as are asked for:
 
     python benchmarks/packing_plan.py --model llama-7b --layers 4 --depth 2 --rows 8 --shares 0.8
@@ -14,7 +14,6 @@ share's probability. Programs take turns, a block each. The plan (`plan_rebatchi
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import time
@@ -45,9 +44,7 @@ def measure(model: Any, rows: int, options: argparse.Namespace) -> list[dict[str
     policies = {
         share: random_depths([share, 1 - share], key=key, depths=depths) for share in options.shares
     }
-    packs = tuple(width for width in (1, 2, 4, 8, 16) if width < rows)
-    base = Adaptive(policy=policies[options.shares[0]])
-    modes = {"plain": Plain(), "together": base, "pack": dataclasses.replace(base, pack=packs)}
+    modes = {"plain": Plain(), "adaptive": Adaptive(policy=policies[options.shares[0]])}
     shapes = Shapes(prompt_widths=(options.prompt,), groups=(1,))
     blocks = options.rounds + 2
     capacity = options.prompt + blocks * options.steps + 2
@@ -66,7 +63,7 @@ def measure(model: Any, rows: int, options: argparse.Namespace) -> list[dict[str
             params=model.params,
             slots=rows,
             capacity=capacity,
-            mode=modes["pack"],
+            mode=modes["adaptive"],
             steps=options.steps,
             shapes=shapes,
         )
@@ -76,19 +73,21 @@ def measure(model: Any, rows: int, options: argparse.Namespace) -> list[dict[str
         seconds = _turns(engines, policy, rows, options)
         plan = plans[share]
         best = min(np.median(each) for each in seconds.values())
-        chosen = np.median(seconds[plan.choice])
+        choice = "adaptive" if plan.speedup > 1 else "plain"
+        foretold = {"plain": plan.rates.plain_seconds, "adaptive": plan.seconds}
+        chosen = np.median(seconds[choice])
         lines.append(
             {
                 "rows": rows,
                 "share": share,
                 "ms": {name: round(1e3 * float(np.median(v)), 3) for name, v in seconds.items()},
-                "predicted_ms": {name: round(1e3 * v, 3) for name, v in plan.seconds.items()},
+                "predicted_ms": {name: round(1e3 * v, 3) for name, v in foretold.items()},
                 "over_plain": {
                     name: round(float(np.median(seconds["plain"] / v)), 3)
                     for name, v in seconds.items()
                     if name != "plain"
                 },
-                "choice": plan.choice,
+                "choice": choice,
                 "choice_over_best": round(float(best / chosen), 3),
             }
         )
@@ -110,7 +109,7 @@ def _turns(
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)
     for turn in range(options.rounds):
-        for name in names[turn % 3 :] + names[: turn % 3]:
+        for name in names[turn % 2 :] + names[: turn % 2]:
             began = time.perf_counter()
             engines[name].advance()
             seconds[name].append((time.perf_counter() - began) / options.steps)

@@ -14,9 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from utio_jax.bench.environment import describe
-from utio_jax.bench.results import Recorder
-from utio_jax.bench.rows import Row, rounded, timed
+from utio_jax.bench.results import Recorder, Row, describe, rounded
 from utio_jax.bench.timing import Timing
 
 
@@ -48,9 +46,7 @@ def peer_row(  # noqa: PLR0913 (options, each named)
       fallbacks: how often it did something else than it says: then it has no speed-up.
     """
     found = rounded(dict(found))
-    where = [f"{name}{value}" for name, value in setting.items()]
     row = Row(
-        key="/".join(["peer", model_name, method, *where]),
         part="peer",
         model=model_name,
         method=method,
@@ -59,9 +55,8 @@ def peer_row(  # noqa: PLR0913 (options, each named)
         speed_only=speed_only,
         note="; ".join(f"{name} {value}" for name, value in found.items()),
         fallbacks=dict(fallbacks or {}),
-        ledger=found,
     )
-    return timed(row, times[method], against=times[baseline], calls=calls, tokens=tokens)
+    return row.timed(times[method], against=times[baseline], calls=calls, tokens=tokens)
 
 
 @contextmanager

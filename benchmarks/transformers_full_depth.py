@@ -20,7 +20,7 @@ import transformers
 from side_by_side import peer_row, recording
 
 from utio_jax import models
-from utio_jax.bench.rows import Row
+from utio_jax.bench.results import Row
 from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.generate import generate
 from utio_jax.staircase.microbatches import MicroBatches

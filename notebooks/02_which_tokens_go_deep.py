@@ -276,8 +276,7 @@ with tqdm(total=6, desc="compare") as bar:
         budgets=(0.6, 0.75),
         progress=lambda what: (bar.set_postfix_str(what), bar.update(1)),
     )
-shown = [row for row in rows if row.ledger.policy != "oracle_loss"]
-ledgers = [row.ledger for row in shown]
+ledgers = [row.ledger for row in rows]
 title = f"{ledgers[0].tokens:,} tokens of {len(set(document_of_window))} files"
 display(plot_pareto(ledgers, title=title, hull=uniform_hull(ledgers)))
 
@@ -285,9 +284,9 @@ display(plot_pareto(ledgers, title=title, hull=uniform_hull(ledgers)))
 # Points below the dashed line are better than truncation. How far below, with 95 % intervals:
 
 # %%
-display(plot_margins(shown, title="how far below the hull of uniform exits"))
+display(plot_margins(rows, title="how far below the hull of uniform exits"))
 print(f"{'policy':16} {'FLOPs':>6} {'loss':>8}   below the hull, 95 % interval (% of the loss)")
-for row in shown:
+for row in rows:
     if row.hull_margin_pct and row.ledger.budget:
         low, middle, high = row.hull_margin_pct
         name, flops = row.ledger.policy, 100 * row.ledger.flops_ratio

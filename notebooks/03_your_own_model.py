@@ -296,7 +296,7 @@ with tqdm(total=3, desc="calibrate") as bar:
         goal=Budgets(budgets=(0.8,)),  # A share of the full pass' FLOPs.
         progress=lambda step: (bar.set_postfix_str(step), bar.update(1)),
     )
-print(textwrap.fill(advise(qwen.decoder, qwen.params, fitted.info, lens=False), width=96))
+print(textwrap.fill(advise(qwen.decoder, fitted.info, lens=False), width=96))
 
 # %% [markdown]
 # That is an answer too, and the usual one for a stock model. The message names the ways out:

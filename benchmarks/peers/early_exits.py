@@ -36,7 +36,6 @@ from TIDE.router import RouterCheckpoint
 from utio_jax import models
 from utio_jax.bench.timing import time_programs
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 
@@ -171,10 +170,6 @@ def main() -> None:
     modes = {
         "utio_jax, full depth": Plain(),
         "utio_jax lossless": Lossless(exit=options.exit, max_draft=DRAFTS),
-        # As LayerSkip's drafts do, which end where the exit is unsure.
-        "utio_jax lossless, unsure ends a draft": Lossless(
-            exit=options.exit, max_draft=DRAFTS, stop=EntropyAbove(threshold_nats=1.5)
-        ),
     }
     programs = {
         "transformers, full depth": by_torch(),

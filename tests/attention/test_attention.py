@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from utio_jax.attention.mixing import Mixer, mix_apart
+from utio_jax.attention.mixing import Mixer, mix_apart, mix_whole_rows
 from utio_jax.attention.products import (
     NOWHERE,
     attend,
@@ -201,3 +201,18 @@ def test_gradients_equal_those_of_a_plain_softmax():
         strict=True,
     ):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("width", [1, 7, 8, 70])
+def test_whole_rows_in_blocks_of_queries_attend_to_what_they_see(
+    width: int, window: int | None
+) -> None:
+    queries, keys, values, _ = example(4, 2, queries=width, keys=width)
+    mix = Mixer(window=None if window is None else jnp.int32(window), causal=True, softcap=9.0)
+    visible = mix.visible(jnp.arange(width), jnp.arange(width))
+    wanted = slow_attend(queries, keys, values, np.asarray(visible), softcap=9.0)
+    for block in (3, 2**30):
+        with compiling_for("cpu", query_block=block):
+            found = mix_whole_rows(mix, queries, keys, values, visible)
+        np.testing.assert_allclose(found, wanted, atol=2e-6)

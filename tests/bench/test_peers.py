@@ -37,7 +37,7 @@ def test_rows_are_kept_as_they_come_and_read_by_the_report(
             "m", "ours", "theirs", TIMES, setting=setting, tokens=8, calls=2, found={"apart": 1 / 3}
         )
         keep(row)
-        assert len(read_results(tmp_path / "results.json")["rows"]) == 1
+        assert len(read_results(tmp_path / "results.json")[1]) == 1
         pretended = {"tokens that ran every layer": 8}
         keep(
             peer_row(
@@ -51,14 +51,14 @@ def test_rows_are_kept_as_they_come_and_read_by_the_report(
                 fallbacks=pretended,
             )
         )
-    found = read_results(tmp_path / "results.json")
+    found, (first, second) = read_results(tmp_path / "results.json")
     assert json.loads(capsys.readouterr().out) == found
     assert found["complete"]
     assert found["environment"]["versions"]["x"] == "1"
-    first, second = found["rows"]
-    assert first["key"] == "peer/m/ours/batch1/output8"
-    assert (first["seconds"]["median"], first["speedup"]["median"]) == (1.0, 2.0)
-    assert first["tokens_per_second"] == 8
-    assert first["note"] == "apart 0.333333"
-    assert second["speedup"] is None
-    assert (second["seconds"]["median"], second["baseline_seconds"]["median"]) == (4.0, 2.0)
+    assert first.key == "peer/m/ours/batch1/output8"
+    assert first.seconds is not None
+    assert (first.seconds.median, first.gain, first.tokens_per_second) == (1.0, 2.0, 8)
+    assert first.note == "apart 0.333333"
+    assert second.speedup is None
+    assert second.seconds is not None
+    assert second.seconds.median == 4.0

@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import shutil
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,29 +20,20 @@ from helpers.cases import EXECUTOR, calibrated, run_dense
 from helpers.models import plain_nll
 from scipy import stats
 
-from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.gates import (
     SIGNALS,
-    SignalFitter,
     fit_gates,
-    likely_followers,
     worth_going_deeper,
 )
-from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.hindsight import hindsight_policies
-from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import (
-    collect_scores,
-    harm_gini,
     predicted_tokens,
     rank_correlation,
     study_exits,
 )
 from utio_jax.calibration.thresholds import _sweep, fit_thresholds, leave_at
-from utio_jax.core.arrays import normalise
 from utio_jax.core.documents import Batch
 from utio_jax.core.files import hash_file, load_tensors, save_tensors
-from utio_jax.core.lens import Wrapped
 from utio_jax.evaluation.evaluate import evaluate
 from utio_jax.policies import Learned, Position, StateGate
 from utio_jax.policies.signals import DepthTable
@@ -153,73 +143,6 @@ def test_gates_learn_what_the_state_says_about_kl() -> None:
         assert ((logit > 0) == (target > 0.3)).mean() > 0.85
 
 
-def test_candidates_are_what_follows_a_token_most_often() -> None:
-    rng = np.random.default_rng(0)
-    ids = (rng.integers(0, 9, (6, 30)) * rng.integers(1, 3, (6, 30))).astype(np.int32)
-    lengths = np.asarray([30, 1, 12, 30, 2, 25])
-    batches = [
-        Batch(token_ids=ids[rows], lengths=lengths[rows], window=np.arange(3))
-        for rows in (slice(0, 3), slice(3, 6))
-    ]
-    found = likely_followers(batches, vocab_size=40, count=4)
-    every = [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
-    common = [
-        token for token, _ in sorted(
-            Counter(itertools.chain(*every)).items(), key=lambda item: (-item[1], item[0])
-        )
-    ]  # fmt: skip
-    for token in range(40):
-        follow = Counter(b for row in every for a, b in itertools.pairwise(row) if a == token)
-        wanted = sorted(follow, key=lambda other: (-follow[other], other))[:4]
-        wanted += [other for other in common if other not in wanted]
-        assert found[token].tolist() == wanted[:4], token
-    assert likely_followers(batches, vocab_size=40, count=99).shape == (40, 40)
-
-
-def test_gates_learn_from_what_they_see_beside_states() -> None:
-    rng = np.random.default_rng(0)
-    states = rng.normal(size=(1, 4000, 6)).astype(np.float32)
-    more = 30 + 10 * rng.normal(size=(1, 4000, 2)).astype(np.float32)
-    target = states[..., 0] * 0.1 + (more[..., 1] - 30) / 10
-    gates = fit_gates(states, target, more, hidden=8, steps=800)
-    seen = jnp.concatenate([normalise(jnp.asarray(states[0])), jnp.asarray(more[0])], axis=-1)
-    error = np.asarray(gates.at(0).read(seen)) - target[0]
-    assert error.var() < 0.02 * target.var()
-    alone = fit_gates(states, target, hidden=8, steps=800)
-    assert (np.asarray(alone.at(0)(states[0])) - target[0]).var() > 0.5 * target.var()
-
-
-def test_candidates_need_a_head_of_a_few_tokens(tiny: Any, text: list[Batch]) -> None:
-    class Whole(Wrapped):
-        """A decoder that does not know which of its parameters are the head's."""
-
-        reduce_head: Any = None
-
-    bare, params = Whole(tiny.decoder), {"model": tiny.params}
-    fitter = SignalFitter(bare, params, study_exits(bare, params, text[:1]))
-    with pytest.raises(ValueError, match=r"Wanted a decoder with reduce_head.*Got Whole\. Add"):
-        fitter.fit("candidates")
-
-
-@pytest.mark.check
-def test_candidate_gates_are_asked_about_what_they_were_fitted_to(
-    tiny: Any, text: list[Batch]
-) -> None:
-    studies = study_exits(tiny.decoder, tiny.params, text[:2])
-    fitter = SignalFitter(tiny.decoder, tiny.params, studies)
-    signal = fitter.candidates(3)
-    assert signal.likely.shape == (64, 3)
-    states = predicted_tokens(studies, [study.states for study in studies])
-    seen = fitter._of_candidates(signal.likely)
-    scores = collect_scores(tiny.decoder, tiny.params, signal, studies, depths=(1, 2, 4))
-    for index, found in enumerate(predicted_tokens(studies, scores)):
-        inputs = [normalise(jnp.asarray(states[index])), jnp.asarray(seen[index])]
-        wanted = signal.gates.at(index).read(jnp.concatenate(inputs, axis=-1))
-        np.testing.assert_allclose(found, wanted, atol=1e-4)
-        root = np.sqrt(studies[0].kl[index, studies[0].predicted])
-        assert np.corrcoef(found[: len(root)], root)[0, 1] > 0.8, "fitted to these very tokens"
-
-
 def test_the_cost_aware_target_is_whether_a_later_exit_is_cheaper_in_all() -> None:
     kl = np.asarray([[1.0, 0.1], [0.9, 0.05], [0.0, 0.0]])
     # In all, at a price of 0.5 per unit: [1.25, .35], [1.4, .55], [1, 1].
@@ -232,7 +155,7 @@ def test_the_cost_aware_target_is_whether_a_later_exit_is_cheaper_in_all() -> No
 def test_tokens_of_one_score_leave_together() -> None:
     rng = np.random.default_rng(5)
     scores = rng.integers(0, 3, (1, 600)).astype(np.float32)
-    scores[0, :60] = np.inf  # These may not stop.
+    scores[0, :60] = np.inf  # Who may not stop.
     harm = np.stack([0.1 * scores[0] + rng.normal(0, 1, 600), np.zeros(600)])
     harm[0, :60] = -100.0
     fit = fit_thresholds(
@@ -257,36 +180,6 @@ def test_rank_correlation_of_monotone_and_of_unrelated_values() -> None:
     unrelated = rank_correlation(values, np.random.default_rng(3).normal(size=2000))
     assert unrelated is not None
     assert abs(unrelated) < 0.1
-
-
-def test_gini_of_harm_is_one_for_the_best_order_and_none_for_chance() -> None:
-    draw = np.random.default_rng(4)
-    harm = draw.exponential(size=400) ** 2
-    assert harm_gini(np.exp(harm / 50), harm) == pytest.approx(1)
-    assert harm_gini(-harm, harm) == pytest.approx(-1)
-    chance = [harm_gini(draw.normal(size=400), harm) or 0.0 for _ in range(200)]
-    assert abs(np.mean(chance)) < 0.05 < np.std(chance)
-    assert harm_gini(np.zeros(400), harm) == pytest.approx(0), "all tied: no order"
-    scores = draw.integers(0, 5, 400) + harm / 4
-    slow = _captured_area(scores, harm) / _captured_area(harm, harm)
-    assert harm_gini(scores, harm) == pytest.approx(slow)
-    # In ties the mean over all orders of the tied ones.
-    tied = np.asarray([1.0, 1, 0])
-    few = np.asarray([4.0, 0, 1])
-    orders = [_captured_area(np.asarray(order), few) for order in ([3.0, 2, 1], [2.0, 3, 1])]
-    assert harm_gini(tied, few) == pytest.approx(np.mean(orders) / _captured_area(few, few))
-    for wrong in (np.zeros(3), np.ones(3), np.asarray([1, np.nan, 2])):
-        assert harm_gini(np.arange(3.0), wrong) is None
-    assert harm_gini(np.zeros(0), np.zeros(0)) is None
-
-
-def _captured_area(scores: np.ndarray, harm: np.ndarray) -> float:
-    """Token by token: the area under captured harm, less that under the diagonal."""
-    order, area, before = np.argsort(-scores), 0.0, 0.0
-    for token in order:
-        after = before + harm[token] / harm.sum()
-        area, before = area + (before + after) / 2 / len(harm), after
-    return area - 0.5
 
 
 def test_rank_correlation_of_tied_values_is_spearmans() -> None:
@@ -360,47 +253,6 @@ def test_a_calibration_survives_its_files_and_refuses_other_models(
 
 
 @pytest.mark.check
-def test_weights_come_from_a_text_of_their_own(tiny: Any, text: list[Batch]) -> None:
-    model, mine, other = (tiny.decoder, tiny.params), [*text, *text[:1]], text
-    policies = ("utio_surrogate",)
-    means = {
-        "mine": calibrated(tiny, mine, policies, (0.8,)),
-        "other": calibrated(tiny, other, policies, (0.8,)),
-    }
-    options: dict[str, Any] = {"model_sha256": "a" * 64, "text": {"documents": 40}}
-    options |= {"goal": Budgets(budgets=(0.8,)), "executor": EXECUTOR}
-    apart = calibrate(*model, mine, gate_batches=other, policies=policies, **options)
-
-    def weights(found: Calibration) -> np.ndarray:
-        return np.asarray(jax.tree.leaves(found.signals["utio_surrogate"])[0])
-
-    np.testing.assert_array_equal(weights(apart), weights(means["other"]))
-    assert np.abs(weights(apart) - weights(means["mine"])).max() > 1e-3
-    # Thresholds are least harm's on the first text, at the scores that those weights give there.
-    studies = study_exits(*model, mine)
-    search = ThresholdSearch(*model, studies, executor=EXECUTOR)
-    entries, _ = options["goal"].reach(search, apart.signals["utio_surrogate"], lambda _: None)
-    signal = apart.signals["utio_surrogate"]
-    assert {budget: search.with_row_shares(signal, fit) for budget, fit in entries.items()} == (
-        apart.entries["utio_surrogate"]
-    )
-    assert apart.info["tokens"] == means["mine"].info["tokens"]
-    # What each policy's weights come from is kept, and reported where another text is asked for.
-    named = apart.info["gate_text"]["utio_surrogate"]
-    assert named["windows"] == sum(len(batch.lengths) for batch in other)
-    assert "gate_text" not in means["mine"].info
-    both = calibrate(*model, mine, policies=["position"], done=apart, **options)
-    assert both.info["gate_text"] == {"utio_surrogate": named}
-    free = calibrate(*model, mine, gate_batches=other, policies=["position"], **options)
-    assert "gate_text" not in free.info, "it has no weights"
-    again = {"done": both, "policies": policies, **options}
-    with pytest.raises(ValueError, match="keep utio_surrogate, .* the calibration text. Got one"):
-        calibrate(*model, mine, **again)
-    assert calibrate(*model, mine, gate_batches=other, **again) == both
-    assert "gate_text" not in calibrate(*model, mine, refit=True, **again).info
-
-
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("names", "reached"),
     [
@@ -441,13 +293,9 @@ def test_fixed_exits_keep_their_places() -> None:
 
 
 def test_signals_of_no_known_type_are_refused(tmp_path: Path) -> None:
-    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
-    calibration = Calibration(
-        entries={"kept": {0.5: entry}}, signals={"kept": Position()}, info={"model_sha256": "b"}
-    )
-    calibration.save(tmp_path)
+    one_policy(Position()).save(tmp_path)
     stored = json.loads((tmp_path / "policies.json").read_text())
-    stored["signals"]["kept"]["type"] = "os.system"
+    stored["signals"]["position"]["type"] = "os.system"
     (tmp_path / "policies.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match="do not fit each other.*Calibrate again"):
         load_calibration(tmp_path, model_sha256="b")
@@ -492,25 +340,26 @@ def gates(dim: int = 3, hidden: int = 2, exits: int = 2) -> StateGate:
     )
 
 
-def test_weights_are_those_that_a_calibration_was_saved_with(tmp_path: Path) -> None:
+def one_policy(signal: Any, **changes: Any) -> Calibration:
+    """Returns a calibration of one signal, of the gates of `learned` where these are changed."""
     entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
+    signal = signal or Learned(gates=dataclasses.replace(gates(), **changes), exits=(1, 2))
+    return Calibration(
+        entries={signal.name: {0.5: entry}},
+        signals={signal.name: signal},
+        info={"model_sha256": "b"},
+    )
 
-    def calibration(gate: StateGate) -> Calibration:
-        signal = Learned(gates=gate, exits=(1, 2), name="learned")
-        return Calibration(
-            entries={"learned": {0.5: entry}},
-            signals={"learned": signal},
-            info={"model_sha256": "b"},
-        )
 
-    calibration(gates()).save(tmp_path / "one.json")
-    calibration(jax.tree.map(lambda leaf: 2 * leaf, gates())).save(tmp_path / "two.json")
+def test_weights_are_those_that_a_calibration_was_saved_with(tmp_path: Path) -> None:
+    one_policy(None).save(tmp_path / "one.json")
+    one_policy(None, output=jnp.full((2, 2), 2.0)).save(tmp_path / "two.json")
     load_calibration(tmp_path / "one.json", model_sha256="b")
     shutil.copyfile(tmp_path / "two.safetensors", tmp_path / "one.safetensors")
     with pytest.raises(ValueError, match="one.json was written with, beside it.*Copy both files"):
         load_calibration(tmp_path / "one.json", model_sha256="b")
     with pytest.raises(ValueError, match="finite weights .*Got NaN .*in learned.gates.output"):
-        calibration(dataclasses.replace(gates(), output=jnp.full((2, 2), jnp.nan))).save(tmp_path)
+        one_policy(None, output=jnp.full((2, 2), jnp.nan)).save(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -525,25 +374,13 @@ def test_weights_are_those_that_a_calibration_was_saved_with(tmp_path: Path) -> 
 def test_misshaped_gates_are_named(
     tmp_path: Path, change: dict[str, Any], match: str, unchecked_shapes: None
 ) -> None:
-    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
-    signal = Learned(gates=dataclasses.replace(gates(), **change), exits=(1, 2), name="learned")
-    Calibration(
-        entries={"learned": {0.5: entry}},
-        signals={"learned": signal},
-        info={"model_sha256": "b"},
-    ).save(tmp_path)
+    one_policy(None, **change).save(tmp_path)
     with pytest.raises(ValueError, match=match):
         load_calibration(tmp_path, model_sha256="b")
 
 
 def test_altered_exits_and_names_that_clash_are_refused(tmp_path: Path) -> None:
-    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
-    signal = Learned(gates=gates(), exits=(1, 2), name="learned")
-    Calibration(
-        entries={"learned": {0.5: entry}},
-        signals={"learned": signal},
-        info={"model_sha256": "b"},
-    ).save(tmp_path)
+    one_policy(None).save(tmp_path)
     stored = json.loads((tmp_path / "policies.json").read_text())
     for exits in ([2, 3], [2, 1], [1.5, 2], "12", [None, 1]):
         stored["signals"]["learned"]["exits"] = exits
@@ -576,12 +413,7 @@ def test_altered_exits_and_names_that_clash_are_refused(tmp_path: Path) -> None:
 def test_entries_that_no_policy_can_have_are_refused(
     tmp_path: Path, change: dict[str, Any], match: str
 ) -> None:
-    entry = Thresholds(depths=(1, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
-    Calibration(
-        entries={"position": {0.5: entry}},
-        signals={"position": Position()},
-        info={"model_sha256": "b"},
-    ).save(tmp_path)
+    one_policy(Position()).save(tmp_path)
     stored = json.loads((tmp_path / "policies.json").read_text())
     stored["entries"]["position"]["0.5"] |= change
     (tmp_path / "policies.json").write_text(json.dumps(stored))
@@ -618,17 +450,16 @@ def test_a_study_holds_the_divergences_and_the_harm_of_the_exits(
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("by", ["kl", "loss"])
-def test_oracles_know_the_harm_of_every_exit(tiny: Any, by: Any, text: list[Batch]) -> None:
+def test_the_oracle_knows_the_divergence_of_every_exit(tiny: Any, text: list[Batch]) -> None:
     studies = study_exits(tiny.decoder, tiny.params, text)
-    policies = hindsight_policies(
-        tiny.decoder, tiny.params, studies, by=by, budget=0.8, executor=EXECUTOR
-    )
+    find = partial(hindsight_policies, tiny.decoder, tiny.params, studies, executor=EXECUTOR)
+    assert find(0.01) == [], "below the first exit"
+    policies = find(0.8)
     harms, blind, shares = [], [], []
     for policy, study in zip(policies, studies, strict=True):
-        assert policy.name == f"oracle_{by}"
+        assert policy.name == "oracle_kl"
         assert not policy.causal
-        harm = (study.kl if by == "kl" else study.harm)[:, study.predicted]
+        harm = study.kl[:, study.predicted]
         exits = np.asarray(tiny.decoder.config.exits)
         assert isinstance(policy.signal, DepthTable)
         depths = np.asarray(policy.signal.depth_of_token)
@@ -639,22 +470,6 @@ def test_oracles_know_the_harm_of_every_exit(tiny: Any, by: Any, text: list[Batc
         shares.append(row[""].flops / row[""].flops_full)
     assert np.concatenate(harms).mean() < 0.8 * np.concatenate(blind).mean()
     assert np.mean(shares) == pytest.approx(0.8, abs=0.08)
-
-
-@pytest.mark.check
-def test_impossible_oracles_are_refused(
-    tiny: Any, unchecked_shapes: None, text: list[Batch]
-) -> None:
-    ask = partial(
-        hindsight_policies,
-        tiny.decoder,
-        tiny.params,
-        study_exits(tiny.decoder, tiny.params, text),
-    )
-    with pytest.raises(ValueError, match="by to be one of kl, loss. Got by='luck'"):
-        ask(by="luck", budget=0.8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="covers the first exit, at depth 1. Got budget=0.01"):
-        ask(by="kl", budget=0.01)
 
 
 @pytest.mark.check

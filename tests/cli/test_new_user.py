@@ -29,7 +29,6 @@ from utio_jax.bench.terminal import documents_table
 from utio_jax.calibration.advice import conclude
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.calibration.lens import LensConfig, fit_lens
-from utio_jax.cli.calibrate import keeping
 from utio_jax.cli.evaluate import Evaluate
 from utio_jax.cli.generate import Generate
 from utio_jax.cli.main import COMMANDS, GROUPS, main, parsed
@@ -42,8 +41,6 @@ from utio_jax.decoding.generate import generate
 from utio_jax.evaluation.evaluate import DocumentScore
 from utio_jax.evaluation.ledger import Ledger
 from utio_jax.models import load
-from utio_jax.models.texts import describe
-from utio_jax.models.training.corpus import standard_library
 from utio_jax.policies.signals import Position
 from utio_jax.policies.store import Calibration, Thresholds
 from utio_jax.staircase.score import score
@@ -153,90 +150,34 @@ def test_the_shipped_calibration_is_never_written(
     assert own.read_bytes() == before
 
 
-def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Fits nothing: adds a policy of the first name to what is there."""
-    seen: list[dict[str, Any]] = []
+def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fits nothing: returns a policy of the first name."""
 
-    def fit(*_: Any, policies: Any, model_sha256: str, done: Any, keep: Any, **options: Any) -> Any:
-        seen.append({"done": done, **options})
+    def fit(*_: Any, policies: Any, model_sha256: str, **__: Any) -> Any:
         new = position_only(model_sha256, **HARMED)
-        old = {} if done is None else done.entries
-        fitted = dataclasses.replace(
+        return dataclasses.replace(
             new,
-            entries={**old, policies[0]: new.entries["position"]},
-            signals=dict.fromkeys((*old, policies[0]), Position()),
+            entries={policies[0]: new.entries["position"]},
+            signals={policies[0]: Position()},
         )
-        keep(fitted)
-        return fitted
 
     monkeypatch.setattr(importlib.import_module("utio_jax.calibration.calibrate"), "calibrate", fit)
-    return seen
 
 
-def test_a_calibration_is_added_to_and_the_place_is_told(
+def test_the_place_of_a_calibration_and_the_next_command_are_said(
     bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen, own = fake_calibrate(monkeypatch), bare / "policies.json"
+    fake_calibrate(monkeypatch)
+    own = bare / "policies.json"
     arguments = ["calibrate", str(source("colorsys")), "--model", str(bare), "--exits", "1", "2"]
-    arguments += ["4", "--policy"]
-    assert main([*arguments, "position"]) == 0
-    assert f"Written: position: {own}" in capsys.readouterr().err
-    assert main([*arguments, "entropy"]) == 0
-    captured = capsys.readouterr()
-    assert f"Written: entropy, beside position of before: {own}" in captured.err
+    for name in ("position", "entropy"):
+        assert main([*arguments, "4", "--policy", name]) == 0
+        captured = capsys.readouterr()
+        assert f"Written: {name}: {own}" in captured.err
+        assert set(json.loads(own.read_text())["entries"]) == {name}, "replaced"
     # The command that is recommended works, up to its placeholder.
     (recommended,) = re.findall(r"For example: utio-jax (.*) OTHER_FILES", captured.err)
     assert recommended == f"compare --exits 1 2 4 --model {bare}"
-    assert set(json.loads(own.read_text())["entries"]) == {"position", "entropy"}
-    assert seen[0]["done"] is None
-    assert set(seen[1]["done"].entries) == {"position"}
-    assert seen[1]["refit"]
-    assert main([*arguments, "entropy", "--resume"]) == 0
-    assert not seen[2]["refit"]
-
-
-def test_gates_may_have_a_text_of_their_own(
-    bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    seen, model = fake_calibrate(monkeypatch), load(bare)
-    arguments = ["calibrate", str(source("colorsys")), "--model", str(bare), "--exits", "1", "2"]
-    arguments += ["4", "--policy", "entropy"]
-    others = [str(source(name)) for name in ("bisect", "heapq")]
-    assert main(arguments) == 0
-    assert (seen[0]["gate_batches"], seen[0]["gate_text"]) == (None, None)
-    assert main([*arguments, "--gate-text", *others]) == 0
-    assert seen[1]["text"] == seen[0]["text"]
-    read = [ids for name in others for ids in model.encode([Path(name).read_text()])[0]]
-    kept = [
-        token
-        for batch in seen[1]["gate_batches"]
-        for row, length in zip(batch.token_ids, batch.lengths, strict=True)
-        for token in row[:length]
-    ]
-    assert len(read) <= len(kept) < 1.1 * len(read)  # Windows overlap by a token.
-    assert set(kept) == set(read)
-    assert seen[1]["gate_text"]["documents"] == 2
-    assert seen[1]["gate_text"]["tokens"] == len(kept)
-    split = standard_library("train")
-    monkeypatch.setattr(
-        "utio_jax.models.training.corpus.standard_library",
-        lambda name: split[:3] if name == "train" else (),
-    )
-    assert main([*arguments, "--gate-text", "train"]) == 0
-    assert seen[2]["gate_text"] | {"tokens": 0} == describe(split[:3]) | {"tokens": 0}
-
-
-def test_what_cannot_be_added_to_stays_as_it_is(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    seen, out = fake_calibrate(monkeypatch), tmp_path / "other.json"
-    position_only("f" * 64).save(out)
-    before = out.read_bytes()
-    text = source("colorsys")
-    said = refused(capsys, "calibrate", text, "--model", folder, "--out", out)
-    assert f"name another --out, or remove {out}" in said
-    assert out.read_bytes() == before
-    assert not seen
 
 
 def test_a_lens_is_kept_and_never_replaced_by_another(
@@ -281,15 +222,6 @@ def test_a_lens_is_kept_and_never_replaced_by_another(
         calibration_of(load(bare), plain)
 
 
-def test_a_lens_is_not_fitted_where_its_calibration_has_no_place(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = [source(name) for name in SOURCES]
-    said = refused(capsys, "calibrate", *texts, "--model", folder, "--fit-lens")
-    assert "holds one that was fitted without it. Name another --out" in said
-    assert not (folder / "lens.json").exists()
-
-
 # Places that cannot be written are found before the work.
 
 
@@ -323,7 +255,7 @@ def test_a_place_that_takes_no_files_is_found_before_the_work(
         "bench.report.write_report",
     ):
         monkeypatch.setattr(f"utio_jax.{place}", worked)
-    monkeypatch.setattr("utio_jax.bench.environment.describe", worked)
+    monkeypatch.setattr("utio_jax.bench.results.describe", worked)
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("")
     Path("DIR.json").mkdir()
@@ -584,28 +516,6 @@ def test_a_stock_model_is_told_how_to_get_exits(
     said = refused(capsys, *arguments.split(), "--model", bare)
     assert "--exits 2 3 4 (load(..., exits=(2, 3, 4)))" in said
     assert "--lens FILE, which utio-jax calibrate --exits 2 3 4 --fit-lens writes" in said
-
-
-def test_of_two_runs_that_calibrate_into_one_file_the_second_is_told(tmp_path: Path) -> None:
-    entry = Thresholds(depths=(2, 4), thresholds=(0.5,), fractions=(0.5, 0.5))
-    one, two = (
-        Calibration(
-            info={"model_sha256": "m", "run": run},
-            signals={"position": Position()},
-            entries={"position": {0.8: entry}},
-        )
-        for run in (1, 2)
-    )
-    out = tmp_path / "policies.json"
-    first, second = keeping(out), keeping(out)
-    first(one)
-    first(one)  # As often as this run likes.
-    with pytest.raises(ValueError, match="Another one has written there since"):
-        second(two)
-    assert json.loads(out.read_text())["info"]["run"] == 1
-    keeping(out)(two)
-    with pytest.raises(ValueError, match="Name another --out"):
-        first(one)
 
 
 # Verdicts are repeated, and readable.

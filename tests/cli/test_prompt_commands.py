@@ -67,7 +67,7 @@ def test_fit_prompt_writes_maps_and_what_they_cost(maps: Path, folder: Path) -> 
     assert maps.with_suffix(".safetensors").is_file()
 
 
-def test_fit_prompt_trains_maps_and_goes_on_later(
+def test_fit_prompt_trains_maps(
     folder: Path, ids: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = tmp_path / "more.txt"
@@ -88,7 +88,6 @@ def test_fit_prompt_trains_maps_and_goes_on_later(
     assert found["trained"]["steps"] == 2
     assert json.loads(out.read_text())["trained"] == found["trained"]
     assert out.with_suffix(".safetensors").read_bytes() != tensors
-    assert fit("--train", "--train-steps", "3", "--resume")["trained"]["steps"] == 3
 
 
 def test_evaluate_reports_losses_behind_prompts(
@@ -170,7 +169,6 @@ def test_what_cannot_be_used_is_named(
             [*foreign, "--prompt-stop", "2", "--prompt-maps", str(maps)],
             "Wanted KV maps of the model with SHA-256",
         ),
-        (["fit-prompt", *model, "--stop", "2", "--resume"], "Wanted --train with --resume"),
         (["fit-prompt", *model, "--token-ids", str(ids), "--stop", "2"], "context of 64"),
         (["generate", "a", *model, "--prompt-budget", "0.01"], "budget of at least"),
         (["generate", "a", *model, "--prompt-budget", "0"], "above 0 and at most 1"),

@@ -32,6 +32,7 @@ from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.goals import Budgets
 from utio_jax.calibration.search import ThresholdSearch
 from utio_jax.calibration.studies import study_exits
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.core.documents import Batch, batches_of
 from utio_jax.core.files import flatten, nest
 from utio_jax.core.rows import Rows, place
@@ -41,7 +42,6 @@ from utio_jax.decoding.generate import Generated, stream
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.evaluation.evaluate import evaluate, score_documents
 from utio_jax.evaluation.generation import spent_on
 from utio_jax.models import load, save
@@ -251,22 +251,14 @@ def test_throttled_rows_of_a_mesh_are_those_of_one_device() -> None:
     throttle = Throttle(
         signal=Position(), thresholds=jnp.full(2, -20.0), history=History(recent=6, sinks=2)
     )
-    mode = Adaptive(policy=TABLE, throttle=throttle)
+    mode = Throttled(policy=TABLE, throttle=throttle)
     one = run(lively_model(), PROMPTS, mode=mode)
     many = run(lively_model(), PROMPTS, mode=mode, mesh=mesh_of("auto"))
     assert len(PROMPTS) % DEVICES, "some rows only fill the mesh up"
-    for name in ("token_ids", "throttled"):
-        for a, b in zip(getattr(one, name), getattr(many, name), strict=True):
-            np.testing.assert_array_equal(a, b)
-    assert any(row.any() for row in one.throttled)
-    assert any(not row.all() for row in one.throttled)
+    for a, b in zip(one.token_ids, many.token_ids, strict=True):
+        np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(one.kv_bytes_held, many.kv_bytes_held)
-    assert many.view_bytes_read.shape == (len(PROMPTS),)
-    cost = [
-        spent_on(lively_model().decoder, lively_model().params, mode, PROMPTS, each)
-        for each in (one, many)
-    ]
-    assert cost[0].throttled == cost[1].throttled > 0
+    assert many.kv_bytes_read.shape == (len(PROMPTS),)
 
 
 def test_rows_of_a_mesh_are_sampled_and_end_each_in_its_own_way() -> None:
@@ -477,7 +469,7 @@ def test_tensor_parallel_generation_on_a_mesh_yields_the_tokens_of_one_device(mo
     assert_tokens(mode, found.token_ids, found.log_probabilities, found.decided)
 
 
-@pytest.mark.parametrize("name", ["plain", "packed"])
+@pytest.mark.parametrize("name", ["plain", "propagate"])
 def test_an_engine_on_split_parameters_gives_what_one_device_gives(
     name: str, count_compiles: Any
 ) -> None:

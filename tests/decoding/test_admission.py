@@ -13,45 +13,36 @@ import pytest
 from helpers.generation import SMALL, lively_model, run, setting_of
 from helpers.models import with_random_maps
 
-from utio_jax.attention.history import History
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.rows import row_axes
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.admission import _admit, admit, empty_state, release
 from utio_jax.decoding.base import Mode, Plain
-from utio_jax.decoding.drafting import EntropyAbove, NGram
+from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import collect
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams, rows_of
 from utio_jax.decoding.state import REASONS, RELEASED, stop_rules
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import random_depths
-from utio_jax.policies.signals import Chance
 
 DEPTHS = (1, 2, 4)
 POLICY = random_depths(jnp.asarray([0.5, 0.2, 0.3]), key=jax.random.key(1), depths=DEPTHS)
-EASY = Throttle(
-    signal=Chance(key=jax.random.key(4)),
-    thresholds=jnp.full(3, 0.5),
-    history=History(recent=5, sinks=2),
-)
 
 MODES: dict[str, Any] = {
     "plain": Plain(),
     "propagate": Adaptive(policy=POLICY),
     "drop": Adaptive(policy=POLICY, kv="drop"),
     "mapped": Adaptive(policy=POLICY, kv="mapped"),
-    "throttled": Adaptive(policy=POLICY, throttle=EASY),
-    "lossless": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
+    "lossless": Lossless(exit=2, max_draft=3),
     "copies": Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)),
 }
 LONG = ("mapped", "copies")
 
 BATCH, SLOTS = 4, 64
 WHAT = (
-    *("token_ids", "decided", "log_probabilities", "throttled"),
+    *("token_ids", "decided", "log_probabilities"),
     *("steps", "accepted", "token_layers", "heads"),
 )
 
@@ -149,7 +140,7 @@ def _when(name):
 def test_rows_admitted_later_get_what_they_get_alone(name, count_compiles):
     model, mode = model_of(name), MODES[name]
     together = serve(name, REQUESTS, [3, 0, 1, 2])
-    same = ["token_ids", "throttled", "decided", "steps", "accepted"]
+    same = ["token_ids", "decided", "steps", "accepted"]
     if name == "plain":  # In other modes rows go along with deeper ones.
         same += ["token_layers", "heads"]
     for request, found in zip(REQUESTS, together, strict=True):
@@ -178,9 +169,8 @@ def leaves_of(tree: Any) -> list[np.ndarray]:
     return [np.moveaxis(np.array(leaf), axis, 0) for leaf, axis in pairs if axis is not None]
 
 
-@pytest.mark.parametrize("name", ["throttled", "drop"])
-def test_an_admission_moves_the_fresh_rows_and_nothing_else(name):
-    server = Server(name)
+def test_an_admission_moves_the_fresh_rows_and_nothing_else():
+    server = Server("drop")
     server.admit(REQUESTS[:2], [2, 0])
     server.advance(5)
     before = leaves_of(server.state)

@@ -4,22 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.generation import SMALL, assert_greedy, lively_model, run
-from helpers.marks import quick_where
 
-from utio_jax.core.decoder import reduced_head
-from utio_jax.core.lens import Lens, lensed
 from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams
-from utio_jax.models.presets import TINY
 from utio_jax.models.transformer import Transformer
 
 REPEATING = [[7, 1, 2, 3, 4, 7, 1, 2], [5, 5, 5], [9, 8, 7, 9, 8, 7, 9]]
@@ -141,32 +135,9 @@ def test_no_exit_is_needed_to_copy(model, plain):
         np.testing.assert_array_equal(found.token_ids[row], plain.token_ids[row][:40])
 
 
-@pytest.mark.parametrize("tied", quick_where(bool, [True, False]))
-def test_a_reduced_head_has_the_columns_of_the_whole(tied):
-    decoder = Transformer(
-        dataclasses.replace(TINY, tie_embeddings=tied, logit_softcap=3.0, exits=(2, 4))
-    )
-    params = decoder.init(jax.random.key(0))
-    lens = Lens(matrix=jnp.zeros((1, 32, 32)), bias=jnp.zeros((1, 32)), exits=(2,))
-    x, kept = jax.random.normal(jax.random.key(1), (3, 5, 32)), jnp.asarray([2, 3, 11])
-    for wrapped, weights in [(decoder, params), lensed(decoder, params, lens)]:
-        found = wrapped.unembed(reduced_head(wrapped, weights, kept), x)
-        np.testing.assert_allclose(
-            found, wrapped.unembed(weights, x)[..., kept], rtol=1e-5, atol=1e-7
-        )
-
-
 @pytest.mark.usefixtures("unchecked_shapes")
 def test_forbidden_combinations(model):
     with pytest.raises(ValueError, match="drafter of exit, ngram. Got 'tree'"):
         Lossless(drafter="tree")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit as well"):
+    with pytest.raises(ValueError, match=r"drafter='ngram' alone.*Got exit=2 as well"):
         Lossless(exit=2, drafter="ngram")
-
-    class NoReducedHead:
-        def __init__(self, decoder):
-            self.config = decoder.config
-
-    decoder: Any = NoReducedHead(model.decoder)
-    with pytest.raises(ValueError, match=r"reduce_head\(params, token_ids\).*NoReducedHead"):
-        reduced_head(decoder, model.params, jnp.asarray([1]))

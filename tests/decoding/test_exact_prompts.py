@@ -25,10 +25,11 @@ from utio_jax.prompts.budget import prompt_prefill
 
 PROMPTS = [[0, *range(5, 20)], [0, 9, 3, 2, 8, 8, 1], [4], [0, *range(40, 63)]]
 POLICY = random_depths([0.5, 0.2, 0.3], key=jax.random.key(1), depths=(1, 2, 4))
-MODES = {
-    "plain": Plain(),
-    "adaptive": Adaptive(policy=POLICY),
-    "lossless": Lossless(exit=2, max_draft=3),
+DRAWN = {"sampling": SamplingParams(temperature=0.9), "seeds": 3}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "adaptive": {"mode": Adaptive(policy=POLICY), **DRAWN},
+    "lossless": {"mode": Lossless(exit=2, max_draft=3)},
 }
 
 
@@ -37,16 +38,9 @@ def model(request: Any) -> Model:
     return lively_model(**KINDS[request.param])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "sampling", [None, SamplingParams(temperature=0.9)], ids=["greedy", "drawn"]
-)
-def test_tokens_after_exact_prompts_are_those_after_whole_ones(
-    model: Model, mode: str, sampling: Any
-) -> None:
-    options: dict[str, Any] = {"mode": MODES[mode], "max_new_tokens": 24, "seeds": 3}
-    if sampling is not None:
-        options["sampling"] = sampling
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_after_exact_prompts_are_those_after_whole_ones(model: Model, way: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 24, **WAYS[way]}
     whole = run(model, PROMPTS, prefill=Prefill(), **options)
     exact = run(model, PROMPTS, **options)
     for one, other in zip(whole.token_ids, exact.token_ids, strict=True):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 
@@ -22,22 +21,17 @@ from helpers.generation import (
     plain_run,
     run,
     setting_of,
-    true_logits,
 )
 from helpers.marks import quick_where
 from helpers.policies import SurePasses
 
-from utio_jax.attention.history import History
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import stream
 from utio_jax.decoding.loop import Lengths, advance, begin, run_chunks
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.decoding.sampling import SamplingParams, rows_of
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.depth import Thresholded, given_depths, random_depths, uniform
-from utio_jax.policies.signals import Chance
 
 DEPTHS = (1, 2, 4)
 
@@ -106,23 +100,6 @@ def test_rows_emit_from_the_logits_that_their_policy_has_seen(model):
     np.testing.assert_array_equal(result.heads, [heads.sum()] * 3)
 
 
-@pytest.mark.slow
-def test_drawn_tokens_follow_the_model(model):
-    # 2,000 rows with their own seeds: the first step after prefill, against the oracle's softmax.
-    prompts = [[0, 5]] * 2000
-    result = run(
-        model, prompts, sampling=SamplingParams(temperature=1.5), max_new_tokens=1, seeds=11
-    )
-    logits = true_logits(model, [0, 5], np.array([1]), np.array([4]), "full")[0]
-    expected = np.asarray(jax.nn.softmax(logits / 1.5)) * 2000
-    seen = np.bincount(np.concatenate(result.token_ids), minlength=64)
-    assert chi_square(seen, expected) < 110  # 63 degrees of freedom: 110 has p = 2e-4.
-
-
-def chi_square(seen: np.ndarray, expected: np.ndarray) -> float:
-    return float(np.sum((seen - expected) ** 2 / expected))
-
-
 @pytest.mark.parametrize(("seeds", "wanted"), [(5, [5, 6, 7]), ([9, 2, 9], [9, 2, 9])])
 def test_each_row_has_a_seed_of_its_own(model, seeds, wanted):
     options = {"chunk": 40, "max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
@@ -130,32 +107,16 @@ def test_each_row_has_a_seed_of_its_own(model, seeds, wanted):
     np.testing.assert_array_equal(state.seeds, wanted)
 
 
-@pytest.mark.parametrize("end", ["eos", pytest.param("stop", marks=pytest.mark.slow)])
-def test_rows_end_on_their_own(model, plain, end):
-    ids = plain.token_ids[0]
-    wanted = int(ids[9])
-    at = int(np.flatnonzero(ids == wanted)[0])
-    if end == "eos":
-        result = run(model, eos_ids=(63, wanted))
-        ends = [np.flatnonzero(np.isin(row, (63, wanted))) for row in plain.token_ids]
-    else:
-        sequence = [int(i) for i in ids[at - 1 : at + 1]] if at else [wanted]
-        result = run(model, stop_sequences=[[62, 61, 60], sequence])
-        ends = [
-            np.array(
-                [
-                    j
-                    for j in range(len(sequence) - 1, 40)
-                    if list(row[j - len(sequence) + 1 : j + 1]) == sequence
-                ]
-            )
-            for row in plain.token_ids
-        ]
-    for row in range(3):
-        length = int(ends[row][0]) + 1 if ends[row].size else 40
-        np.testing.assert_array_equal(result.token_ids[row], plain.token_ids[row][:length])
-        assert result.finish_reasons[row] == (end if ends[row].size else "length")
-    assert result.finish_reasons[0] == end
+def test_rows_end_on_their_own(model, plain):
+    wanted = int(plain.token_ids[0][9])
+    result = run(model, eos_ids=(63, wanted))
+    for mine, full, why in zip(
+        result.token_ids, plain.token_ids, result.finish_reasons, strict=True
+    ):
+        ends = np.flatnonzero(np.isin(full, (63, wanted)))
+        np.testing.assert_array_equal(mine, full[: ends[0] + 1 if ends.size else 40])
+        assert why == ("eos" if ends.size else "length")
+    assert result.finish_reasons[0] == "eos"
 
 
 EACH = [
@@ -218,26 +179,33 @@ STREAMED = {"max_new_tokens": 40, "eos_ids": (), "lengths": SMALL}
 
 
 @pytest.mark.parametrize(
-    ("chunk", "mode"),
-    [(1, Plain()), (7, Plain()), (100, Plain()), (5, Lossless(exit=2, max_draft=3))],
+    ("chunk", "mode", "sampling"),
+    [
+        (1, Plain(), SamplingParams()),
+        (7, Plain(), SamplingParams()),
+        (100, Plain(), SamplingParams()),
+        (5, Lossless(exit=2, max_draft=3), SamplingParams()),
+        (5, Lossless(exit=2, max_draft=3), SamplingParams(temperature=0.8)),
+    ],
 )
-def test_a_stream_is_the_same_tokens(model, plain, chunk, mode):
-    options = {"chunk": chunk, "mode": mode, **STREAMED}
+def test_a_stream_is_the_same_tokens(model, chunk, mode, sampling):
+    options = {"chunk": chunk, "mode": mode, "sampling": sampling, **STREAMED}
+    whole = run(model, mode=mode, sampling=sampling)
     kept = next(stream(model.decoder, model.params, PROMPTS, **options))  # And abandoned.
     chunks = list(stream(model.decoder, model.params, PROMPTS, **options))
     np.testing.assert_array_equal(kept.token_ids[1], chunks[0].token_ids[1])
     for row in range(3):
         joined = np.concatenate([one.token_ids[row] for one in chunks])
-        np.testing.assert_array_equal(joined, plain.token_ids[row])
+        np.testing.assert_array_equal(joined, whole.token_ids[row])
     if mode == Plain():
         assert all(one.token_ids[0].size >= min(chunk, 40) for one in chunks[:-1])
     assert not chunks[-1].running.any()
 
 
-ENTROPY = Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.0))
+LOSSLESS = Lossless(exit=2, max_draft=3)
 OTHERS = {  # What compiles nothing, either.
     "plain": (Plain(), Plain()),
-    "lossless": (ENTROPY, dataclasses.replace(ENTROPY, stop=EntropyAbove(threshold_nats=1.0))),
+    "lossless": (LOSSLESS, LOSSLESS),
     "adaptive": (
         Adaptive(policy=random_policy(0.5, 0.2, 0.3)),
         Adaptive(policy=random_policy(0.1, 0.4, 0.5)),
@@ -288,13 +256,7 @@ def test_steps_read_fewer_keys_once_the_longest_row_has_ended(model):
         np.testing.assert_allclose(found, likelihood, atol=1e-5)
 
 
-THROTTLE = Throttle(
-    history=History(recent=1400, sinks=8),
-    signal=Chance(key=jax.random.key(4)),
-    thresholds=jnp.full(3, 0.5),
-)
 COPIED = {
-    "throttled": (Adaptive(policy=random_policy(0.5, 0.2, 0.3), throttle=THROTTLE), None),
     "propagate": (Adaptive(policy=random_policy(0.5, 0.2, 0.3)), None),
     "drop": (Adaptive(policy=random_policy(0.5, 0.2, 0.3), kv="drop"), None),
     "lossless": (Lossless(exit=2, max_draft=3), None),
@@ -303,20 +265,18 @@ COPIED = {
 
 
 @pytest.mark.usefixtures("unchecked_shapes")  # Lowering rebuilds the mode around descriptions.
-@pytest.mark.parametrize("name", quick_where(lambda name: name == "throttled", COPIED))
+@pytest.mark.parametrize("name", quick_where(lambda name: name == "propagate", COPIED))
 def test_the_cache_is_never_copied(model, name):
     # One large cache: a copy of it, or of half of it, would show in the temporaries.
     setting, lengths = setting_of(model, *COPIED[name]), np.array([3, 7, 1], np.int32)
     rows = np.zeros((3, 8), np.int32), lengths, lengths + 40, np.arange(3, dtype=np.uint32)
     state = begin(setting, *rows, slots=4096)
     held = state.cache.keys.nbytes + state.cache.values.nbytes
-    view = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.view))
-    widths = (64,) if view else (64, 128)  # Loops within a loop.
-    memory = advance.lower(setting, state, np.int32(9), widths=widths).compile().memory_analysis()
+    program = advance.lower(setting, state, np.int32(9), widths=(64, 128)).compile()
+    memory = program.memory_analysis()
     assert memory is not None
-    assert memory.alias_size_in_bytes >= held + view
-    # Of a view one layer, and little else.
-    assert memory.temp_size_in_bytes < (view / 2 if view else held / 4)
+    assert memory.alias_size_in_bytes >= held
+    assert memory.temp_size_in_bytes < held / 4
 
 
 def test_memory_stays_flat(model):
@@ -333,28 +293,19 @@ ERRORS = {
     "no prompt": ({"prompts": []}, "at least one prompt"),
     "empty": ({"prompts": [[1], []]}, "Prompt 1 is empty.*bos_id=0"),
     "outside": ({"prompts": [[1], [64]]}, "from 0 to 63.*prompt 1"),
-    "negative": ({"prompts": [[-1]]}, "from 0 to 63"),
-    "floats": ({"prompts": [[0.5]]}, "integer token ids"),
     "too long": ({"prompts": [[1] * 120]}, "context of 128.*prompt 0 of 120 tokens"),
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens of at least 1"),
     "seeds": ({"seeds": [1, 2]}, r"one per prompt \(3\)"),
     "empty stop": ({"stop_sequences": [[]]}, "at least one token"),
     "wildcard stop": ({"stop_sequences": [[3], [-1]]}, "from 0 to 63.*in stop sequence 1"),
-    "foreign stop": ({"stop_sequences": [[3, 64]]}, "from 0 to 63.*in stop sequence 0"),
-    "fractional stop": ({"stop_sequences": [[3.5]]}, "stop sequence 0 as a list of integer"),
-    "fractional end": ({"eos_ids": [0.5]}, "eos_ids as a list of integer token ids"),
     "negative end": ({"eos_ids": [-1]}, "in eos_ids"),
-    "beyond int32": ({"prompts": [[2**32 + 1]]}, "Got 4294967297 to 4294967297 in prompt 0"),
     "samplings": ({"sampling": [SamplingParams()] * 2}, r"one per prompt \(3\). Got 2"),
     "ends of two": ({"eos_ids": [[1], [2]]}, "eos_ids for all.*each of the 3. Got .*2"),
     "stops of one": ({"stop_sequences": [[[1]]]}, "stop_sequences for all.*each of the 3. Got .*1"),
-    "ends of some": ({"eos_ids": [[1], 2, [3]]}, "eos_ids for all.*Got .*2"),
-    "empty stop of one": ({"stop_sequences": [[], [[]], []]}, "at least one token"),
     "fractional number": ({"max_new_tokens": 2.0}, "an integer. Got max_new_tokens=2.0"),
     "long seed": ({"seeds": 2**70}, "at most 64 bits. Got 1180591620717411303424"),
     "fractional seed": ({"seeds": 0.5}, "seeds as integers"),
     "no sampling": ({"sampling": 0.7}, "Wanted SamplingParams. Got 0.7"),
-    "booleans": ({"prompts": [[True, False]]}, "prompt 0 as a list of integer token ids"),
 }
 
 

@@ -22,7 +22,6 @@ from helpers.generation import (
 )
 
 from utio_jax.core.lens import Lens, lensed
-from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import generate
 from utio_jax.decoding.loop import advance, begin
 from utio_jax.decoding.lossless import Lossless, lossless_for
@@ -44,7 +43,6 @@ def plain():
 MODES = {
     "exit 1": Lossless(exit=1, max_draft=1),
     "exit 2": Lossless(exit=2, max_draft=3),
-    "entropy": Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)),
 }
 
 
@@ -76,18 +74,6 @@ def test_every_layer_runs_once_per_draft(model):
     assert result.accepted[0] - 3 <= drafted.sum() <= result.accepted[0]
 
 
-def test_hard_tokens_stop_the_draft(model, plain):
-    never = run(model, mode=Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=-1.0)))
-    np.testing.assert_array_equal(never.drafts, [0, 0, 0])
-    np.testing.assert_array_equal(never.steps, [39, 39, 39])
-    # No draft, no waste: the layers and heads of plain decoding, and the exit's head.
-    np.testing.assert_array_equal(never.token_layers, [39 * 4] * 3)
-    np.testing.assert_array_equal(never.heads, [39 * 2] * 3)
-    np.testing.assert_array_equal(never.token_ids[2], plain.token_ids[2])
-    always = run(model, mode=Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=99.0)))
-    np.testing.assert_array_equal(always.drafts, 3 * always.steps)
-
-
 @pytest.mark.slow
 def test_a_perfect_draft_is_accepted_whole(model):
     # Layers 2 and 3 become the identity, so the exit at 2 is the full model.
@@ -112,10 +98,9 @@ def small_vocabulary():
     "mode",
     [
         Lossless(exit=1, max_draft=3),
-        Lossless(exit=2, max_draft=2, stop=EntropyAbove(threshold_nats=1.2)),
         Lossless(drafter="ngram", max_draft=3),
     ],
-    ids=["fixed", "entropy", "ngram"],
+    ids=["fixed", "ngram"],
 )
 def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
     """The joint distribution of tokens 2, 3 and 4 given token 1, against the oracle's products."""
@@ -151,21 +136,6 @@ def test_drawn_tokens_follow_the_full_model(small_vocabulary, mode):
     assert statistic < cells + 5 * np.sqrt(2 * cells)
     assert result.acceptance is not None
     assert 0 < result.acceptance < 1
-
-
-@pytest.mark.parametrize("value", [1e-9, 1e-12, 1e-37])
-def test_the_lowest_temperatures_draw_what_is_most_probable(model, value):
-    found = run(
-        model,
-        mode=Lossless(exit=2, max_draft=3),
-        sampling=SamplingParams(temperature=value),
-        seeds=3,
-    )
-    for row, prompt in enumerate(PROMPTS):
-        new = found.token_ids[row]
-        logits = true_logits(model, prompt, new, np.full_like(new, 4), "full")
-        chosen = logits[np.arange(new.size), new]
-        np.testing.assert_allclose(chosen, logits.max(axis=-1), atol=1e-4)
 
 
 def test_rows_end_inside_a_draft(model, plain):

@@ -149,8 +149,12 @@ def test_new_thresholds_compile_nothing(count_compiles: Any) -> None:
 def test_the_faster_full_depth_program_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = lively_model().decoder
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert fastest_prefill(decoder, 1, 448, kv="propagate") is None
+    assert fastest_prefill(decoder, 1, 128, kv="propagate") is None
+    executor = CapacityPrefix(capacities=(448,), min_bucket=8, certain=True)
+    assert fastest_prefill(decoder, 1, 448, kv="propagate") == Prefill(executor=executor)
     assert fastest_prefill(decoder, 8, 448, kv="propagate") == Prefill()
+    full = fastest_prefill(decoder, 8, 448, kv="propagate", filled=0.9)
+    assert full == Prefill(executor=executor)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert fastest_prefill(decoder, 8, 448, kv="propagate") is None
     monkeypatch.undo()

@@ -27,7 +27,6 @@ from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.policies.depth import uniform
-from utio_jax.policies.signals import Position
 from utio_jax.prompts.budget import prompt_choice, prompt_prefill
 from utio_jax.prompts.evaluate import prompt_cost
 from utio_jax.staircase.capacity import CapacityPrefix
@@ -192,19 +191,13 @@ def test_what_does_not_fit_together_is_refused() -> None:
 def test_a_budget_takes_the_least_loss_that_fits() -> None:
     model = with_random_maps(lively_model(), (2,))
     known = [
-        PromptChoice(stop=2, deep=deep, by=by, flops_ratio=ratio, nll_increase_pct=loss)
-        for deep, by, ratio, loss in (
-            (0.1, "sinks_recent", 0.60, 2.0),
-            (0.2, "sinks_recent", 0.68, 1.0),
-            (0.3, "sinks_recent", 0.75, 0.4),
-            (0.3, "gate", 0.74, 0.1),
-        )
+        PromptChoice(stop=2, deep=deep, flops_ratio=ratio, nll_increase_pct=loss)
+        for deep, ratio, loss in ((0.1, 0.60, 2.0), (0.2, 0.68, 1.0), (0.3, 0.75, 0.4))
     ]
     choose = partial(prompt_choice, model.decoder, model.params, choices=known)
     assert choose(0.65).deep == pytest.approx(0.1)
     assert choose(0.7).deep == pytest.approx(0.2)
     assert choose(0.99).deep == pytest.approx(0.3)
-    assert choose(0.99, gate=Position()).by == "gate"
     with pytest.raises(ValueError, match=r"a prompt budget of at least 0.600.*Got 0.5"):
         choose(0.5)
     how = prompt_prefill(model.decoder, model.params, 0.7, choices=known)

@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation by the shipped model: lossless on real text, compiled once, memory flat.
+"""Generation by the shipped model: lossless on real text, compiled once.
 
 `make test-generation` runs the long versions and prints their counts.
 """
 
 from __future__ import annotations
 
-import gc
-import resource
-import sys
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
-from helpers.generation import PROMPTS, lively_model, run
 
 from utio_jax import models
 from utio_jax.bench.decoding import middles, repetition
@@ -25,7 +20,6 @@ from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
 from utio_jax.evaluation.generation import read_emitted
 from utio_jax.models.training.corpus import standard_library
-from utio_jax.policies.depth import uniform
 
 pytestmark = pytest.mark.check
 
@@ -112,33 +106,3 @@ def test_fifty_prompts_of_mixed_lengths_compile_nothing(model: Any, count_compil
         for index in range(50):
             decode(modes[index % len(modes)], int(rng.integers(1, 65)), seed=index)
     assert compiles.count == 0
-
-
-@pytest.mark.slow
-def test_memory_stays_flat_over_a_thousand_batches(capsys: pytest.CaptureFixture[str]) -> None:
-    lively = lively_model()
-    modes = [
-        Plain(),
-        Lossless(exit=2, max_draft=3),
-        Adaptive(policy=uniform(2), kv="drop"),
-        Adaptive(policy=uniform(2)),
-    ]
-
-    def use() -> tuple[int, float]:
-        gc.collect()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return len(jax.live_arrays()), peak / (2**20 if sys.platform == "darwin" else 2**10)
-
-    before = (0, 0.0)
-    for index in range(1100):
-        if index == 100:
-            before = use()
-        run(lively, PROMPTS, mode=modes[index % len(modes)], max_new_tokens=20, seeds=index)
-    after = use()
-    with capsys.disabled():
-        print(
-            f"\n1,000 batches: {before[0]} then {after[0]} live arrays, "
-            f"peak {before[1]:.1f} then {after[1]:.1f} MiB"
-        )
-    assert after[0] <= before[0]
-    assert after[1] <= before[1] + 16

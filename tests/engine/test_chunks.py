@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.counting import Counting, read_counts
@@ -25,12 +24,8 @@ from helpers.engine import (
 )
 from helpers.generation import lively_model
 
-from utio_jax.attention.history import History
-from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.loop import Lengths
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.models.presets import TINY
-from utio_jax.policies.signals import Position
 
 CHUNK = 8
 CHUNKED = dataclasses.replace(SHAPES, chunk=CHUNK)
@@ -55,30 +50,17 @@ def long_pool(count: int) -> list[Asked]:
     return asked
 
 
-def mode_of(name: str) -> Any:
-    policy = modes()["propagate"][0].policy
-    if name != "throttled":
-        return modes()[name][0]
-    throttle = Throttle(
-        signal=Position(), thresholds=jnp.full(3, -20.0), history=History(recent=4, sinks=1)
-    )
-    return Adaptive(policy=policy, throttle=throttle)
-
-
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize(
     "name",
     [
         "plain",
         *(pytest.param(name, marks=pytest.mark.check) for name in ("propagate", "lossless")),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("packed", "drop", "copies", "throttled")
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("drop", "copies")),
     ],
 )
 def test_prompts_in_chunks_are_as_whole(name: str, count_compiles: Any) -> None:
-    model, mode, asked = model64(), mode_of(name), long_pool(12)
+    model, mode, asked = model64(), modes()[name][0], long_pool(12)
     engine = engine_of(model, mode, shapes=CHUNKED)
     engine.warmup()
     with count_compiles() as compiles:

@@ -15,10 +15,8 @@ from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, mo
 from helpers.generation import lively_model
 from helpers.models import gated
 
-from utio_jax.attention.history import History
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.engine import Engine
 from utio_jax.policies import (
     Patience,
@@ -83,13 +81,11 @@ def mixed(engine: Engine, asked: list[Asked]) -> dict[int, Any]:
     "options",
     [
         {},
-        pytest.param({"pack": (1, 2)}, marks=pytest.mark.check),
         pytest.param({"kv": "drop"}, marks=pytest.mark.slow),
     ],
 )
 def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) -> None:
     model, mode = model64(), serving(**options)
-    one_mode = {name: value for name, value in options.items() if name != "pack"}
     asked, names = pool(18, seed=2), list(BUDGETS)
     engine = engine_of(model, mode)
     engine.warmup()
@@ -98,7 +94,7 @@ def test_budgets_side_by_side_are_as_alone(options: Any, count_compiles: Any) ->
     assert compiles.count == 0
     seen = set[int]()
     for place, each in enumerate(asked):
-        budget = of_budget(names[place % len(names)], **one_mode)
+        budget = of_budget(names[place % len(names)], **options)
         assert_as_alone(found[place], alone(model, budget, None, each))
         seen |= {*found[place].decided[1:].tolist()}
     assert seen == {1, 2, 4}
@@ -150,11 +146,6 @@ def test_policies_that_the_mode_cannot_serve_are_refused() -> None:
     refused("or of other weights", serving(), other)
     refused("ends at all 4 layers.*depths=.1, 2", Adaptive(policy=BUDGETS["shallow"]), "full")
     refused('"full" or None. Got .half', serving(), "half")
-    throttle = Throttle(
-        signal=OWN.signal, thresholds=jnp.full(3, -jnp.inf), history=History(recent=4, sinks=1)
-    )
-    watched = Adaptive(policy=BUDGETS["all"], throttle=throttle)
-    refused(r"depths=\(1, 2, 4\), at which the mode's throttle watches", watched, deep)
 
 
 @pytest.mark.check

@@ -196,7 +196,7 @@ def test_an_engine_of_few_slots_is_compiled_by_its_warmup(
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("name", ["packed", pytest.param("lossless", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["propagate", pytest.param("lossless", marks=pytest.mark.slow)])
 def test_nothing_compiles_after_the_warmup(name: str, count_compiles: Any) -> None:
     engine = engine_of(lively_model(), *modes()[name], tokenizer=Letters())
     with count_compiles() as compiles:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from helpers.engine import Asked, alone, assert_as_alone, engine_of, model64, modes, pool
 
-DEFAULT = ("plain", "packed", "lossless")
-NAMES = (*DEFAULT, "propagate", "drop", "packed drop", "copies", "prompts")
+DEFAULT = ("plain", "propagate", "lossless")
+NAMES = (*DEFAULT, "drop", "copies", "prompts")
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from helpers.models import Model, live_params
 from helpers.processes import exchanges
 
 from utio_jax.core.processes import ProcessLostError
-from utio_jax.decoding import Confidence, Thinking
+from utio_jax.decoding import Thinking
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.engine import LeaderEngine
 from utio_jax.engine import leader as subject
@@ -58,7 +58,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Slots]:
     return found
 
 
-@pytest.mark.parametrize("name", ["plain", "packed"])
+@pytest.mark.parametrize("name", ["plain", "propagate"])
 def test_requests_come_out_as_alone_and_the_other_has_done_the_same(
     name: str, rows: list[Slots]
 ) -> None:
@@ -165,7 +165,7 @@ def test_a_worker_asks_the_leader_to_end_and_rests_meanwhile() -> None:
 
 def test_arrays_of_requests_arrive_as_they_were_sent() -> None:
     engine = engine_of(lively_model(), modes()["propagate"][0], thinking=True)
-    rule = Thinking(end_ids=(3, 4), confidence=Confidence(threshold=float("inf"), cue_ids=(1,)))
+    rule = Thinking(end_ids=(3, 4), max_tokens=5)
     engine.submit([1, 2], max_new_tokens=8, thinking=rule, stop_sequences=[[1, 2]], seed=2**32 - 1)
     engine.submit(
         [3],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing, rows together or plain decoding: what is predicted, of which times."""
+"""A depth per token or plain decoding: what is predicted, of which times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.generation import lively_model
 
 from utio_jax.decoding.base import Plain
 from utio_jax.engine import planning
-from utio_jax.engine.planning import RowRates, plan_mode, plan_rebatching
+from utio_jax.engine.planning import RowRates, plan_mode, predict_seconds
 from utio_jax.engine.slots import Served, Slots
 
 RATES = RowRates(
@@ -22,7 +22,7 @@ RATES = RowRates(
 )
 
 
-@pytest.mark.parametrize("widths", [(), (2,), (2, 4, 6)])
+@pytest.mark.parametrize("widths", [(8,), (2, 8), (2, 4, 6, 8)])
 @pytest.mark.parametrize(
     "histogram", [{16: 1.0}, {6: 0.8, 16: 0.2}, {8: 0.32, 10: 0.36, 12: 0.07, 16: 0.25}]
 )
@@ -32,34 +32,27 @@ def test_predictions_are_the_means_of_drawn_steps(
     """Eight rows draw their depths; segment by segment, those that go on are counted and paid."""
     rng, draws = np.random.default_rng(0), 4000
     drawn = rng.choice([*histogram], size=(draws, 8), p=[*histogram.values()])
-    packed, together = np.full(draws, 0.5), np.full(draws, 0.5)
+    seconds, layer = np.full(draws, 0.5), RATES.seconds_per_layer
     for start, stop in itertools.pairwise((0, *histogram)):
         for number, needed in enumerate(np.sum(drawn > start, axis=1)):
-            width = next(each for each in (*widths, 8) if each >= needed)
-            packed[number] += (stop - start) * RATES.seconds_per_layer[width] * (needed > 0)
-            together[number] += (stop - start) * RATES.seconds_per_layer[8] * (needed > 0)
-    plan = plan_rebatching(RATES, histogram, rows=8, widths=widths)
-    assert plan.seconds["together"] == pytest.approx(together.mean(), rel=0.01)
-    if widths:
-        assert plan.seconds["pack"] == pytest.approx(packed.mean(), rel=0.01)
-    assert ("pack" in plan.seconds) == bool(widths)
-    assert plan.seconds["plain"] == 15.0
-    assert plan.seconds[plan.choice] == min(plan.seconds.values())
-    assert plan.speed_up == 15.0 / min(plan.seconds.values())
+            width = next(each for each in widths if each >= needed)
+            seconds[number] += (stop - start) * layer[width] * (needed > 0)
+    rates = dataclasses.replace(RATES, seconds_per_layer={each: layer[each] for each in widths})
+    found = predict_seconds(rates, histogram, rows=8)
+    assert found == pytest.approx(seconds.mean(), rel=0.01)
 
 
 def served(name: str, **changes: Any) -> Served:
     model, sizes = lively_model(), {"slots": SLOTS, "capacity": CAPACITY, "steps": STEPS}
-    options: dict[str, Any] = {"mode": modes()[name][0], "shapes": SHAPES, **sizes, **changes}
-    return Served(decoder=model.decoder, params=model.params, **options)
+    own = {"decoder": model.decoder, "params": model.params, "mode": modes()[name][0]}
+    options: dict[str, Any] = {**own, "shapes": SHAPES, **sizes, **changes}
+    return Served(**options)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
     for histogram in ({6: 0.7, 16: 0.2}, {6: -0.1, 16: 1.1}, {}):
         with pytest.raises(ValueError, match="shares sum to 1"):
-            plan_rebatching(RATES, histogram, rows=8, widths=(2,))
-    with pytest.raises(ValueError, match=r"all widths \(3, 8\). Got those of .*Measure \[3\], too"):
-        plan_rebatching(RATES, {16: 1.0}, rows=8, widths=(3, 9))
+            predict_seconds(RATES, histogram, rows=8)
     for name, message in (
         ("lossless", "Got Lossless"),
         ("propagate", r"Got depths=\(1, 2, 4\) and a histogram of \[3, 4\]"),
@@ -70,54 +63,40 @@ def test_what_cannot_be_planned_is_refused() -> None:
         plan_mode(served("propagate", steps=60), {1: 0.5, 4: 0.5})
 
 
-def step_seconds(packed: float, together: float, plain: float) -> Any:
-    """Returns what takes the place of a clock: a layer's seconds, whatever runs."""
+def test_a_plan_is_made_of_timed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, width = 9.0, {1: 1.0, 2: 1.5, 3: 2.0}
 
     def seconds(slots: Any, served: Any, mode: Any, rows: int) -> float:
         if isinstance(mode, Plain):
             return plain
         deep = bool(np.all(np.asarray(mode.policy.thresholds) == -np.inf))
         assert deep or np.all(np.asarray(mode.policy.thresholds) == np.inf)
-        return 0.1 + (4 if deep else 1) * (together if rows == 3 else packed)
+        return 0.1 + (4 if deep else 1) * width[rows]
 
-    return seconds
-
-
-@pytest.mark.parametrize(
-    ("seconds", "choice"),
-    [
-        ((1.0, 2.0, 9.0), "pack"),
-        ((2.1, 2.0, 9.0), "together"),
-        ((1.0, 2.0, 3.0), "plain"),
-    ],
-)
-def test_a_plan_is_made_of_timed_blocks(
-    seconds: tuple[float, float, float], choice: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planning, "_seconds", step_seconds(*seconds))
-    plan = plan_mode(served("packed"), {1: 0.5, 2: 0.2, 4: 0.3})
-    assert plan.choice == choice
+    monkeypatch.setattr(planning, "_seconds", seconds)
+    plan = plan_mode(served("propagate"), {1: 0.5, 2: 0.2, 4: 0.3})
     assert plan.rates.seconds == pytest.approx(0.1)
-    wanted = {1: seconds[0], 2: seconds[0], 3: seconds[1]}
-    assert dict(plan.rates.seconds_per_layer) == pytest.approx(wanted)
-    assert plan.rates.plain_seconds == seconds[2]
-    assert plan_mode(served("propagate"), {1: 0.5, 4: 0.5}).choice != "pack"  # Of no widths.
+    assert plan.rates.plain_seconds == plain
+    assert dict(plan.rates.seconds_per_layer) == pytest.approx({3: 2.0})
+    wanted = 0.1 + 2 * (1 + (1 - 0.5**3) + 2 * (1 - 0.7**3))
+    assert plan.seconds == pytest.approx(wanted)
+    assert plan.speedup == pytest.approx(plain / wanted)
+    # Where layers above make no keys and values, rows are packed.
+    model = lively_model(num_kv_heads=1, kv_source=((0,), (1,), (0, 1), (0, 1)))
+    plan = plan_mode(served("propagate", decoder=model.decoder, params=model.params), {4: 1.0})
+    assert dict(plan.rates.seconds_per_layer) == pytest.approx({1: 1.0, 2: 1.5, 3: 2.0})
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"seconds": -4.0}, "a step without its layers takes -4e+03 ms"),
-        ({"plain_seconds": -1e-3}, "a plain step takes -1 ms"),
-        ({"seconds_per_layer": {2: -2e-3, 8: 1.0}}, "a layer on 2 rows takes -2 ms"),
-        ({"seconds_per_layer": {2: 1.0, 4: float("nan")}}, "a layer on 4 rows takes nan ms"),
-        ({"seconds_per_layer": {8: 0.5, 2: 1.0}}, "a layer on 2 rows takes longer than on 8"),
-    ],
-)
-def test_times_that_cannot_be_are_seen(changed: dict[str, Any], reason: str) -> None:
-    assert RATES.nonsense is None
-    assert dataclasses.replace(RATES, seconds=-0.5).nonsense is None, "a line through noisy times"
-    assert dataclasses.replace(RATES, **changed).nonsense == reason
+def test_times_that_cannot_be_are_seen() -> None:
+    assert RATES.sane
+    assert dataclasses.replace(RATES, seconds=-0.5).sane, "a line through noisy times"
+    for changed in (
+        {"seconds": -4.0},
+        {"plain_seconds": -1e-3},
+        {"seconds_per_layer": {2: -2e-3, 8: 1.0}},
+        {"seconds_per_layer": {2: 1.0, 4: float("nan")}},
+    ):
+        assert not dataclasses.replace(RATES, **changed).sane
 
 
 def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +108,9 @@ def test_a_plan_is_not_made_of_nonsense(monkeypatch: pytest.MonkeyPatch) -> None
         return 1.0 / len(tries)
 
     monkeypatch.setattr(planning, "_seconds", seconds)
-    with pytest.raises(ValueError, match="in 3 tries.*1 rows takes -.* worth nothing"):
-        plan_mode(served("packed"), {1: 0.5, 4: 0.5})
-    assert len(tries) == 3 * (2 * 3 + 1)
+    with pytest.raises(ValueError, match="in 3 tries.* worth nothing"):
+        plan_mode(served("propagate"), {1: 0.5, 4: 0.5})
+    assert len(tries) == 3 * (2 + 1)
 
 
 @pytest.mark.check
@@ -145,7 +124,7 @@ def test_blocks_are_timed_as_deep_as_asked(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Slots, "run", noted)
     # Here other programs may run: whatever was measured counts.
-    monkeypatch.setattr(planning, "_sane", lambda measured: measured())
+    monkeypatch.setattr(RowRates, "sane", True)
     rates = plan_mode(served("propagate", steps=2), {1: 0.5, 4: 0.5}).rates
     assert rates.plain_seconds > 0
     assert depths == [1] * 7 + [4] * 7 + [4] * 7

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +12,7 @@ import pytest
 from helpers.engine import SHAPES, SHORT, engine_of, modes
 from helpers.generation import lively_model
 
-from utio_jax.decoding import (
-    Confidence,
-    Generated,
-    SamplingParams,
-    Thinking,
-    Thought,
-    generate,
-)
+from utio_jax.decoding import Generated, SamplingParams, Thinking, Thought, generate
 from utio_jax.engine import Engine
 
 NEW = 20
@@ -30,14 +22,12 @@ ONE = dataclasses.replace(SHAPES, prompt_widths=(8,), groups=(3,))
 
 def asked() -> list[dict[str, Any]]:
     """Returns requests of all kinds: prompts with their rules."""
-    sure = Confidence(threshold=2.9, window=3, cue_ids=tuple(range(0, 64, 2)))
     rules = [
         Thinking(end_ids=(63,), max_tokens=6, max_answer_tokens=4),
-        Thinking(end_ids=(62, 63), forced_ids=(3, 9, 3), confidence=sure),
+        Thinking(end_ids=(62, 63), forced_ids=(3, 9, 3), max_tokens=9),
         None,
         Thinking(end_ids=(60,), max_tokens=0),
-        Thinking(end_ids=(61, 5), confidence=dataclasses.replace(sure, threshold=math.inf)),
-        Thinking(end_ids=(62,), confidence=dataclasses.replace(sure, threshold=2.5, window=1)),
+        Thinking(end_ids=tuple(range(3)), max_answer_tokens=3),
     ]
     prompts = np.random.default_rng(0).integers(0, 64, (12, 5)).tolist()
     return [
@@ -86,14 +76,14 @@ def test_requests_think_as_alone_and_compile_nothing(
         else:
             assert found.thought == wanted.thought[0]
             causes.add(wanted.thought[0].ended_by)
-    assert causes >= {"budget", "confidence"}
+    assert causes >= {"budget", "open"}
 
 
 def test_what_a_rule_needs_is_asked_for() -> None:
     model = lively_model()
     plain = engine_of(model, modes()["plain"][0])
     short: dict[str, Any] = {"max_new_tokens": 8, "eos_ids": ()}
-    rule = Thinking(end_ids=(1,), confidence=Confidence(threshold=1.0))
+    rule = Thinking(end_ids=(1,))
     with pytest.raises(ValueError, match="an engine that takes a Thinking"):
         plain.submit([1], thinking=rule, **short)
     engine = engine_of(model, modes()["plain"][0], thinking=True, shapes=ONE)

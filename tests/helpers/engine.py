@@ -15,7 +15,7 @@ from helpers.generation import lively_model
 from helpers.models import Model
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Plain
-from utio_jax.decoding.drafting import EntropyAbove, NGram
+from utio_jax.decoding.drafting import NGram
 from utio_jax.decoding.generate import Generated, generate
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless
@@ -46,10 +46,8 @@ def modes() -> dict[str, tuple[Any, Prefill | None]]:
     return {
         "plain": (Plain(), None),
         "propagate": (Adaptive(policy=policy), None),
-        "packed": (Adaptive(policy=policy, pack=(1, 2)), None),
         "drop": (Adaptive(policy=policy, kv="drop"), None),
-        "packed drop": (Adaptive(policy=policy, kv="drop", pack=(2,)), None),
-        "lossless": (Lossless(exit=2, max_draft=3, stop=EntropyAbove(threshold_nats=3.3)), None),
+        "lossless": (Lossless(exit=2, max_draft=3), None),
         "copies": (Lossless(drafter="ngram", max_draft=3, ngram=NGram(longest=2)), None),
         "prompts": (Adaptive(policy=policy), Prefill(policy=importance)),
     }

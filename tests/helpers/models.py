@@ -56,9 +56,9 @@ def assert_close(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-5 * scale)
 
 
-def random_gates(model: Any, exits: tuple[int, ...] = (1, 2), *, extra: int = 0) -> StateGate:
+def random_gates(model: Any, exits: tuple[int, ...] = (1, 2)) -> StateGate:
     keys = jax.random.split(jax.random.key(11), len(exits))
-    dim = model.decoder.config.embed_dim + extra
+    dim = model.decoder.config.embed_dim
     return StateGate(
         hidden=jnp.stack([jax.random.normal(key, (dim, 8)) * 0.3 for key in keys]),
         hidden_bias=jnp.zeros((len(exits), 8)),

@@ -17,7 +17,6 @@ from utio_jax.calibration.studies import ExitStudy, collect_scores
 from utio_jax.core.documents import Batch
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies import (
-    CandidateGates,
     Entropy,
     Hazard,
     Learned,
@@ -73,14 +72,6 @@ def token_surrogate(model: Any) -> TokenSurrogate:
     return TokenSurrogate(table=surrogate_table(model.decoder, model.params, mean))
 
 
-def candidate_gates(model: Any) -> CandidateGates:
-    config = model.decoder.config
-    rngs = [np.random.default_rng(token) for token in range(config.vocab_size)]
-    likely = np.stack([rng.permutation(config.vocab_size)[:5] for rng in rngs])
-    gates = random_gates(model, extra=6)
-    return CandidateGates(gates=gates, likely=jnp.asarray(likely, jnp.int32), exits=EXITS)
-
-
 SIGNALS: dict[str, Callable[[Any], Signal]] = {
     "position": lambda model: Position(),
     "utio_before": token_surrogate,
@@ -90,7 +81,6 @@ SIGNALS: dict[str, Callable[[Any], Signal]] = {
     "entropy": lambda model: Entropy(),
     "state_similarity": lambda model: StateSimilarity(),
     "learned": lambda model: gated(model).signal,
-    "candidates": candidate_gates,
     "classifier": lambda model: Learned(gates=random_gates(model), exits=EXITS, name="classifier"),
     "patience": lambda model: Patience(),
     "hazard": lambda model: Hazard(gates=random_gates(model), exits=EXITS),

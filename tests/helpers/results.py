@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from utio_jax.bench.rows import SCHEMA, Row
+from utio_jax.bench.results import SCHEMA, Row
 from utio_jax.bench.timing import Spread
 
 # Share of the FLOPs, loss increase (%), agreement and efficiency of what the shipped model runs.
@@ -51,9 +51,7 @@ class _Maker:
     ) -> None:
         own = seconds is not None and full is not None and not values.get("fallbacks")
         speedup = self.spread(full / seconds) if own and full and seconds else None
-        ideal = values.get("speedup_ideal")
         row = Row(
-            key="/".join([part, model, method, *(f"{k}{v}" for k, v in setting.items())]),
             part=part,
             model=model,
             method=method,
@@ -61,9 +59,7 @@ class _Maker:
             baseline="full dense" if full else None,
             setting=setting,
             seconds=self.spread(seconds),
-            baseline_seconds=self.spread(full),
             speedup=speedup,
-            efficiency=speedup.median / ideal if speedup and ideal else None,
             **values,
         )
         self.rows.append(row)
@@ -76,7 +72,7 @@ def _quality(lost: float, agreement: float) -> dict[str, Any]:
 
 def _score(make: _Maker) -> None:
     for batch, second in ((1, 0.031), (4, 0.108), (16, 0.41)):
-        setting = {"batch": batch, "prompt": 512, "context": 512, "layers": 16}
+        setting = {"batch": batch, "prompt": 512, "layers": 16}
         whole = {"flops_ratio": 1.0, "quality": _quality(0.0, 1.0)}
         make.add("score", "full dense", setting, seconds=second, **whole)
         for method, (ratio, lost, agreement, efficiency) in SCORE.items():
@@ -93,11 +89,10 @@ def _score(make: _Maker) -> None:
                 fallbacks={} if own else {"full depth": 7},
                 note="" if own else "512 tokens are too few to pay at this budget",
                 quality=_quality(lost, agreement),
-                ledger={"policy": method, "depth_histogram": {"8": 0.5, "16": 0.5}},
             )
     for prompt in (128, 1024):
         for batch in (1, 8):
-            setting = {"batch": batch, "prompt": prompt, "context": prompt}
+            setting = {"batch": batch, "prompt": prompt}
             full, names = 2.4e-4 * prompt * batch, ("uniform:4", "learned@0.6")
             for method in names:
                 times = {"seconds": full / 1.6, "full": full, "flops_ratio": 0.6}
@@ -106,7 +101,7 @@ def _score(make: _Maker) -> None:
 
 def _generation(make: _Maker) -> None:
     for batch, gain in ((1, 2.02), (8, 1.6), (32, 1.45)):
-        setting = {"batch": batch, "prompt": 128, "output": 64, "context": 192}
+        setting = {"batch": batch, "prompt": 128, "output": 64}
         full = 0.11 * batch**0.6
         for method, share in (("learned@0.6", 1.0), ("uniform:10", 0.97), ("random@0.6", 0.8)):
             found = {"flops_ratio": 0.62, "quality": _quality(1.5, 0.9), "speedup_ideal": 1.68}

@@ -49,24 +49,6 @@ def calibrated(folder: Path) -> Model:
     return model
 
 
-def test_gates_of_other_files_are_those_of_a_calibration_on_them(folder: Path) -> None:
-    model, files, others = load(folder), [source("bisect")], [source("heapq")]
-    options: dict[str, Any] = {"budget": 0.9, "policies": ("utio_surrogate",)}
-    apart = model.calibrate(files, gate_files=others, **options).calibration
-    alone = model.calibrate(others, **options).calibration
-    own = model.calibrate(files, **options).calibration
-
-    def means(found: Any) -> np.ndarray:
-        return np.asarray(found.signals["utio_surrogate"].mean_states)
-
-    # Windows come in another order.
-    np.testing.assert_allclose(means(apart), means(alone), atol=1e-4)
-    assert np.abs(means(own) - means(alone)).max() > 0.01
-    assert apart.info["text"] != alone.info["text"]
-    named = apart.info["gate_text"]["utio_surrogate"]
-    assert named["windows"] == alone.info["text"]["windows"]
-
-
 def test_modes_have_names(calibrated: Model) -> None:
     model = calibrated
     named = {

@@ -3,22 +3,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import cases
-from helpers.models import Model, random_gates
+from helpers.models import random_gates
 from helpers.policies import DEPTHS, EXITS, SIGNALS, mean_states, scores_of
 
 from utio_jax import Thresholded
-from utio_jax.core.decoder import apply_exit_lens
-from utio_jax.core.lens import Lens, lensed
 from utio_jax.policies import (
-    CandidateGates,
     Hazard,
     Learned,
     Patience,
@@ -28,7 +23,6 @@ from utio_jax.policies import (
     UtioSurrogate,
 )
 from utio_jax.policies.base import Boundary
-from utio_jax.policies.learned import candidate_inputs
 
 IDS = np.random.default_rng(3).integers(0, 64, (3, 17)).astype(np.int32)
 
@@ -68,36 +62,13 @@ def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (a * b).sum(axis=-1) / norms
 
 
-def gate_value(
-    gates: StateGate, index: int, x: np.ndarray, more: np.ndarray | None = None
-) -> np.ndarray:
+def gate_value(gates: StateGate, index: int, x: np.ndarray) -> np.ndarray:
     w, b, v, c = (
         np.asarray(leaf[index], np.float64)
         for leaf in (gates.hidden, gates.hidden_bias, gates.output, gates.output_bias)
     )
     unit = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6)
-    seen = unit if more is None else np.concatenate([unit, more], axis=-1)
-    return np.maximum(seen @ w + b, 0) @ v + c
-
-
-def beside_states(model: Any, likely: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns what `CandidateGates` sees beside normalised states, from the whole head's logits."""
-    params = model.params
-    whole = np.asarray(model.decoder.unembed(params, jnp.asarray(x, jnp.float32)), np.float64)
-    found = np.zeros((*IDS.shape, 6))
-    for row, position in np.ndindex(*IDS.shape):
-        logits = whole[row, position, likely[IDS[row, position]]]
-        log_total = np.log(np.exp(logits).sum())
-        ordered = np.sort(logits)[::-1]
-        found[row, position] = (
-            entropy(np.exp(logits - log_total)),
-            ordered[0],
-            ordered[0] - ordered[1],
-            log_total,
-            np.log((x[row, position] ** 2).mean() + 1e-6) / 2,
-            np.log(1 + position),
-        )
-    return found
+    return np.maximum(unit @ w + b, 0) @ v + c
 
 
 def test_position(tiny: Any) -> None:
@@ -148,63 +119,6 @@ def test_gates(tiny: Any, states: list[np.ndarray]) -> None:
     check(tiny, Learned(gates=gates, exits=EXITS), values, atol=1e-4)
     passes = [1 / (1 + np.exp(-value)) for value in values]
     check(tiny, Hazard(gates=gates, exits=EXITS), [passes[0], passes[0] * passes[1]], atol=1e-4)
-
-
-@pytest.mark.parametrize("through_lens", [False, True])
-def test_gates_see_what_an_exit_predicts_of_candidates(
-    tiny: Any, states: list[np.ndarray], through_lens: bool
-) -> None:
-    signal, model = SIGNALS["candidates"](tiny), tiny
-    assert isinstance(signal, CandidateGates)
-    seen = states[1:]
-    if through_lens:
-        dim = tiny.decoder.config.embed_dim
-        matrix = jax.random.normal(jax.random.key(5), (2, dim, dim)) * dim**-0.5
-        lens = Lens(matrix=matrix, bias=jnp.full((2, dim), 0.1), exits=EXITS)
-        model = Model(*lensed(tiny.decoder, tiny.params, lens))
-        read = zip(states[1:], EXITS, strict=True)
-        seen = [
-            np.asarray(
-                apply_exit_lens(model.decoder, model.params, jnp.asarray(x, jnp.float32), depth),
-                np.float64,
-            )
-            for x, depth in read
-        ]
-    likely = np.asarray(signal.likely)
-    wanted = []
-    for index, (x, through) in enumerate(zip(states[1:], seen, strict=True)):
-        more = beside_states(tiny, likely, through)
-        more[..., 4] = beside_states(tiny, likely, x)[..., 4]
-        wanted.append(gate_value(signal.gates, index, x, more))
-    check(model, signal, wanted, atol=1e-4)
-    # Five columns of the head, the gate, and the lens where there is one; no whole head.
-    dim = tiny.decoder.config.embed_dim
-    cost = 2 * (5 * dim + (dim + 6) * 8 + 8 + (dim * dim if through_lens else 0))
-    assert signal.flops(0, model.decoder, model.params) == cost
-    assert not signal.reads_logits(0)
-
-
-@pytest.mark.parametrize("candidates", [[3, 9, 3], [9], [3, 9]])
-def test_candidates_may_tie_or_be_one(
-    tiny: Any, states: list[np.ndarray], candidates: list[int]
-) -> None:
-    x = jnp.asarray(states[1][0], jnp.float32)
-    likely = jnp.broadcast_to(jnp.asarray(candidates), (len(x), len(candidates)))
-    options = {"depth": EXITS[0]}
-    found = candidate_inputs(tiny.decoder, tiny.params, x, likely, jnp.arange(len(x)), **options)
-    logits = np.sort(np.asarray(tiny.decoder.unembed(tiny.params, x))[:, candidates], axis=-1)
-    wanted = logits[:, -1] - logits[:, -2] if len(candidates) > 1 else np.zeros(len(x))
-    np.testing.assert_allclose(np.asarray(found)[:, 2], wanted, atol=1e-5)
-
-
-def test_candidates_need_token_ids_of_the_same_vocabulary(tiny: Any) -> None:
-    signal = SIGNALS["candidates"](tiny)
-    with pytest.raises(ValueError, match=r"Wanted token ids.*Got inputs of type float32\. Use"):
-        signal.start(jnp.zeros((1, 2, 8)), jnp.zeros((1, 2), jnp.int32))
-    assert isinstance(signal, CandidateGates)
-    shorter = dataclasses.replace(signal, likely=signal.likely[:9])
-    with pytest.raises(ValueError, match="candidates of 64 tokens.* These gates have them of 9"):
-        scores_of(tiny, shorter, IDS)
 
 
 def test_patience_counts_consecutive_agreement(tiny: Any) -> None:

@@ -47,7 +47,8 @@ def blocks_of(page: str, language: str) -> list[str]:
         ("docs/contrib/recall.md", 1),
         ("docs/contrib/recurrent.md", 1),
         ("docs/contrib/select.md", 1),
-        ("docs/engine.md", 3),
+        ("docs/contrib/throttle.md", 1),
+        ("docs/engine.md", 2),
         ("docs/prompts.md", 1),
     ],
 )

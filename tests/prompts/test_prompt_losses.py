@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.cases import run_oracle
-from helpers.models import Model, gated, plain_nll, with_random_maps
+from helpers.models import Model, plain_nll, with_random_maps
 
 from utio_jax.core.flops import token_cost
 from utio_jax.prompts.evaluate import continuations, prompt_flops_ratio, prompt_rows
@@ -80,10 +80,6 @@ def test_what_a_prompt_costs(model: Model, documents: list[np.ndarray]) -> None:
     assert ratio(PromptChoice(stop=2, deep=0.5, kv="drop")) == pytest.approx(
         hidden / full, rel=1e-6
     )
-    by_gate, gate = PromptChoice(stop=2, deep=0.5, by="gate", kv="propagate"), gated(model).signal
-    asked = gate.flops(0, model.decoder, model.params)
-    assert asked > 0
-    assert ratio(by_gate, gate=gate) == pytest.approx((copied + 120 * asked) / full, rel=1e-6)
     assert ratio(PromptChoice(stop=2, deep=1.0)) == 1
 
 

@@ -15,7 +15,7 @@ from helpers.models import Model, live_params
 
 from utio_jax.models import TINY, Transformer
 from utio_jax.prompts.choose import PromptText, choose_prompt, controls_of, split_text
-from utio_jax.prompts.evaluate import Continuations, PromptSizes, cut_rows, increase_interval
+from utio_jax.prompts.evaluate import PromptSizes, cut_rows
 from utio_jax.prompts.fit import fit_kv_maps, fit_rows
 from utio_jax.prompts.maps import with_kv_maps
 from utio_jax.staircase.prompts import PromptChoice
@@ -208,26 +208,7 @@ def test_controls_differ_in_one_thing() -> None:
     assert all(each.flops_ratio is None for each in controls_of(choice))
 
 
-def lost(losses: np.ndarray) -> Continuations:
-    nothing = np.zeros(len(losses), int)
-    return Continuations(losses=losses, right=nothing, depths=nothing[:, None])
-
-
-def test_intervals_hold_the_increase() -> None:
-    rng = np.random.default_rng(0)
-    full = rng.uniform(50, 150, 40)
-    losses = full * (1.02 + 0.01 * rng.normal(size=40))
-    rows = np.arange(40)
-    low, high = increase_interval(lost(losses), lost(full), rows) or (0.0, 0.0)
-    assert low < 100 * (losses.sum() / full.sum() - 1) < high
-    assert 0.2 < high - low < 1.0
-    assert increase_interval(lost(full), lost(full), rows) == (0.0, 0.0)
-
-
 def test_rows_of_few_documents_have_no_interval(tiny: Model) -> None:
-    """Six rows of two documents say no more of other text than two rows do."""
-    losses = np.linspace(1, 2, 6)
-    assert increase_interval(lost(losses), lost(losses + 0.1), np.repeat([0, 1], 3)) is None
     ids = np.asarray(tiny.tokens(8, 64, seed=2))
     whole = PromptText(fit=(), calibrate=(ids[0],), test=tuple(ids[1:7]), parts="documents")
     assert study(tiny, whole, 1e6).test[0].interval is not None

@@ -12,7 +12,7 @@ import pytest
 from helpers.serving import CONTEXT, Running, completion, served_model
 
 from utio_jax.cli.options import OfThinking
-from utio_jax.decoding import Confidence, Lengths, Thinking, Thought, generate
+from utio_jax.decoding import Lengths, Thinking, Thought, generate
 from utio_jax.decoding.base import Plain
 from utio_jax.serving import Limits, ServedModel
 from utio_jax.serving.answers import usage_of
@@ -44,8 +44,7 @@ def test_fields_change_the_operators_rule(folder: Path) -> None:
     assert read(model, thinking_token_budget=7).max_tokens == 7
     assert read(model, thinking_token_budget=0).max_tokens == 0
     assert read(model, thinking_token_budget=-1).max_tokens is None
-    sure = Confidence(threshold=1.0, window=8, cue_ids=(10,), measure="doubt")
-    rule = Thinking(end_ids=(70,), confidence=sure)
+    rule = Thinking(end_ids=(70,), start_ids=(10,))
     found = read(served(folder, rule), thinking_token_budget=3)
     assert found == dataclasses.replace(rule, max_tokens=3)
 

@@ -18,6 +18,7 @@ from helpers.marks import quick_where
 
 from utio_jax import Thresholded, score
 from utio_jax.attention import History, mixing
+from utio_jax.core.platform import compiling_for
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies import Entropy, given_depths
 from utio_jax.policies.signals import SignalBase
@@ -261,6 +262,22 @@ def test_the_static_prefix_runs_its_capacity_and_whole_rows_only_where_a_row_ove
         assert counts["queries"] == counts["finish_layer"] == work.queries.sum()
         assert counts["keys_values"] == work.keys_values.sum()
         assert counts["key_slots"] == work.key_slots.sum()
+
+
+def test_whole_rows_of_a_static_prefix_skip_the_keys_behind_each_block(tiny: Any) -> None:
+    batch, width, depths = 3, 17, (1, 4)
+    with compiling_for("cpu", query_block=8):
+        executor = CapacityPrefix(capacities=(20, 8), min_bucket=4)
+        run = compile_pass(tiny, depths, "propagate", executor)
+        ids, lengths = tiny.tokens(batch, width), np.full(batch, width, np.int32)
+        blocks = 8 * 8 + 8 * 16 + 17
+        for deep, wanted in ((8, 8 * 17), (9, blocks)):  # Nine do not fit: whole rows.
+            read_counts()
+            depth = deepest_of([(width, deep, deep)] * batch, width)
+            found = jax.block_until_ready(run(ids, lengths, depth))
+            counts, work = read_counts(), numbers_of(found.work)
+            np.testing.assert_array_equal(work.key_slots, [batch * blocks, batch * wanted * 3])
+            assert counts["key_slots"] == work.key_slots.sum()
 
 
 @pytest.mark.parametrize(

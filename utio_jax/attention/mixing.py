@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.products import attend, attend_counted, visible_keys, with_count
 from utio_jax.core.decoder import Decoder, Mixes, own_mixing
+from utio_jax.core.platform import here
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,41 @@ def mix_apart(
         for mine, (keys, values) in zip(heads, keys_values, strict=True)
     ]
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=-2)
+
+
+def causal_blocks(width: int) -> list[tuple[int, int]]:
+    """Returns the blocks [start, stop) of a row's queries that attend together, at most 16.
+
+    >>> from utio_jax.core.platform import compiling_for
+    >>> with compiling_for("cpu", query_block=128):
+    ...     causal_blocks(300)
+    [(0, 128), (128, 256), (256, 300)]
+    """
+    block = max(here().query_block, -(-width // 16))
+    return [(start, min(start + block, width)) for start in range(0, width, block)]
+
+
+def mix_whole_rows(
+    mix: Mixer, queries: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array
+) -> Float[Array, "*lead token head head_dim"]:
+    """Returns what `mix` does where queries and keys are all tokens of rows, in order.
+
+    A causal block of queries needs the keys up to its end alone: half of all products.
+    """
+    blocks = causal_blocks(queries.shape[-3])
+    if not mix.causal or len(blocks) == 1:
+        return mix(queries, keys, values, visible)
+    prepared = mix.prepare(values)
+    found = [
+        mix.mix_prepared(
+            queries[..., start:stop, :, :],
+            keys[..., :stop, :, :],
+            prepared[..., :stop, :, :],
+            visible[..., start:stop, :stop],
+        )
+        for start, stop in blocks
+    ]
+    return jnp.concatenate(found, axis=-3)
 
 
 def mixer_at(decoder: Decoder, index: int | jax.Array) -> Mixer:

@@ -27,7 +27,6 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
     rows: tuple[Int[Array, " batch"], Int[Array, ""]],
     width: int,
     shown: Int[Array, "row slot"] | None = None,
-    cache_rows: Int[Array, " batch"] | None = None,
 ) -> Float[Array, "batch query head head_dim"]:
     """Returns `attended` with the results of the chosen rows put in.
 
@@ -41,29 +40,27 @@ def attend_rows(  # noqa: PLR0913 (arrays of one product)
       seen_from: depth that a slot's `shown` must exceed.
       rows: an order of rows, and how many of the first ones are meant, see `chosen_first`.
       width: slots to attend over; more than every position. Static.
-      shown: layers at which each slot of each row of the cache may be seen; None: all.
-      cache_rows: rows of the cache that those of the arrays are; None: the same ones, in order.
+      shown: layers at which each slot of each row may be seen; None: all.
     """
     slots = jnp.arange(width, dtype=jnp.int32)
     order, count = rows
 
     def one(number: jax.Array, attended: jax.Array) -> jax.Array:
         row = order[number]
-        cached = row if cache_rows is None else cache_rows[row]
 
-        def of_row(leaf: jax.Array, at: jax.Array = row) -> jax.Array:
-            return jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)
+        def of_row(leaf: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
 
         size = (1, 1, width, *cache.keys.shape[3:])
 
         def of_layer(leaf: jax.Array, layer: int | jax.Array) -> jax.Array:
-            start = tuple(map(jnp.int32, (layer, cached, 0, 0, 0)))
+            start = tuple(map(jnp.int32, (layer, row, 0, 0, 0)))
             return jax.lax.dynamic_slice(leaf, start, size)[0, 0]
 
         seen = [[of_layer(leaf, layer) for leaf in cache.arrays] for layer in layers]
         visible = mix.visible(of_row(positions), slots)
         if shown is not None:
-            visible &= (of_row(shown, cached)[:width] > seen_from)[None, :]
+            visible &= (of_row(shown)[:width] > seen_from)[None, :]
         new = mix_apart(mix, of_row(queries), seen, visible)
         return jax.lax.dynamic_update_index_in_dim(attended, new.astype(attended.dtype), row, 0)
 

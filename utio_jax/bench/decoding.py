@@ -1,13 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding modes on the same prompts, timed in turns against plain decoding.
-
-    prompts = middles(model.encode(texts), tokens=64, count=8)
-    run = lambda prompts, mode: generate(model.decoder, model.params, prompts, mode=mode)
-    modes = {"plain": Plain(), "lossless": Lossless(exit=4)}
-    rows = measure_modes(model.decoder, model.params, [prompts], modes, run=run)
-
-Then `rows["lossless"].ledger.speedup` and `rows["lossless"].tokens_per_second`.
-"""
+"""Decoding modes on the same prompts, timed in turns against plain decoding."""
 
 from __future__ import annotations
 
@@ -45,11 +37,6 @@ class Written:
     ratios: np.ndarray | None = None
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens over seconds of prefill and decoding, after a warm-up at the same shapes."""
-        return None if self.timing is None else (self.ledger.tokens or 0) / self.timing.median
-
-    @property
     def acceptance(self) -> float | None:
         """Accepted drafts per verified draft; None where nothing was drafted."""
         drafts = sum(int(result.drafts.sum()) for result in self.results)
@@ -63,7 +50,7 @@ class Written:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns rates and ledger as JSON-ready values."""
-        rate = self.tokens_per_second
+        rate = None if self.timing is None else (self.ledger.tokens or 0) / self.timing.median
         rates = {
             "tokens_per_second": None if rate is None else round(rate, 1),
             "acceptance": None if self.acceptance is None else round(self.acceptance, 4),
@@ -122,6 +109,7 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
     programs = {name: partial(take_turn, name) for name in modes} | {"": fill_caches}
     times = time_programs(programs, rounds=rounds, progress=progress)
     plain_tokens = sum(row.size for result in results["plain"] for row in result.token_ids)
+    prefill = min(1.0, times[""].median / times["plain"].median)
     measured = {}
     for name, mode in modes.items():
         budget = (budgets or {}).get(name)
@@ -130,10 +118,8 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
         )
         share = (row.tokens or 0) / plain_tokens
         ratios = times[name].ratios_over(times["plain"]) * share
-        speedup = float(np.median(ratios))
-        ideal = row.speedup_ideal
+        speedup, ideal = float(np.median(ratios)), row.speedup_ideal
         if ideal is not None:
-            prefill = min(1.0, times[""].median / times["plain"].median)
             ideal = 1.0 / (prefill + (1.0 - prefill) / ideal)
         row = dataclasses.replace(
             row,
@@ -144,9 +130,8 @@ def measure_modes(  # noqa: PLR0913 (options, each named)
             efficiency=None if ideal is None else speedup / ideal,
             compiles=times[name].compiles,
         )
-        measured[name] = Written(
-            results=results[name], ledger=row, timing=times[name], ratios=ratios
-        )
+        found = results[name]
+        measured[name] = Written(results=found, ledger=row, timing=times[name], ratios=ratios)
     return measured
 
 
@@ -183,7 +168,7 @@ def middles(documents: Sequence[np.ndarray], *, tokens: int, count: int) -> list
         turn, which = divmod(index, len(longer))
         ids = longer[which]
         start = (ids.size // 2 + turn * tokens) % (ids.size - tokens)
-        prompts.append([int(i) for i in ids[start : start + tokens]])
+        prompts.append(ids[start : start + tokens].tolist())
     return prompts
 
 

@@ -6,6 +6,7 @@ Figures are made without pyplot: the backend stays, and notebooks show what is r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -19,27 +20,20 @@ from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.evaluation.ledger import Ledger
 
 COLOURS = {
-    "full": "#333333",
-    "full dense": "#333333",
-    "plain": "#333333",
     "uniform": "#777777",
-    "uniform_hull": "#777777",
     "random": "#d08b2c",
     "utio_surrogate": "#7a5aa6",
     "learned": "#11806a",
-    "lossless": "#1f3b73",
 }
 
 # Of policies without a colour of their own.
 OTHER_COLOURS = ("#33658a", "#b0413e", "#7d9d2f", "#c06aa1", "#3fa7bf", "#8a5a33")
 
 
-def colour_of(name: str, names: Iterable[str]) -> str:
-    """Returns a policy's colour: its own, or one by its place among those of `names` without."""
-    if name in COLOURS:
-        return COLOURS[name]
-    others = [each for each in dict.fromkeys((*names, name)) if each not in COLOURS]
-    return OTHER_COLOURS[others.index(name) % len(OTHER_COLOURS)]
+def colours_of(names: Iterable[str]) -> dict[str, str]:
+    """Returns each policy's colour: its own, or one by its place among those without."""
+    others = itertools.cycle(OTHER_COLOURS)
+    return {name: COLOURS[name] if name in COLOURS else next(others) for name in names}
 
 
 def plain(text: str, width: int = 60) -> str:
@@ -67,49 +61,31 @@ def plot_pareto(
     """Draws loss increase (%) over `flops_ratio`: policies, single exits and their hull."""
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.subplots()
-    exits = sorted(
-        (row.flops_ratio, row.nll_increase_pct, f"{row.depth_decided_mean:.0f} layers")
+    found = [
+        (row, row.flops_ratio, row.nll_increase_pct)
         for row in rows
-        if row.policy in ("uniform", "full")
-        and row.flops_ratio is not None
-        and row.nll_increase_pct is not None
-        and row.depth_decided_mean is not None
+        if row.flops_ratio is not None and row.nll_increase_pct is not None
+    ]
+    exits = sorted(
+        (x, y, f"{row.depth_decided_mean:.0f} layers")
+        for row, x, y in found
+        if row.policy in ("uniform", "full") and row.depth_decided_mean is not None
     )
-    names = dict.fromkeys(row.policy for row in rows)
-    curves = {
-        name: sorted(
-            (r.flops_ratio, r.nll_increase_pct)
-            for r in rows
-            if r.policy == name
-            and r.budget is not None
-            and r.flops_ratio is not None
-            and r.nll_increase_pct is not None
-        )
-        for name in names
-        if name not in ("uniform", "full", "uniform_hull")
-    }
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row, x, y in found:
+        if row.policy not in ("uniform", "full") and row.budget is not None:
+            curves.setdefault(row.policy, []).append((x, y))
     points = [point for curve in curves.values() for point in curve]
     # The shallowest exits would squeeze everything of interest into the bottom edge.
     shown = [y for x, y in points for y in (y, hull(x) or 0.0)] or [y for _, y, _ in exits]
     top = 1.35 * max(0.5, *shown)
     costs = [x for x, *_ in exits]
     xs = np.linspace(min(costs), max(costs), 400)
-    axes.plot(
-        xs,
-        np.asarray([hull(float(x)) for x in xs], np.float64),
-        color=COLOURS["uniform_hull"],
-        linewidth=1,
-        linestyle="--",
-        label="uniform_hull (random mix of exits)",
-    )
-    axes.scatter(
-        costs,
-        [y for _, y, _ in exits],
-        color=COLOURS["uniform"],
-        s=22,
-        zorder=3,
-        label="uniform (one exit for all)",
-    )
+    mixed = np.asarray([hull(float(x)) for x in xs], np.float64)
+    grey = COLOURS["uniform"]
+    axes.plot(xs, mixed, color=grey, linewidth=1, linestyle="--", label="exits mixed at random")
+    label = "uniform (one exit for all)"
+    axes.scatter(costs, [y for _, y, _ in exits], color=grey, s=22, zorder=3, label=label)
     for x, y, name in exits:
         if y <= top:
             axes.annotate(
@@ -122,25 +98,19 @@ def plot_pareto(
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
                 zorder=4,
             )
+    colours = colours_of(curves)
     for name, curve in curves.items():
-        if curve:
-            axes.plot(
-                *zip(*curve, strict=True),
-                marker="o",
-                markersize=5,
-                color=colour_of(name, curves),
-                label=name,
-            )
-    left = min(x for x, y in (*points, *((x, y) for x, y, _ in exits if y <= top))) - 0.06
+        x, y = zip(*sorted(curve), strict=True)
+        axes.plot(x, y, marker="o", markersize=5, color=colours[name], label=name)
+    left = min(x for x, y, *_ in (*points, *exits) if y <= top) - 0.06
     right = max(x for x, *_ in (*points, *exits)) + 0.03
     bottom = min([-0.06 * top, *(1.1 * y for _, y in points)])
-    axes.set(ylim=(bottom, top), xlim=(left, right))
-    axes.grid(alpha=0.25)
-    axes.set(
-        xlabel="executed FLOPs / FLOPs of the full pass (padding, gates and frozen K/V included)",
-        ylabel="loss increase over full depth (%)",
-        title=title,
+    axes.set(ylim=(bottom, top), xlim=(left, right), title=title)
+    axes.set_xlabel(
+        "executed FLOPs / FLOPs of the full pass (padding, gates and frozen K/V included)"
     )
+    axes.set_ylabel("loss increase over full depth (%)")
+    axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     return saved(figure, file)
 
@@ -161,7 +131,7 @@ def plot_margins(
             if row.ledger.policy == name and row.hull_margin_pct
         )
         x, low, mid, high = np.asarray(points).T
-        axes.axhline(0, color=COLOURS["uniform_hull"], linewidth=1, linestyle="--")
+        axes.axhline(0, color=COLOURS["uniform"], linewidth=1, linestyle="--")
         colour = COLOURS.get(name, OTHER_COLOURS[0])
         axes.fill_between(x, low, high, color=colour, alpha=0.2)
         axes.plot(x, mid, marker="o", markersize=3, color=colour)

@@ -1,24 +1,215 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`results.json`: every row on disk as soon as it is known, and read back checked."""
+"""Rows of a benchmark, and `results.json`, which keeps each as soon as it is known.
+
+What was not measured is null. A row whose method did not run, or fell back to another, has no
+speed-up: that is checked here, as a row is made and as it is read, and nowhere else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from utio_jax.bench.rows import SCHEMA, Row, rounded
-from utio_jax.core.files import load_json, save_json
+from utio_jax.bench.timing import Spread, Timing
+from utio_jax.core.files import load_json, save_json, versions
+
+SCHEMA = 4
+"""Version of the format; readers refuse others."""
+
+PARTS = ("score", "decode", "lossless", "peer")
+
+QUALITY = ("nll_full", "nll", "nll_increase_pct", "agreement")
+
+_SIZES = ("batch", "prompt", "output")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One method in one setting.
+
+    Attributes:
+      part: of the suite, one of `PARTS`.
+      model: name of the model.
+      method: what ran.
+      setting: batch, prompt, output, budget, layers, as far as they have a meaning.
+      speed_only: the weights are random: there is no quality to speak of.
+      baseline: the method that `speedup` compares with; None where nothing is compared.
+      ran: whether the method itself ran.
+      note: why it did not, what it fell back to, what was assumed.
+      fallbacks: how often it did something else instead, by reason.
+      seconds: of one call, over the rounds.
+      speedup: the rounds' ratios.
+      speedup_ideal: full FLOPs over those of the decided layers.
+      flops_ratio: executed FLOPs over the full pass'.
+      quality: `nll_full`, `nll` in nats per token, `nll_increase_pct`, `agreement`.
+      tokens_per_second: scored, or new ones.
+    """
+
+    part: str
+    model: str
+    method: str
+    setting: dict[str, Any] = dataclasses.field(default_factory=dict)
+    speed_only: bool = False
+    baseline: str | None = None
+    ran: bool = True
+    note: str = ""
+    fallbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: Spread | None = None
+    speedup: Spread | None = None
+    speedup_ideal: float | None = None
+    flops_ratio: float | None = None
+    quality: dict[str, Any] | None = None
+    tokens_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        wrong = {
+            f"part {self.part!r} is none of {', '.join(PARTS)}": self.part not in PARTS,
+            "a speed-up of a method that did not run, or fell back": self.speedup and not self.own,
+            "a method that did not run without a note that says why": not (self.ran or self.note),
+            "a speed-up over no baseline": self.speedup and self.baseline is None,
+            "quality of a row that is about speed only": (
+                self.speed_only and self.quality is not None
+            ),
+        }
+        if found := [what for what, holds in wrong.items() if holds]:
+            raise ValueError(
+                f"Wanted a row of results.json, schema {SCHEMA}. Got in row {self.key!r}: "
+                + "; ".join(found)
+            )
+
+    @property
+    def key(self) -> str:
+        """What no other row of a run is called."""
+        sizes = [f"{name}{self.setting[name]}" for name in _SIZES if name in self.setting]
+        return "/".join([self.part, self.model, self.method, *sizes])
+
+    @property
+    def own(self) -> bool:
+        """Whether the method ran, and nothing in its place."""
+        return self.ran and not self.fallbacks
+
+    @property
+    def gain(self) -> float | None:
+        """The median speed-up over something else than itself."""
+        return None if not self.speedup or self.method == self.baseline else self.speedup.median
+
+    @property
+    def nll_increase_pct(self) -> float | None:
+        """Loss over full depth's in %, as far as it is known."""
+        return (self.quality or {}).get("nll_increase_pct")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns JSON-ready values, floats rounded to six significant digits."""
+        return rounded({"key": self.key, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_dict(cls, stored: Any) -> Row:
+        """Returns the row that `to_dict` wrote.
+
+        Raises:
+          ValueError: keys that are missing or unknown, or values that do not fit.
+        """
+        names = {"key", *(field.name for field in dataclasses.fields(cls))}
+        if not isinstance(stored, Mapping) or set(stored) != names:
+            odd = sorted(names ^ set(stored)) if isinstance(stored, Mapping) else repr(stored)
+            raise ValueError(
+                f"Wanted a row with every key of schema {SCHEMA}, and no other. These are missing "
+                f"or unknown: {odd}."
+            )
+        values = {name: value for name, value in stored.items() if name != "key"}
+        for name in ("seconds", "speedup"):
+            if values[name] is not None:
+                try:
+                    values[name] = Spread(**values[name])
+                except TypeError as error:
+                    raise ValueError(f"Wanted a spread in {name}. Got: {error}.") from error
+        return cls(**values)
+
+    def noting(self, note: str) -> Row:
+        """Returns the row with one remark more."""
+        return dataclasses.replace(self, note="; ".join(each for each in (self.note, note) if each))
+
+    def failed(self, reason: str) -> Row:
+        """Returns the row of a method that could not run."""
+        return dataclasses.replace(self.noting(reason), ran=False)
+
+    def timed(
+        self,
+        timing: Timing,
+        *,
+        against: Timing,
+        ratios: np.ndarray | None = None,
+        calls: int = 1,
+        tokens: float | None = None,
+        **values: Any,
+    ) -> Row:
+        """Returns the row with its times.
+
+        A program that compiled after its warm-up did not run at its speed, and has no speed-up.
+
+        Args:
+          timing: of the method.
+          against: of the baseline, in the same rounds.
+          ratios: of the rounds, where they are not the seconds' own.
+          calls: of what the row is about, in one timed turn.
+          tokens: of one call.
+          values: of the row's other fields.
+        """
+        seconds, fallbacks = Spread.of(timing.seconds / calls), dict(self.fallbacks)
+        if timing.compiles:
+            fallbacks["compiled after the warm-up"] = timing.compiles
+        if fallbacks:
+            speedup = None
+        else:
+            speedup = Spread.of(timing.ratios_over(against) if ratios is None else ratios)
+        return dataclasses.replace(
+            self,
+            seconds=seconds,
+            speedup=speedup,
+            fallbacks=fallbacks,
+            tokens_per_second=None if tokens is None else tokens / seconds.median,
+            **values,
+        )
+
+
+def rounded(value: Any) -> Any:
+    """Returns JSON-ready values: six significant digits, null for what is no number."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Rows that are measured together, programs taking turns.
+
+    Attributes:
+      title: a line of progress.
+      rows: as planned.
+      measure: returns them measured.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
+    measure: Callable[[], Sequence[Row]]
 
 
 class Recorder:
     """Keeps every row on disk as soon as it is known: an interruption loses what was under way.
-
-    One run writes a file: another that opens it meanwhile is refused, in whichever process. The
-    lock ends with the run, however that ends.
 
     Attributes:
       rows: by key, in the order of measuring.
@@ -31,31 +222,17 @@ class Recorder:
         suite: str,
         settings: Mapping[str, Any],
         environment: Mapping[str, Any],
-        resume: bool = False,
     ):
-        """Opens a file of results: anew, or to go on.
+        """Begins a file of results, in place of what is there.
 
         Args:
           file: to write; its folder is made.
           suite: name of it.
           settings: the options as given.
           environment: what the machine is and can do.
-          resume: keep the rows that are there; without it they are replaced.
-
-        Raises:
-          ValueError: another run is writing the file; or `resume`, and it is broken, or was
-            measured with other settings, devices or versions.
         """
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(file.with_name(file.name + ".lock"), timeout=0)
-        try:
-            self._lock.acquire()
-        except Timeout:
-            raise ValueError(
-                f"Wanted results that no other run writes. {file} is being written by one. Wait "
-                "for it, or name another --out."
-            ) from None
-        self._file, self._resumed = file, 0.0
+        self._file = file
         self._head: dict[str, Any] = {
             "command": "bench",
             "schema": SCHEMA,
@@ -67,53 +244,27 @@ class Recorder:
             "environment": dict(environment),
         }
         self.rows: dict[str, Row] = {}
-        try:
-            if resume and file.is_file():
-                self._continue(read_results(file))
-            self._write()
-        except BaseException:
-            self._lock.release()
-            raise
-
-    def _continue(self, stored: Mapping[str, Any]) -> None:
-        now = rounded(self._head)
-        terms = {name: (stored[name], now[name]) for name in ("suite", "settings")}
-        there, here = stored["environment"], now["environment"]
-        same = ("device", "dtype", "versions", "commit")
-        terms |= {name: (there.get(name), here.get(name)) for name in same}
-        for what, (was, ours) in terms.items():
-            if was != ours:
-                raise ValueError(
-                    f"Wanted --resume of a run with the same {what}. {self._file} has {was!r}, "
-                    f"this run {ours!r}. Leave out --resume to replace it, or name another --out."
-                )
-        self.rows = {row["key"]: Row.from_dict(row) for row in stored["rows"]}
-        self._resumed = float(stored["seconds"])
-        self._head |= {"started": stored["started"], "environment": there}
+        self._write()
 
     def add(self, rows: Sequence[Row], *, seconds: float) -> None:
-        """Writes rows, in place of those with the same keys; `seconds` since this run began."""
+        """Writes rows, `seconds` since the run began."""
         self.rows |= {row.key: row for row in rows}
-        self._head["seconds"] = round(self._resumed + seconds, 1)
+        self._head["seconds"] = round(seconds, 1)
         self._write()
 
     def close(self, *, complete: bool, seconds: float) -> dict[str, Any]:
-        """Writes whether all rows are there, returns the whole, and lets others write the file."""
-        self._head |= {"complete": complete, "seconds": round(self._resumed + seconds, 1)}
-        self._write()
-        self._lock.release()
-        return self.to_dict()
+        """Writes whether all rows are there, and returns what the file holds."""
+        self._head |= {"complete": complete, "seconds": round(seconds, 1)}
+        return self._write()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns what the file holds."""
-        return rounded({**self._head, "rows": [row.to_dict() for row in self.rows.values()]})
-
-    def _write(self) -> None:
-        save_json(self._file, self.to_dict())
+    def _write(self) -> dict[str, Any]:
+        held = rounded({**self._head, "rows": [row.to_dict() for row in self.rows.values()]})
+        save_json(self._file, held)
+        return held
 
 
-def read_results(file: Path) -> dict[str, Any]:
-    """Returns what `utio-jax bench` wrote, checked.
+def read_results(file: Path) -> tuple[dict[str, Any], list[Row]]:
+    """Returns what `utio-jax bench` wrote, and its rows, checked.
 
     Raises:
       ValueError: there is no such file, it is not JSON, or not what this version writes.
@@ -127,10 +278,26 @@ def read_results(file: Path) -> dict[str, Any]:
             f"schema {found.get('schema')!r}. {remedy}"
         )
     try:
-        keys = [Row.from_dict(row).key for row in found["rows"]]
+        rows = [Row.from_dict(row) for row in found["rows"]]
         missing = {"suite", "complete", "seconds", "started", "settings", "environment"} - {*found}
-        if missing or len(keys) != len({*keys}):
+        if missing or len(rows) != len({row.key for row in rows}):
             raise ValueError(f"missing: {sorted(missing)}; or two rows have the same key")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"Wanted {what} at {file}. Got: {error} {remedy}") from error
-    return found
+    return found, rows
+
+
+def describe(*, dtype: jax.typing.DTypeLike) -> dict[str, Any]:
+    """Returns what a benchmark ran on: device, versions, flags, the parameters' dtype."""
+    device = jax.devices()[0]
+    # Containers and schedulers may give us fewer cores than there are.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "device": f"{device.platform}:{device.device_kind}",
+        "device_count": jax.device_count(),
+        "cores": cores,
+        "processor": platform.processor() or platform.machine(),
+        "dtype": jnp.dtype(dtype).name,
+        "versions": versions(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+    }

@@ -145,16 +145,15 @@ def methods_of(subject: Subject, names: Sequence[str], *, width: int) -> list[Me
     """
     found: dict[str, Method] = {}
     for name in names:
-        policy, _, budget_text = label_of(name).partition("@")
-        budget = float(budget_text)
-        wanted = {"uniform"} if policy == "uniform" else {policy, "random", "uniform"}
-        for each in sorted(wanted, key=(policy, "random", "uniform").index):
-            made = (
-                _truncations(subject, budget, width=width)
-                if each == "uniform"
-                else [_fitted(subject, each, budget, width=width)]
-            )
-            found |= {method.label: method for method in made if method.label not in found}
+        policy, _, text = label_of(name).partition("@")
+        budget = float(text)
+        made = [
+            _fitted(subject, each, budget, width=width)
+            for each in dict.fromkeys((policy, "random"))
+            if policy != "uniform"
+        ]
+        made += _truncations(subject, budget, width=width)
+        found |= {method.label: method for method in made if method.label not in found}
     return [*found.values()]
 
 

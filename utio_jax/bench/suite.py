@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from utio_jax.bench.parts import decode_group, lossless_group, score_group
-from utio_jax.bench.results import Recorder
-from utio_jax.bench.rows import Group, Row
+from utio_jax.bench.results import Group, Recorder, Row
 from utio_jax.bench.subjects import Subject
 
 
@@ -28,7 +27,6 @@ class Suite:
       score: batches and tokens per row of scoring.
       decode: batches, prompt and output lengths.
       rounds: timed turns of each program.
-      minutes: after which no further group begins; None has no end.
     """
 
     name: str
@@ -38,7 +36,6 @@ class Suite:
     score: tuple[tuple[int, int], ...] = ((16, 512),)
     decode: tuple[tuple[int, int, int], ...] = ((1, 64, 56),)
     rounds: int = 5
-    minutes: float | None = None
 
     @property
     def cache_tokens(self) -> int:
@@ -65,7 +62,6 @@ SUITES = {
             policies=("random@0.6",),
             score=((1, 2048), (16, 512)),
             decode=((1, 64, 64), (8, 64, 64), (32, 64, 64), (128, 64, 64), (256, 64, 64)),
-            minutes=9.0,
         ),
     )
 }
@@ -101,29 +97,20 @@ def run_groups(
     started: float,
     say: Callable[[str], None],
     note: str = "",
-    minutes: float | None = None,
-) -> bool:
-    """Measures groups that the recorder does not have; returns whether all are measured.
+) -> None:
+    """Measures groups, and keeps the rows of each as soon as they are known.
 
     What cannot run is recorded as that: a group's ValueErrors and the device's errors become notes
     of its rows.
 
     Args:
       groups: in order.
-      recorder: keeps each group's rows as soon as they are known.
+      recorder: keeps the rows.
       started: when the run began, of `time.perf_counter`.
       say: is given a line of progress.
       note: of every row.
-      minutes: after which no further group begins.
     """
-    complete = True
     for group in groups:
-        if all(row.key in recorder.rows for row in group.rows):
-            continue
-        if minutes is not None and time.perf_counter() - started > 60 * minutes:
-            say(f"out of time: {group.title} is left to --resume")
-            complete = False
-            continue
         say(group.title)
         rows: Sequence[Row]
         try:
@@ -135,62 +122,44 @@ def run_groups(
         recorder.add([row.noting(note) for row in rows], seconds=time.perf_counter() - started)
         # The programs of a whole suite use up a process' memory maps; no group needs another's.
         jax.clear_caches()
-    return complete
 
 
 _BEARABLE_PCT = 1.0  # Of loss, for what saves time.
 
 
-def conclude(results: Mapping[str, Any]) -> str:
+def conclude(rows: Iterable[Row]) -> str:
     """Returns what to do on this machine, in a sentence: the fastest way at a bearable loss.
 
     A loss that is not known is not bearable, but for drafts, whose tokens are the full model's.
     """
-
-    def lost(row: Mapping[str, Any]) -> float | None:
-        known = (row["quality"] or {}).get("nll_increase_pct")
-        return 0.0 if known is None and row["part"] == "lossless" else known
-
     faster = [
-        (row["speedup"]["median"], row)
-        for row in results["rows"]
-        if row["speedup"] is not None
-        and row["speedup"]["median"] > 1.0
-        and not row["fallbacks"]
-        and not row["speed_only"]
-        and row["method"] != row["baseline"]
+        (row.gain, 0.0 if row.part == "lossless" else row.nll_increase_pct, row)
+        for row in rows
+        if row.gain is not None and row.gain > 1.0 and not row.speed_only
     ]
-    losses = [lost(row) for _, row in faster]
+    unknown = [gain for gain, loss, _ in faster if loss is None]
     gains = [
-        each
-        for each, loss in zip(faster, losses, strict=True)
-        if loss is not None and loss <= _BEARABLE_PCT
+        (gain, row) for gain, loss, row in faster if loss is not None and loss <= _BEARABLE_PCT
     ]
-    if not gains and None in losses:
-        most = max(speedup for speedup, _ in faster)
+    if gains:
+        gain, best = max(gains, key=lambda each: each[0])
         return (
-            f"Up to {most:.2f} times as fast as the model in full, {losses.count(None)} ways at a "
-            "loss that was not measured here: see --parts score, or utio-jax compare."
+            f"Fastest here at no more than +{_BEARABLE_PCT:g} % of loss: {best.key}, {gain:.2f} "
+            f"times as fast as {best.baseline}."
         )
-    if not gains:
-        return "Nothing that was measured here is faster than the model in full: use that."
-    speedup, best = max(gains, key=lambda each: each[0])
-    return (
-        f"Fastest here at no more than +{_BEARABLE_PCT:g} % of loss: {best['key']}, {speedup:.2f} "
-        f"times as fast as {best['baseline']}."
-    )
+    if unknown:
+        return (
+            f"Up to {max(unknown):.2f} times as fast as the model in full, {len(unknown)} ways at "
+            "a loss that was not measured here: see --parts score, or utio-jax compare."
+        )
+    return "Nothing that was measured here is faster than the model in full: use that."
 
 
-def summarise(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the run in a line: counts, and the speed-ups of scoring and decoding."""
-    rows = results["rows"]
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """Returns counts of the rows, and their speed-ups by key."""
     return {
         "row_count": len(rows),
-        "did_not_run": sum(not row["ran"] for row in rows),
-        "fell_back": sum(bool(row["fallbacks"]) for row in rows),
-        "speedups": {
-            row["key"]: row["speedup"]["median"]
-            for row in rows
-            if row["speedup"] is not None and row["part"] in ("score", "decode", "lossless")
-        },
+        "did_not_run": sum(not row.ran for row in rows),
+        "fell_back": sum(bool(row.fallbacks) for row in rows),
+        "speedups": {row.key: row.speedup.median for row in rows if row.speedup is not None},
     }

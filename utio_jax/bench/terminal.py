@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
+from utio_jax.bench.results import Row
 from utio_jax.calibration.compare import ComparisonRow
 from utio_jax.core.html import shade
 from utio_jax.evaluation.evaluate import DocumentScore
@@ -19,34 +20,35 @@ _MOST_DOCUMENTS = 40
 
 _COMPARISON_COLUMNS = (
     *("policy", "budget", "FLOPs", "gates %", "loss +%", "below hull, %", "agree"),
-    *("corr. KL", "corr. depth", "Gini", "of oracle"),
+    "corr. KL",
 )
 
 
-def bench_table(results: Mapping[str, Any]) -> Table:
-    """Returns a terminal table of what `utio-jax bench` measured."""
+def bench_table(rows: Iterable[Row], *, title: str, notes: bool = False) -> Table:
+    """Returns a table of what `utio-jax bench` measured, with remarks where they are asked for."""
+    names = ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "loss +%")
     table = _table(
-        ("what", "seconds", "FLOPs", "speed-up", "quartiles", "ideal", "effic.", "loss +%"),
-        title=f"{results['suite']} suite, {results['environment']['device']}",
+        (*names, *(("note",) if notes else ())),
+        title=title,
         padding=(0, 0),
         caption="speed-up: median of the rounds' ratios over the fastest full-depth program, and "
         "quartiles; none where the method fell back or did not run",
     )
-    for row in results["rows"]:
-        speedup, seconds, quality = row["speedup"], row["seconds"], row["quality"] or {}
-        if not row["ran"]:
-            table.add_row(row["key"], "did not run", style="dim")
-            continue
-        table.add_row(
-            row["key"],
-            _show(None if seconds is None else seconds["median"], ".3g"),
-            _show(row["flops_ratio"], ".3f"),
-            _show(None if speedup is None else speedup["median"], ".2f"),
-            "" if speedup is None else f"{speedup['low']:.2f}-{speedup['high']:.2f}",
-            _show(row["speedup_ideal"], ".2f"),
-            _show(row["efficiency"], ".2f"),
-            _show(quality.get("nll_increase_pct"), "+.2f"),
-        )
+    for row in rows:
+        speedup = row.speedup
+        cells = [
+            row.key,
+            _show(row.seconds and row.seconds.median, ".3g") if row.ran else "did not run",
+            _show(row.flops_ratio, ".3f"),
+            _show(speedup and speedup.median, ".2f"),
+            f"{speedup.low:.2f}-{speedup.high:.2f}" if speedup else "",
+            _show(row.speedup_ideal, ".2f"),
+            _show(row.nll_increase_pct, "+.2f"),
+        ]
+        if notes:
+            fell = [f"fell back: {why}, {count} times" for why, count in row.fallbacks.items()]
+            cells.append("; ".join([*([row.note] if row.note else []), *fell]))
+        table.add_row(*map(Text, cells), style=None if row.own else "dim")
     return table
 
 
@@ -72,9 +74,6 @@ def comparison_table(rows: Sequence[ComparisonRow], *, title: str) -> Table:
             "" if margin is None else f"{margin[1]:+.2f} [{margin[0]:+.2f}, {margin[2]:+.2f}]",
             _show(ledger.agreement, ".3f"),
             _show(row.rank_correlation_kl, ".2f"),
-            _show(row.rank_correlation_depth, ".2f"),
-            _show(row.harm_gini, ".2f"),
-            _show(row.oracle_recovered, ".2f"),
             style="bold green" if margin is not None and margin[0] > 0 else None,
         )
     return table

@@ -81,11 +81,6 @@ class Timing:
         """Median seconds."""
         return float(np.median(self.seconds))
 
-    @property
-    def spread(self) -> Spread:
-        """Median and quartiles of the seconds."""
-        return Spread.of(self.seconds)
-
     def ratios_over(self, other: Timing) -> np.ndarray:
         """Returns `[round]` ratios: how many times faster this is than `other`, round by round."""
         return other.seconds / self.seconds
@@ -99,15 +94,14 @@ def time_programs(
     programs: Mapping[str, Callable[[], Any]],
     *,
     rounds: int = 7,
-    warmup: int = 1,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """Times programs that take turns, so that a drift of the machine meets all of them.
 
     Args:
       programs: name to a function without arguments; its result is waited for.
-      rounds: timed turns of each. The order rotates by one from round to round.
-      warmup: turns before, in which everything compiles.
+      rounds: timed turns of each, after one in which everything compiles. The order rotates by one
+        from round to round.
       progress: called after every turn.
 
     Raises:
@@ -119,7 +113,7 @@ def time_programs(
             f"rounds={rounds}."
         )
     names = list(programs)
-    for name in names * warmup:
+    for name in names:
         jax.block_until_ready(programs[name]())
         if progress is not None:
             progress()

@@ -9,7 +9,7 @@ from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.guarantee import fit_with_guarantee
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.risk import split_documents
-from utio_jax.calibration.studies import ExitStudy, harm_gini, rank_correlation, study_exits
+from utio_jax.calibration.studies import ExitStudy, rank_correlation, study_exits
 
 __all__ = [
     "SIGNALS",
@@ -25,7 +25,6 @@ __all__ = [
     "compare",
     "fit_lens",
     "fit_with_guarantee",
-    "harm_gini",
     "rank_correlation",
     "split_documents",
     "study_exits",

@@ -3,90 +3,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from utio_jax.calibration.compare import ComparisonRow
-from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.flops import TokenCost, token_cost
+from utio_jax.core.decoder import Decoder
 
 # Loss in % over full depth up to which the saving may be wanted.
 _ACCEPTABLE_PCT = 5.0
 
 # Of the most probable tokens that an exit shares with full depth: below, equal losses say little.
 _ACCEPTABLE_AGREEMENT = 0.5
-
-# Drafting must be predicted to give so much more than plain decoding to be worth a try.
-_WORTH_DRAFTING = 1.05
-
-_MAX_DRAFT = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Drafting:
-    """What lossless decoding can be expected to give, where reading weights is everything.
-
-    Attributes:
-      exit: layers that draft.
-      max_draft: drafts per round.
-      gain: tokens per layer run, over plain decoding's.
-    """
-
-    exit: int
-    max_draft: int
-    gain: float
-
-
-def best_drafting(
-    decoder: Decoder, params: Params, exit_agreement: Mapping[str, float]
-) -> Drafting:
-    """Returns the exit and draft length with the most tokens per layer to expect.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      exit_agreement: how often each exit's most probable token is full depth's, by depth; on text,
-        which is a guess at how many drafts will be accepted.
-    """
-    exits = np.asarray([int(depth) for depth in exit_agreement])
-    accept = np.minimum(np.asarray([*exit_agreement.values()], np.float64), 0.999)
-    drafts = np.arange(_MAX_DRAFT + 1, dtype=np.float64)
-    cost, layers = token_cost(decoder, params), decoder.config.num_layers
-    rate = _tokens_per_layer(
-        cost, accept[:, None], exits[:, None], drafts[None, :], num_layers=layers, marginal=0.0
-    )
-    row, column = np.unravel_index(np.argmax(rate), rate.shape)
-    plain = rate[row, 0]
-    return Drafting(
-        exit=int(exits[row]), max_draft=int(column), gain=float(rate[row, column] / plain)
-    )
-
-
-def _tokens_per_layer(
-    cost: TokenCost, accept: Any, exits: Any, drafts: Any, *, num_layers: int, marginal: Any
-) -> Any:
-    """Returns the expected tokens of a round of drafting per layer's cost: DEL's objective.
-
-    With acceptance `a`, a draft of `n` tokens yields `(1 - a^(n+1)) / (1 - a)` tokens, and costs
-    `n + 1` runs of the exit's layers, `n` heads and one deep pass (Entezari Zarch et al. 2025).
-
-    Args:
-      cost: of one token.
-      accept: probability that a draft is right, below 1; all of these broadcast.
-      exits: layers that draft.
-      drafts: per round, from 0.
-      num_layers: of the model.
-      marginal: cost of one more token per row in a pass relative to the first; 0 where reading
-        weights is everything, 1 where arithmetic is.
-    """
-    layer = cost.query + cost.keys_values
-    head, guess = (float(cost.read(depth)) / layer for depth in (num_layers, 0))
-    tokens = (1.0 - accept ** (drafts + 1.0)) / (1.0 - accept)
-    deep = (num_layers - exits + head) * (1.0 + marginal * drafts)
-    return tokens / ((drafts + 1.0) * exits + drafts * guess + deep)
 
 
 def conclude(rows: Sequence[ComparisonRow]) -> str:
@@ -137,12 +64,11 @@ def may_pay(info: Mapping[str, Any]) -> str:
     )
 
 
-def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: bool) -> str | None:
+def advise(decoder: Decoder, info: Mapping[str, Any], *, lens: bool) -> str | None:
     """Returns what to do with a model for which adaptive depth will not pay; None where it may.
 
     Args:
       decoder: the model.
-      params: its parameters.
       info: of its calibration.
       lens: whether its exits are read through a lens.
     """
@@ -168,15 +94,7 @@ def advise(decoder: Decoder, params: Params, info: Mapping[str, Any], *, lens: b
     if not lens:
         said.append("These exits may never have been trained to predict: utio-jax calibrate")
         said.append("--fit-lens lets the head read them better without touching the model.")
-    drafting = best_drafting(decoder, params, info["exit_agreement"])
-    if drafting.gain >= _WORTH_DRAFTING:
-        said.append(
-            f"Lossless decoding may: drafting {drafting.max_draft} tokens at depth {drafting.exit} "
-            f"is predicted to give {drafting.gain:.2f} times the tokens per layer (utio-jax "
-            "generate --mode lossless finds exit and length by itself)."
-        )
-    else:
-        said.append("Use the model in full; drafts would too seldom be right.")
+    said.append("Drafts copied from the text may pay, and lose nothing: --mode lossless.")
     exits = " ".join(map(str, decoder.config.exits))
     said.append(f"Or teach its exits to predict: utio-jax finetune --exits {exits}.")
     return " ".join(said)

@@ -4,21 +4,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from utio_jax.calibration.hindsight import Harm, hindsight_policies
+from utio_jax.calibration.hindsight import hindsight_policies
 from utio_jax.calibration.search import forget_programs
 from utio_jax.calibration.studies import (
     ExitStudy,
     collect_scores,
-    harm_gini,
     predicted_tokens,
     rank_correlation,
     study_exits,
@@ -56,22 +57,11 @@ class ComparisonRow:
         cheaper than the cheapest.
       rank_correlation_kl: Spearman's, of the score at the first boundary in use with sqrt(KL to
         full depth) there; None where nothing is scored, or all the same.
-      rank_correlation_depth: the same with the needed depth, the earliest exit from which on the
-        most probable token is full depth's.
-      harm_gini: normalised Gini index of the KL to full depth there, captured in the order of the
-        score, see `utio_jax.calibration.studies.harm_gini`: 1 is the best order, 0 chance.
-      oracle_recovered: the share of `oracle_kl`'s advantage over the hull at equal FLOPs that the
-        policy has too; None outside the oracle's budgets, and where its own advantage is not
-        beyond doubt: `oracle_kl` knows every exit's KL, but not how tokens at different depths
-        change each other, so that at small budgets it can be beaten.
     """
 
     ledger: Ledger
     hull_margin_pct: tuple[float, float, float] | None = None
     rank_correlation_kl: float | None = None
-    rank_correlation_depth: float | None = None
-    harm_gini: float | None = None
-    oracle_recovered: float | None = None
 
     @property
     def name(self) -> str:
@@ -91,9 +81,6 @@ class ComparisonRow:
             **self.ledger.to_dict(),
             "hull_margin_pct": None if margin is None else [short(value) for value in margin],
             "rank_correlation_kl": short(self.rank_correlation_kl),
-            "rank_correlation_depth": short(self.rank_correlation_depth),
-            "harm_gini": short(self.harm_gini),
-            "oracle_recovered": short(self.oracle_recovered),
         }
 
 
@@ -111,7 +98,7 @@ def compare(  # noqa: PLR0913 (options, each named)
     seed: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> list[ComparisonRow]:
-    """Returns a row per exit for `uniform`, and per budget for oracles and calibrated policies.
+    """Returns a row per exit for `uniform`, and per budget for `oracle_kl` and calibrated policies.
 
     Policies run over all exits, of which they pay for those in use: one program for all budgets,
     and for all policies that differ in numbers alone. Full depth runs once.
@@ -159,15 +146,20 @@ def compare(  # noqa: PLR0913 (options, each named)
         for (name, _), (quality, _) in uniform.items()
     ]
 
-    say("oracles")
-    strongest: list[tuple[float, tuple[float, float, float]]] = []
-    hindsight = reader.read(batches, _oracles(decoder, params, studies, chosen, executor))
-    for (name, budget), (quality, sums) in hindsight.items():
-        margin = bootstrap.interval(sums)
-        if name == "oracle_kl" and margin is not None:
-            strongest.append((bootstrap.ratio(sums), margin))
-        ledger = quality.ledger(name, budget=budget, num_layers=num_layers)
-        rows.append(ComparisonRow(ledger=ledger, hull_margin_pct=margin))
+    say("oracle_kl")
+    oracles = {
+        ("oracle_kl", budget): policies
+        for budget in chosen
+        for policies in [hindsight_policies(decoder, params, studies, budget, executor=executor)]
+        if policies
+    }
+    rows += [
+        ComparisonRow(
+            ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
+            hull_margin_pct=bootstrap.interval(sums),
+        )
+        for (name, budget), (quality, sums) in reader.read(batches, oracles).items()
+    ]
 
     names = [*calibration.entries, *(["random"] if "learned" in calibration.entries else [])]
     policies: dict[str, dict[Label, Policy]] = {}
@@ -185,24 +177,17 @@ def compare(  # noqa: PLR0913 (options, each named)
             say(f"{name} (program {number + 1} of {len(groups)})")
             fitted = calibration.entries["learned" if name == "random" else name]
             each = {label: [policy] * count for label, policy in policies[name].items()}
-            scored = None
-            if name in calibration.signals:
-                signal = calibration.signals[name]
-                scored = _Correlations(decoder, params, signal, studies, mesh)
-            of_policy[name] = []
-            for (_, budget), (quality, sums) in reader.read(batches, each).items():
-                found = scored.at_first(fitted[budget].depths) if scored else _NOTHING
-                margin = float(bootstrap.margins(sums)[0])
-                of_policy[name].append(
-                    ComparisonRow(
-                        ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
-                        hull_margin_pct=bootstrap.interval(sums),
-                        rank_correlation_kl=found.kl,
-                        rank_correlation_depth=found.depth,
-                        harm_gini=found.gini,
-                        oracle_recovered=_recovered(bootstrap.ratio(sums), margin, strongest),
-                    )
+            correlation = functools.cache(
+                partial(_correlation, decoder, params, calibration.signals.get(name), studies, mesh)
+            )
+            of_policy[name] = [
+                ComparisonRow(
+                    ledger=quality.ledger(name, budget=budget, num_layers=num_layers),
+                    hull_margin_pct=bootstrap.interval(sums),
+                    rank_correlation_kl=correlation(fitted[budget].depths[0]),
                 )
+                for (_, budget), (quality, sums) in reader.read(batches, each).items()
+            ]
         forget_programs()
     return rows + [row for name in names for row in of_policy.get(name, ())]
 
@@ -284,103 +269,22 @@ class _Reader:
         return read
 
 
-class _Found(NamedTuple):
-    """How well scores order tokens: Spearman's with sqrt(KL) and needed depth, Gini of the KL."""
-
-    kl: float | None
-    depth: float | None
-    gini: float | None
-
-
-_NOTHING = _Found(None, None, None)
-
-
-class _Correlations:
-    """Rank correlations of a signal's scores where every token runs on."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        params: Params,
-        signal: Signal,
-        studies: Sequence[ExitStudy],
-        mesh: Mesh | None,
-    ):
-        self.decoder, self.params, self.mesh = decoder, params, mesh
-        self.signal, self.studies = signal, studies
-        self.known: dict[int, _Found] = {}
-        self.root = np.sqrt(predicted_tokens(studies, [study.kl for study in studies]))
-        self.needed = needed_exit(predicted_tokens(studies, [study.differs for study in studies]))
-
-    def at_first(self, depths: tuple[int, ...]) -> _Found:
-        """Returns those at the first of some depths."""
-        if depths[0] not in self.known:
-            self.known[depths[0]] = self._find(depths)
-        return self.known[depths[0]]
-
-    def _find(self, depths: tuple[int, ...]) -> _Found:
-        exits = self.decoder.config.exits
-        if len(depths) == 1:  # Nothing is decided.
-            return _NOTHING
-        scores = predicted_tokens(
-            self.studies,
-            collect_scores(
-                self.decoder,
-                self.params,
-                self.signal,
-                self.studies,
-                depths=depths[:2],
-                mesh=self.mesh,
-            ),
-        )[0]
-        finite = np.isfinite(scores)
-        root = self.root[exits.index(depths[0])]
-        return _Found(
-            kl=rank_correlation(scores[finite], root[finite]),
-            depth=rank_correlation(scores[finite], self.needed[finite]),
-            gini=harm_gini(scores[finite], root[finite] ** 2),
-        )
-
-
-def needed_exit(differs: np.ndarray) -> np.ndarray:
-    """Returns the first exit from which on the most probable token is full depth's, `[token]`.
-
-    Args:
-      differs: `[exit, token]`, whether it is not; False at the last exit.
-    """
-    last = len(differs) - 1 - np.argmax(differs[::-1], axis=0)
-    return np.where(differs.any(axis=0), last + 1, 0)
-
-
-def _recovered(
-    ratio: float, margin: float, strongest: Sequence[tuple[float, tuple[float, float, float]]]
-) -> float | None:
-    """Returns a margin as a share of the oracle's at the same `flops_ratio`."""
-    ratios = [at for at, _ in sorted(strongest)]
-    if not ratios or not ratios[0] <= ratio <= ratios[-1]:
-        return None
-    low, best, _ = (
-        float(np.interp(ratio, ratios, margins))
-        for margins in zip(*(margins for _, margins in sorted(strongest)), strict=True)
-    )
-    return margin / best if low > 0 else None
-
-
-def _oracles(
+def _correlation(
     decoder: Decoder,
     params: Params,
+    signal: Signal | None,
     studies: Sequence[ExitStudy],
-    budgets: Sequence[float],
-    executor: Executor,
-) -> dict[Label, Sequence[Policy]]:
-    """Returns hindsight at each budget that it can reach."""
-    found: dict[Label, Sequence[Policy]] = {}
-    for by in get_args(Harm):
-        for budget in budgets:
-            try:
-                found[f"oracle_{by}", budget] = hindsight_policies(
-                    decoder, params, studies, by=by, budget=budget, executor=executor
-                )
-            except ValueError:  # Below the first exit.
-                continue
-    return found
+    mesh: Mesh | None,
+    depth: int,
+) -> float | None:
+    """Returns the rank correlation of a signal's scores at an exit with sqrt(KL) there."""
+    exits = decoder.config.exits
+    if signal is None or depth == exits[-1]:  # Nothing is decided.
+        return None
+    scores = predicted_tokens(
+        studies,
+        collect_scores(decoder, params, signal, studies, depths=(depth, exits[-1]), mesh=mesh),
+    )[0]
+    kl = predicted_tokens(studies, [study.kl for study in studies])[exits.index(depth)]
+    finite = np.isfinite(scores)
+    return rank_correlation(scores[finite], np.sqrt(kl[finite]))

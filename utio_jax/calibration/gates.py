@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -13,18 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from utio_jax.calibration.studies import ExitStudy, predicted_tokens
+from utio_jax.core.arrays import normalise
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.core.documents import Batch, sample_batches
 from utio_jax.policies.base import Signal
-from utio_jax.policies.learned import (
-    CandidateGates,
-    Hazard,
-    Learned,
-    PromptRouter,
-    StateGate,
-    candidate_inputs,
-    normalise,
-)
+from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Entropy,
     MaxProbability,
@@ -36,12 +27,6 @@ from utio_jax.policies.signals import (
     UtioSurrogate,
     surrogate_table,
 )
-
-CANDIDATES = 16
-"""Likely next tokens whose logits a gate sees: 64 are better, and take a layer's time."""
-
-GATE_TOKENS = 800_000
-"""Of a text of the gates' own: with 160 dimensions and five exits 1.3 GB of states in float16."""
 
 Loss = Literal["squared", "logistic"]
 """What a gate's value is compared with: a number, or the logit of a probability."""
@@ -79,23 +64,6 @@ class SignalFitter:
         embeddings = self.decoder.embed(self.params, every, jnp.zeros_like(every))
         mean = jnp.asarray(share / share.sum(), jnp.float32) @ embeddings.astype(jnp.float32)
         return TokenSurrogate(table=surrogate_table(self.decoder, self.params, mean))
-
-    def candidates(self, count: int = CANDIDATES) -> CandidateGates:
-        """Returns gates that predict sqrt(KL to full depth) from states and what these predict.
-
-        Args:
-          count: likely next tokens whose logits are seen.
-
-        Raises:
-          ValueError: the decoder has no head of a few tokens alone.
-        """
-        batches = [study.batch for study in self.studies]
-        vocab_size = self.decoder.config.vocab_size
-        likely = likely_followers(batches, vocab_size=vocab_size, count=count)
-        more = self._of_candidates(jnp.asarray(likely))
-        kl = np.sqrt(self._of_tokens("kl")[:-1])
-        gates = fit_gates(self._of_tokens("states"), kl, more, seed=self.seed)
-        return CandidateGates(gates=gates, likely=jnp.asarray(likely), exits=self.exits)
 
     def regressor(self) -> StateGate:
         """Returns gates that predict sqrt(KL to full depth)."""
@@ -151,25 +119,6 @@ class SignalFitter:
             self._gates[name] = fit_gates(states, target(), loss=loss, seed=self.seed)
         return self._gates[name]
 
-    def _of_candidates(self, likely: jax.Array) -> np.ndarray:
-        """Returns what gates see beside states, `[exit, token, 6]`, a row at a time."""
-        decoder = self.decoder
-
-        @partial(jax.jit, static_argnames="depth")
-        def read(params: Params, x: jax.Array, ids: jax.Array, *, depth: int) -> jax.Array:
-            x, places = x.astype(jnp.float32), jnp.arange(len(ids))
-            return candidate_inputs(decoder, params, x, likely[ids], places, depth=depth)
-
-        def of_study(study: ExitStudy) -> np.ndarray:
-            found = [
-                [np.asarray(read(self.params, x, ids, depth=depth)) for x, ids in rows]
-                for depth, states in zip(self.exits, study.states, strict=True)
-                for rows in [zip(states, study.batch.token_ids, strict=True)]
-            ]
-            return np.asarray(found)
-
-        return predicted_tokens(self.studies, [of_study(study) for study in self.studies])
-
     def _of_tokens(self, field: str) -> np.ndarray:
         return predicted_tokens(self.studies, [getattr(study, field) for study in self.studies])
 
@@ -188,7 +137,6 @@ SIGNALS: dict[str, Callable[[SignalFitter], Signal]] = {
     "cost_aware": lambda fit: Learned(gates=fit.cost_aware(), exits=fit.exits, name="cost_aware"),
     "patience": lambda fit: Patience(),
     "hazard": lambda fit: Hazard(gates=fit.classifier(), exits=fit.exits),
-    "candidates": lambda fit: fit.candidates(),
 }
 """How each signal gets its weights from a text."""
 
@@ -213,7 +161,6 @@ def worth_going_deeper(kl: np.ndarray, cost_of_depth: np.ndarray, price: float) 
 def fit_gates(
     states: np.ndarray,
     target: np.ndarray,
-    more: np.ndarray | None = None,
     *,
     loss: Loss = "squared",
     hidden: int = 64,
@@ -229,7 +176,6 @@ def fit_gates(
     Args:
       states: `[exit, token, dim]`.
       target: `[exit, token]`: numbers for the squared loss, booleans for the logistic one.
-      more: `[exit, token, input]` that gates see behind each normalised state; None: nothing.
       loss: `"squared"` or `"logistic"`.
       hidden: width of the gates.
       steps: of AdamW, with a linearly falling rate.
@@ -239,16 +185,9 @@ def fit_gates(
     import optax
 
     exits, tokens, _ = states.shape
-    others = np.zeros((exits, tokens, 0), np.float32) if more is None else more
     rng = np.random.default_rng(seed)
     some = rng.permutation(tokens)[:_WHITENED]
-
-    def inputs(x: jax.Array, others: jax.Array) -> jax.Array:
-        return jnp.concatenate([normalise(x), others], axis=-1)
-
-    pairs = zip(states, others, strict=True)
-    seen = [inputs(jnp.asarray(x[some]), jnp.asarray(beside[some])) for x, beside in pairs]
-    found = [_whitening(np.asarray(x)) for x in seen]
+    found = [_whitening(np.asarray(normalise(jnp.asarray(x[some])))) for x in states]
     mean, matrix = (jnp.asarray(np.stack(parts)) for parts in zip(*found, strict=True))
     dim = matrix.shape[-1]
 
@@ -275,7 +214,7 @@ def fit_gates(
 
     @jax.jit
     def update(gates: Any, state: Any, seen: Any, wanted: jax.Array) -> tuple[Any, Any]:
-        slope = jax.grad(error)(gates, inputs(*seen), wanted)
+        slope = jax.grad(error)(gates, normalise(seen), wanted)
         updates, state = optimizer.update(slope, state, gates)
         return optax.apply_updates(gates, updates), state
 
@@ -283,8 +222,7 @@ def fit_gates(
     state, wanted = optimizer.init(gates), target.astype(np.float32)
     for _ in range(steps):
         chosen = rng.integers(tokens, size=batch)
-        seen = states[:, chosen], others[:, chosen]
-        gates, state = update(gates, state, seen, wanted[:, chosen])
+        gates, state = update(gates, state, states[:, chosen], wanted[:, chosen])
     folded = matrix @ gates.hidden
     bias = gates.hidden_bias - jnp.einsum("ed,edh->eh", mean, folded)
     return dataclasses.replace(gates, hidden=folded, hidden_bias=bias)
@@ -324,67 +262,6 @@ def fit_linear_gates(states: np.ndarray, target: np.ndarray) -> StateGate:
         output=jnp.broadcast_to(jnp.asarray([1.0, -1.0]), (len(weight), 2)),
         output_bias=jnp.asarray(np.stack(biases), jnp.float32),
     )
-
-
-def gate_windows(
-    documents: Sequence[np.ndarray],
-    *,
-    width: int,
-    vocab_size: int,
-    tokens: int = GATE_TOKENS,
-    seed: int = 0,
-) -> list[Batch]:
-    """Returns a text's windows that gates are fitted to, drawn over all of its documents.
-
-    Args:
-      documents: token ids.
-      width: tokens of a window.
-      vocab_size: of the model.
-      tokens: at most so many, padding included, but one batch at least.
-      seed: which windows.
-
-    Raises:
-      ValueError: see `sample_batches`.
-    """
-    rows = 16
-    batches, _ = sample_batches(
-        documents,
-        rows=rows,
-        width=width,
-        vocab_size=vocab_size,
-        batches=max(1, tokens // (rows * width)),
-        seed=seed,
-    )
-    return batches
-
-
-def likely_followers(
-    batches: Sequence[Batch], *, vocab_size: int, count: int = CANDIDATES
-) -> np.ndarray:
-    """Returns `[vocab, count]`, the tokens that follow each token most often in a text.
-
-    Most frequent first, ties by id; where a token has fewer followers, the text's commonest tokens
-    that are not among them fill up. At most as many as the vocabulary has.
-    """
-    parts = [
-        batch.token_ids[row, : batch.lengths[row]].astype(np.int64)
-        for batch in batches
-        for row in range(len(batch.lengths))
-    ]
-    count = min(count, vocab_size)
-    times = np.bincount(np.concatenate(parts), minlength=vocab_size)
-    common = np.argsort(-times, kind="stable")[: 2 * count].tolist()
-    pairs = np.concatenate([ids[:-1] * vocab_size + ids[1:] for ids in parts])
-    pair, seen = np.unique(pairs, return_counts=True)
-    first, second = pair // vocab_size, pair % vocab_size
-    order = np.lexsort((second, -seen, first))
-    first, second = first[order], second[order]
-    begins = np.searchsorted(first, np.arange(vocab_size + 1))
-    table = np.empty((vocab_size, count), np.int32)
-    for token in range(vocab_size):
-        own = second[begins[token] : begins[token + 1]][:count].tolist()
-        table[token] = [*dict.fromkeys([*own, *common])][:count]
-    return table
 
 
 _WHITENED = 100_000  # Tokens from which the covariance is taken.

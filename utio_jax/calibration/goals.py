@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,12 +20,12 @@ from utio_jax.staircase.score import Comparison
 
 _HALVINGS = 6  # Of the range of budgets: steps of about 1 % of a full pass.
 _CANDIDATES = 12
+_ROWS = 16  # Of a pass over documents.
 _MIN_PREDICTED = 32  # A document of three tokens that all differ has risk 1, and says little.
 
 Say = Callable[[str], None]
 
 
-@runtime_checkable
 class Goal(Protocol):
     """Chooses thresholds for one signal."""
 
@@ -36,10 +36,6 @@ class Goal(Protocol):
 
         There are none if nothing short of full depth reaches the goal.
         """
-        ...
-
-    def asked(self) -> dict[str, Any]:
-        """Returns what is asked for, JSON-ready: calibrations of equal answers can be mixed."""
         ...
 
 
@@ -54,9 +50,6 @@ class Budgets:
             raise ValueError(
                 f"Wanted budgets above 0, at most 1: shares of a full pass. Got {self.budgets}."
             )
-
-    def asked(self) -> dict[str, Any]:
-        return {"budgets": list(self.budgets)}
 
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
@@ -91,9 +84,6 @@ class MaxLoss:
                 f"Wanted a max_nll_increase_pct above 0, in %. Got {self.nll_increase_pct}."
             )
 
-    def asked(self) -> dict[str, Any]:
-        return {"max_nll_increase_pct": self.nll_increase_pct}
-
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
     ) -> tuple[dict[float, Thresholds], dict[str, Any]]:
@@ -125,12 +115,10 @@ class MaxLoss:
 class MaxDisagreement:
     """Least cost at which documents' mean disagreement with full depth stays below a bound.
 
-    Disagreement is the share of predicted tokens whose most probable token is not full depth's.
-    The guarantee of `fit_with_guarantee`: over the draw of the documents, what is
-    chosen breaks the bound with a probability of at most `1 - confidence`. Several policies are
-    tested on the same documents, and the cheapest is what one picks: the one whose test was
-    luckiest, perhaps. So the guarantee is one for all of them: each is tested at `1 - confidence`
-    over `policies` (Bonferroni).
+    Disagreement is the share of predicted tokens whose most probable token is not full depth's; the
+    guarantee is that of `fit_with_guarantee`. Several policies are tested on the same documents,
+    and one picks the cheapest: the one whose test was luckiest, perhaps. So the guarantee is one
+    for all of them: each is tested at `1 - confidence` over `policies` (Bonferroni).
 
     Attributes:
       max_disagreement: the bound, in (0, 1).
@@ -138,7 +126,6 @@ class MaxDisagreement:
       documents: token ids of documents on which nothing was fitted, nor on copies of them, see
         `utio_jax.calibration.risk.split_documents`.
       policies: how many are fitted to this goal, of which one may be picked by its result.
-      rows: per pass.
       seed: of the order of the documents.
     """
 
@@ -146,7 +133,6 @@ class MaxDisagreement:
     confidence: float
     documents: Sequence[np.ndarray]
     policies: int = 1
-    rows: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -160,13 +146,6 @@ class MaxDisagreement:
             confidence=self.confidence,
             looks=self.policies,
         )
-
-    def asked(self) -> dict[str, Any]:
-        return {
-            "max_disagreement": self.max_disagreement,
-            "confidence": self.confidence,
-            "policies": self.policies,
-        }
 
     def reach(
         self, search: ThresholdSearch, signal: Signal, say: Say
@@ -192,8 +171,6 @@ class MaxDisagreement:
             looks=self.policies,
             seed=self.seed,
         )
-        # What a threshold could save if its mean on this very sample were all that is asked.
-        unbounded = [r for r, mean in zip(ratios, result.means, strict=True) if self._holds(mean)]
         record = {
             "max_disagreement": self.max_disagreement,
             "confidence": self.confidence,
@@ -203,15 +180,11 @@ class MaxDisagreement:
                 str(ratio): {"mean": round(mean, 5), "p_value": float(f"{p:.3g}")}
                 for ratio, mean, p in zip(ratios, result.means, result.p_values, strict=True)
             },
-            "unbounded_flops_ratio": min(unbounded, default=1.0),
         }
         if result.chosen is None:
             return {}, record
         chosen = ratios[result.chosen]
         return {chosen: candidates[chosen]}, record
-
-    def _holds(self, mean: float) -> bool:
-        return mean <= self.max_disagreement
 
     def _disagreement(
         self, search: ThresholdSearch, signal: Signal, candidates: Sequence[Thresholds]
@@ -222,7 +195,7 @@ class MaxDisagreement:
         document_of = np.repeat(np.arange(len(cut)), [len(windows) for windows in cut])
         batches = batches_of(
             [window for windows in cut for window in windows],
-            rows=self.rows,
+            rows=_ROWS,
             widths=[config.context_length],
             vocab_size=config.vocab_size,
         )

@@ -38,14 +38,12 @@ class Guarantee:
         was not rejected decide nothing.
       means: `[candidate]`, its mean risk over the units.
       units: how many were tested.
-      needed: fewest with which anything could have been chosen.
     """
 
     chosen: int | None
     p_values: tuple[float, ...]
     means: tuple[float, ...]
     units: int
-    needed: int
 
 
 def fit_with_guarantee(
@@ -82,9 +80,7 @@ def fit_with_guarantee(
             f"Give one row per candidate, safest first."
         )
     units, binary = risks.shape[1], risks.dtype == np.bool_
-    needed = check_units(
-        units, max_risk=max_risk, confidence=confidence, looks=looks, binary=binary
-    )
+    check_units(units, max_risk=max_risk, confidence=confidence, looks=looks, binary=binary)
     if not ((risks >= 0) & (risks <= 1)).all():
         raise ValueError(
             f"Wanted risks from 0 to 1. Got {risks.min()} to {risks.max()}. Give shares of "
@@ -99,19 +95,11 @@ def fit_with_guarantee(
         p_values=tuple(p_values.tolist()),
         means=tuple(risks.mean(axis=1).tolist()),
         units=units,
-        needed=needed,
     )
 
 
 class Rung(NamedTuple):
-    """A setting of a ladder that was tested.
-
-    Attributes:
-      setting: what it is, as the caller has it: a policy, a threshold.
-      cost: over full depth's, by the caller's count.
-      risk: its mean over the units.
-      p_value: of that being above the bound by the draw of the units alone.
-    """
+    """A setting that was tested, its cost by the caller's count, its mean risk, and its p-value."""
 
     setting: Any
     cost: float
@@ -205,12 +193,8 @@ def half_of(groups: np.ndarray, seed: int) -> np.ndarray:
 
 def check_units(
     units: int, *, max_risk: float, confidence: float, looks: int = 1, binary: bool = False
-) -> int:
-    """Returns `units_needed`, once it is known that there are as many.
-
-    Raises:
-      ValueError: there are fewer.
-    """
+) -> None:
+    """Raises ValueError where there are fewer than `units_needed`."""
     needed = units_needed(max_risk, confidence, looks, binary=binary)
     if units < needed:
         several = f" for each of {looks} policies" if looks > 1 else ""
@@ -219,7 +203,6 @@ def check_units(
             f"{confidence}{several}, near-duplicates counted once. Got {units}. Give more "
             f"text, or ask for less{' or for fewer policies' if several else ''}."
         )
-    return needed
 
 
 def units_needed(
@@ -254,11 +237,10 @@ def units_needed(
 def _p_values(risks: np.ndarray, max_risk: float) -> np.ndarray:
     """Returns `[candidate]`: p-values of a mean risk above `max_risk`, for `[candidate, unit]`.
 
-    One over the most wealth that bets on low risks ever reach (Waudby-Smith & Ramdas 2024,
-    "Estimating means of bounded random variables by betting"; bets of Bates et al. 2021, arXiv
-    2101.02703). If the mean is above the bound no bet gains on average, and wealth reaches 1 / p
-    with a probability of at most p (Ville). A bet knows only earlier units, and is larger the less
-    they varied: documents' risks vary little, where Hoeffding-Bentkus expects the most.
+    One over the most wealth that bets on low risks ever reach (Waudby-Smith & Ramdas 2024; bets of
+    Bates et al. 2021, arXiv 2101.02703). If the mean is above the bound no bet gains on average,
+    and wealth reaches 1 / p with a probability of at most p (Ville). A bet knows only earlier
+    units, and is larger the less they varied.
     """
     units = risks.shape[1]
     seen = np.arange(2, units + 2)  # With the prior's mean of 1/2 and variance of 1/4 as one unit.

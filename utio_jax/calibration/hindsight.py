@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hindsight as a control: depths from what stopping at each exit really does to each token.
 
-They look at full depth and at the next token, so they are no policies to use: `causal` is False.
+They look at full depth, so they are no policies to use: `causal` is False.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,40 +20,30 @@ from utio_jax.policies.store import Thresholds
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.microbatches import MicroBatches
 
-Harm = Literal["kl", "loss"]
-"""KL to full depth, which needs no label; or how much more the true next token costs."""
-
 
 def hindsight_policies(
     decoder: Decoder,
     params: Params,
     studies: Sequence[ExitStudy],
-    *,
-    by: Harm,
     budget: float,
+    *,
     executor: Executor = MicroBatches(),
 ) -> list[Thresholded]:
-    """Returns `oracle_kl` or `oracle_loss`, one policy per batch of the very text to be read.
+    """Returns `oracle_kl`, one policy per batch of the very text to be read.
 
-    Thresholds are fitted as for any signal, on the harm itself as the score. Strong, yet no bound:
-    what frozen K/V do to other tokens is not in it.
+    Thresholds are fitted as for any signal, on KL to full depth itself as the score. Strong, yet
+    no bound: what frozen K/V do to other tokens is not in it.
 
     Args:
       decoder: the model.
       params: its parameters.
       studies: what a full pass over the text shows, from `study_exits`; batches of one width.
-      by: what to look at.
-      budget: target `flops_ratio`, without padding.
+      budget: target `flops_ratio`, without padding. Below the first exit's there are no policies.
       executor: how passes will run.
-
-    Raises:
-      ValueError: unknown `by`, or the budget is too low.
     """
-    if by not in get_args(Harm):
-        raise ValueError(f"Wanted by to be one of {', '.join(get_args(Harm))}. Got by={by!r}.")
-    harm_of = [study.kl if by == "kl" else study.harm for study in studies]
-    harm, exits = predicted_tokens(studies, harm_of), decoder.config.exits
-    cost, width = token_cost(decoder, params), studies[0].predicted.shape[1]
+    harm = predicted_tokens(studies, [study.kl for study in studies])
+    cost, exits = token_cost(decoder, params), decoder.config.exits
+    width = studies[0].predicted.shape[1]
     key_widths = executor.key_widths(width)
     full = depth_flops(cost, exits, width=width, key_widths=key_widths)[-1]
     fits: list[tuple[float, Thresholds]] = []
@@ -74,20 +63,18 @@ def hindsight_policies(
         left = leave_at(harm[: last - 1], np.asarray(fit.thresholds, np.float32))
         fits.append((float(harm[left, np.arange(left.size)].mean()), fit))
     if not fits:
-        raise ValueError(
-            f"Wanted a budget that covers the first exit, at depth {exits[0]}. Got budget={budget}."
-        )
+        return []
     best = min(fits, key=lambda pair: pair[0])[1]
     boundaries = len(best.depths) - 1
     return [
         given_depths(
             depth_of_token=jnp.asarray(
                 np.asarray(best.depths, np.int32)[
-                    leave_at(each[:boundaries], np.asarray(best.thresholds, np.float32))
+                    leave_at(study.kl[:boundaries], np.asarray(best.thresholds, np.float32))
                 ]
             ),
             depths=exits,
-            name=f"oracle_{by}",
+            name="oracle_kl",
         )
-        for each in harm_of
+        for study in studies
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from utio_jax.core.decoder import Decoder, Params, some_exits
 from utio_jax.core.documents import Batch
@@ -102,8 +102,7 @@ def fit_lens(
     # Each exit's head once forwards and once backwards, full depth's forwards.
     step = config.batch * token_cost(decoder, params).head * (1 + 2 * len(exits))
     steps = min(config.steps, max(1, int(config.flops / step)))
-    config = dataclasses.replace(config, steps=steps)
-    return _descend(decoder, params, lens, states, config, say)
+    return _descend(decoder, params, lens, states, dataclasses.replace(config, steps=steps), say)
 
 
 _HEAD_BLOCK = 128  # Tokens whose logits are alive at once, at every exit.
@@ -112,10 +111,7 @@ _HEAD_BLOCK = 128  # Tokens whose logits are alive at once, at every exit.
 def _states(
     decoder: Decoder, params: Params, batches: Sequence[Batch], config: LensConfig
 ) -> np.ndarray:
-    """Returns states at every exit, the last included, of tokens that predict.
-
-    As `[exit, token, dim]`.
-    """
+    """Returns `[exit, token, dim]`, the last layer included, of tokens that predict."""
     exits = decoder.config.exits
     run = jax.jit(partial(dense_states, decoder, depths=exits))
     predicted = sum(int(np.maximum(batch.lengths - 1, 0).sum()) for batch in batches)
@@ -160,8 +156,7 @@ def _descend(
 ) -> Lens:
     """Returns the maps after `config.steps` of Adam on the KL divergence, summed over exits.
 
-    Tokens go through the heads in blocks, whose slopes are added: `[block, vocab]` is alive at
-    once.
+    Tokens go through the heads in blocks, whose slopes are added.
     """
     import optax
 
@@ -178,6 +173,7 @@ def _descend(
         return sum(each, start=jnp.float32(0)) / config.batch
 
     optimizer = optax.adam(optax.linear_schedule(config.learning_rate, 0.0, config.steps))
+    size = max(n for n in range(1, _HEAD_BLOCK + 1) if config.batch % n == 0)
 
     @jax.jit
     def update(
@@ -189,25 +185,18 @@ def _descend(
             more = jax.value_and_grad(divergence)(maps, params, full, jnp.stack(early))
             return jax.tree.map(jnp.add, found, more), None
 
-        # As many blocks as divide the batch.
-        count = next(n for n in range(1, config.batch + 1) if fits(n))
-        blocks = chosen.reshape(len(chosen), count, -1, chosen.shape[-1])
+        blocks = chosen.reshape(len(chosen), -1, size, chosen.shape[-1])
         none = jnp.float32(0), jax.tree.map(jnp.zeros_like, maps)
         (found, slopes), _ = jax.lax.scan(add, none, jnp.moveaxis(blocks, 1, 0))
         updates, state = optimizer.update(slopes, state, maps)
         return optax.apply_updates(maps, updates), state, found
 
-    def fits(count: int) -> bool:
-        return config.batch % count == 0 and config.batch // count <= _HEAD_BLOCK
-
-    def draw(rng: np.random.Generator) -> Int[np.ndarray, " token"]:
-        return rng.integers(states.shape[1], size=config.batch)
-
     maps: Any = {"matrix": lens.matrix, "bias": lens.bias}
     state, rng = optimizer.init(maps), np.random.default_rng(config.seed)
     shown = 0.0
     for step in range(config.steps):
-        maps, state, found = update(maps, state, params, jnp.asarray(states[:, draw(rng)]))
+        chosen = rng.integers(states.shape[1], size=config.batch)
+        maps, state, found = update(maps, state, params, jnp.asarray(states[:, chosen]))
         # Seldom: to know the divergence, the host waits for the device.
         if time.perf_counter() - shown >= _SECONDS_BETWEEN or step + 1 == config.steps:
             nats = float(found) / len(lens.exits)

@@ -6,14 +6,19 @@ What `utio_jax.calibration.guarantee` needs where a unit is a document.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import sparse
+from scipy.sparse import csgraph
+
+from utio_jax.calibration.guarantee import half_of
 
 # Tokens per shingle, and an odd number with well-mixed bits (2^64 over the golden ratio).
 _SHINGLE = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15)
+
+_BLOCK = 256  # Documents that are compared with all others at once.
 
 
 def group_near_duplicates(
@@ -23,9 +28,7 @@ def group_near_duplicates(
 
     Documents are joined, also through others, where the Jaccard similarity of their sets of
     8-grams (all of a shorter document) reaches `similarity`. A third is what two documents of one
-    length have that share half their 8-grams: copies with up to 8 % of the tokens changed. The time
-    is nearly in proportion to the text: of members of a group that share a shingle, the first eight
-    are looked at.
+    length have that share half their 8-grams: copies with up to 8 % of the tokens changed.
 
     Args:
       documents: token ids.
@@ -43,84 +46,35 @@ def group_near_duplicates(
             raise ValueError(
                 f"Wanted documents of at least one token. Document {index} is empty. Leave it out."
             )
+    if not documents:
+        return np.zeros(0, np.int64)
     sets = [_shingles(document) for document in documents]
-    ordered, alone = _rarest_first(sets)
-    groups = _Groups(len(sets))
-    # Two sets of that similarity share a shingle among the rarest of each (prefix filtering,
-    # Chaudhuri et al. 2006): what all have, as a header, is common and comes last. Small sets
-    # first, so that a shorter prefix of each will do where it is looked for by larger ones.
-    owners: dict[int, set[int]] = {}
-    for number in sorted(range(len(sets)), key=lambda index: len(sets[index])):
-        mine, size = ordered[number], len(sets[number])
-        # Those that no other set has, the first of all, need not be looked for.
-        first = int(np.searchsorted(mine, alone))
-        looked_for = mine[first : size - _least(similarity * size) + 1].tolist()
-        known = set[int]().union(*(owners[each] for each in looked_for if each in owners))
-        for other in sorted(known):
-            apart = groups.of(other) != groups.of(number)
-            if apart and _alike(sets[other], sets[number], similarity):
-                groups.join(other, number)
-        mine_now = groups.of(number)
-        mates = {other for other in known if groups.of(other) == mine_now}
-        kept = size - _least(2 * similarity / (1 + similarity) * size) + 1
-        for shingle in mine[first:kept].tolist():
-            listed = owners.setdefault(shingle, set())
-            # Of a group a few stand for all that own a shingle: else a header that is most of many
-            # documents would make as many pairs as there are.
-            if len(listed & mates) < _STAND_INS:
-                listed.add(number)
-    found = np.asarray([groups.of(index) for index in range(len(sets))], np.int64)
-    return np.unique(found, return_inverse=True)[1]
+    owners, weight = owners_of(sets)
+    sizes, pairs = np.asarray([len(each) for each in sets]), []
+    for start in range(0, len(sets), _BLOCK):
+        shared = ((owners[start : start + _BLOCK] * weight) @ owners.T).tocoo()
+        one, other = shared.row + start, shared.col
+        alike = shared.data >= similarity * (sizes[one] + sizes[other] - shared.data)
+        pairs.append(np.stack([one[alike], other[alike]]))
+    joined = np.concatenate(pairs, axis=1)
+    graph = sparse.coo_array((np.ones(joined.shape[1]), joined), shape=(len(sets), len(sets)))
+    return csgraph.connected_components(graph, directed=False)[1].astype(np.int64)
 
 
-_STAND_INS = 8
+def owners_of(sets: Sequence[np.ndarray]) -> tuple[sparse.csr_array, np.ndarray]:
+    """Returns `[document, column]`, which shingles each document has, and each column's weight.
 
-
-class _Groups:
-    """Which of numbered things are joined: union-find, a group named by its lowest member."""
-
-    def __init__(self, count: int):
-        self._parent = list(range(count))
-
-    def of(self, index: int) -> int:
-        """Returns the group's name."""
-        parent = self._parent
-        while parent[index] != index:
-            parent[index] = index = parent[parent[index]]
-        return index
-
-    def join(self, a: int, b: int) -> None:
-        """Makes two groups one."""
-        low, high = sorted((self.of(a), self.of(b)))
-        self._parent[high] = low
-
-
-def _least(overlap: float) -> int:
-    """Returns the least whole number that is at least `overlap`, rounding errors apart."""
-    return max(1, math.ceil(overlap - 1e-9))
-
-
-def _alike(first: np.ndarray, second: np.ndarray, similarity: float) -> bool:
-    """Returns whether two sorted sets have that Jaccard similarity."""
-    if min(len(first), len(second)) < similarity * max(len(first), len(second)) - 1e-9:
-        return False
-    shared = len(np.intersect1d(first, second, assume_unique=True))
-    return shared >= similarity * (len(first) + len(second) - shared)
-
-
-def _rarest_first(sets: Sequence[np.ndarray]) -> tuple[list[np.ndarray], int]:
-    """Returns each set by its shingles' ranks, those that few sets have first, in order.
-
-    And how many of the ranks are of shingles that one set alone has.
+    Shingles that the same documents have are one column, weighted by their number: so a header
+    that many documents share costs one product of each pair, however long it is.
     """
-    if not sets:
-        return [], 0
-    names, where, counts = np.unique(np.concatenate(sets), return_inverse=True, return_counts=True)
-    place = np.empty(len(names), np.int64)
-    place[np.lexsort((names, counts))] = np.arange(len(names))
-    ends = np.cumsum([len(each) for each in sets])
-    ranks = [np.sort(part) for part in np.split(place[where], ends[:-1])]
-    return ranks, int((counts == 1).sum())
+    names, column = np.unique(np.concatenate(sets), return_inverse=True)
+    row = np.repeat(np.arange(len(sets)), [len(each) for each in sets])
+    marks = np.random.default_rng(0).integers(0, 2**64, len(sets), dtype=np.uint64)
+    owned = np.zeros(len(names), np.uint64)
+    np.add.at(owned, column, marks[row])  # A hash of the documents that have it.
+    _, first, weight = np.unique(owned, return_index=True, return_counts=True)
+    every = sparse.csr_array((np.ones(len(row), np.int64), (row, column)))
+    return every[:, first], weight
 
 
 def split_documents(
@@ -135,18 +89,13 @@ def split_documents(
       documents: token ids, none empty.
       seed: of the draw.
     """
-    members: dict[int, list[int]] = {}
-    for index, group in enumerate(group_near_duplicates(documents).tolist()):
-        members.setdefault(group, []).append(index)
-    order = np.random.default_rng(seed).permutation(len(members)).tolist()
-    first: list[int] = []
-    for group in order:  # As near to one half as whole groups come.
-        wider = len(first) + len(members[group])
-        if abs(2 * wider - len(documents)) < abs(2 * len(first) - len(documents)):
-            first += members[group]
-    chosen = set(first)
-    rest = [document for index, document in enumerate(documents) if index not in chosen]
-    return [documents[index] for index in first], rest
+    groups = group_near_duplicates(documents)
+    drawn = np.random.default_rng(seed).permutation(int(groups.max(initial=-1)) + 1)
+    fits = half_of(groups, seed)
+    place = np.argsort(drawn)[groups].tolist()
+    first = sorted(np.flatnonzero(fits).tolist(), key=place.__getitem__)
+    rest = np.flatnonzero(~fits).tolist()
+    return [documents[index] for index in first], [documents[index] for index in rest]
 
 
 def _shingles(document: np.ndarray) -> np.ndarray:
@@ -160,27 +109,12 @@ def _shingles(document: np.ndarray) -> np.ndarray:
 
 
 def risks_of_groups(risks: np.ndarray, tokens: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Returns `[candidate, group]`: the mean risk of each group's tokens.
-
-    So a group counts as if its documents were one, laid end to end.
+    """Returns `[candidate, group]`: the mean risk of each group's tokens, as of one document.
 
     Args:
       risks: `[candidate, document]`.
-      tokens: `[document]`, how many each predicts.
+      tokens: `[document]`, how many each predicts; at least one.
       groups: `[document]`, of `group_near_duplicates`.
-
-    Raises:
-      ValueError: shapes that do not fit, or a document that predicts nothing.
     """
-    if risks.ndim != 2 or not risks.shape[1:] == tokens.shape == groups.shape:
-        raise ValueError(
-            f"Wanted risks [candidate, document], tokens and groups [document]. Got shapes "
-            f"{risks.shape}, {tokens.shape}, {groups.shape}. Give all of the same documents."
-        )
-    if (tokens < 1).any():
-        raise ValueError(
-            f"Wanted documents that predict at least one token. Document {np.argmin(tokens)} "
-            f"predicts {tokens.min()}. Leave it out."
-        )
     weights = (groups[:, None] == np.unique(groups)) * tokens[:, None]
     return risks @ weights / weights.sum(axis=0)

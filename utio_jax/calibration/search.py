@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,14 +33,8 @@ _COARSE = 16_000  # Tokens from which the sets of exits are chosen, before the t
 _FLOORS = 3  # Depth floors that real passes try.
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spent:
-    """What real passes over the sample cost and lose.
-
-    Attributes:
-      flops: executed.
-      loss: summed over tokens, nats.
-    """
+class Spent(NamedTuple):
+    """What real passes over the sample cost in executed FLOPs, and lose in nats, summed."""
 
     flops: float
     loss: float
@@ -147,8 +141,7 @@ class ThresholdSearch:
         """Returns the exits and thresholds of least harm at a budget, or None if it is too low.
 
         The cost model and the scores propose one choice for each depth floor; real passes choose
-        the one furthest below the hull of uniform exits, and two more of these correct what the
-        model says of its cost. What came nearest to the budget is kept.
+        the one furthest below the hull of uniform exits, and two more correct its cost.
         """
         proposed = (
             self._propose(signal, first, budget)
@@ -276,19 +269,15 @@ class ThresholdSearch:
         return Spent(flops=flops, loss=loss)
 
     def _collected(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
-        """Returns the scores `[boundary, batch, token]` of every study."""
-        start = self.exits.index(depths[0]) if signal.remembers else 0
-        every = self._kept(signal, self.exits[start:])
-        rows = [self.exits[start:].index(depth) for depth in depths[:-1]]
-        return [scores[rows] for scores in every]
-
-    def _kept(self, signal: Signal, depths: tuple[int, ...]) -> list[np.ndarray]:
-        key = (signal.name, depths)
+        """Returns the scores `[boundary, batch, token]` of every study, computed once."""
+        every = self.exits[self.exits.index(depths[0]) if signal.remembers else 0 :]
+        key = (signal.name, every)
         if key not in self._cache:
             self._cache[key] = collect_scores(
-                self.decoder, self.params, signal, self.studies, depths=depths, mesh=self.mesh
+                self.decoder, self.params, signal, self.studies, depths=every, mesh=self.mesh
             )
-        return self._cache[key]
+        rows = [every.index(depth) for depth in depths[:-1]]
+        return [scores[rows] for scores in self._cache[key]]
 
 
 def forget_programs() -> None:

@@ -264,37 +264,6 @@ def collect(
     return jnp.stack(scores)
 
 
-def harm_gini(scores: np.ndarray, harm: np.ndarray) -> float | None:
-    """Returns the normalised Gini index of captured harm: 1 is the best order, 0 chance.
-
-    Tokens go deep in the order of their scores; what stopping them would have cost is captured. The
-    area between that curve and the diagonal, over the same area of the order by harm itself. Tied
-    scores go deep together, in no order. Where a rank correlation weighs all tokens alike, this one
-    weighs them by what is at stake. None where it is not defined: fewer than two values, no harm,
-    equal harm, or NaN.
-
-    Args:
-      scores: `[token]`.
-      harm: `[token]`, at least 0.
-
-    >>> harm_gini(np.asarray([3.0, 2, 1]), np.asarray([9.0, 1, 0]))
-    1.0
-    """
-    if len(scores) < 2 or not np.all(np.isfinite(scores)) or not np.all(np.isfinite(harm)):
-        return None
-    if not np.sum(harm) > 0 or np.ptp(harm) == 0:
-        return None
-
-    def area(order_by: np.ndarray) -> float:
-        _, group = np.unique(-order_by, return_inverse=True)
-        sizes = np.bincount(group) / len(harm)
-        captured = np.bincount(group, weights=harm) / np.sum(harm)
-        # Within a tie the curve is a line: its area is a trapezium's.
-        return float(np.sum(sizes * (np.cumsum(captured) - captured / 2))) - 0.5
-
-    return area(scores) / area(harm)
-
-
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     """Returns Spearman's rank correlation, tied values sharing their mean rank.
 

@@ -24,7 +24,7 @@ class Bench:
 
     Attributes:
       suite: quick takes under two minutes on two idle cores; cpu measures all parts; accelerator
-        scoring and decoding at sizes for a GPU or TPU, in under ten minutes.
+        scoring and decoding at sizes for a GPU or TPU.
       parts: of the suite; all by default.
       models: shipped, a model folder, or llama-7b, llama-13b, mistral-7b, llama-70b: real widths
         with random weights, and as many layers as fit, for speed only.
@@ -33,7 +33,6 @@ class Bench:
       policies: NAME@BUDGET each; controls at the same FLOPs join them by themselves.
       rounds: timed turns of each program, instead of the suite's.
       out: folder of the results, which are replaced.
-      resume: keep what is there, and measure the rest.
       dry_run: the same code at tiny sizes: shows that it runs, not how fast.
     """
 
@@ -51,7 +50,6 @@ class Bench:
     policies: Rare[tuple[str, ...]] = ()
     rounds: Rare[int | None] = None
     out: Path = Path("out/bench")
-    resume: bool = False
     dry_run: bool = False
 
     def run(self) -> dict[str, Any]:
@@ -59,8 +57,7 @@ class Bench:
         import jax
         from rich.console import Console
 
-        from utio_jax.bench.environment import describe
-        from utio_jax.bench.results import Recorder
+        from utio_jax.bench.results import Recorder, describe
         from utio_jax.bench.suite import conclude, groups_of, run_groups, summarise
         from utio_jax.bench.terminal import bench_table
 
@@ -82,30 +79,30 @@ class Bench:
             settings={
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in dataclasses.asdict(self).items()
-                if name not in ("out", "resume")
+                if name != "out"
             },
             environment=describe(dtype=dtype),
-            resume=self.resume,
         )
         note = "dry run at tiny sizes: no figure of speed" if self.dry_run else ""
         complete = True
         try:
             for name in suite.models:
                 subject = subject_named(name, dtype=dtype, cache_tokens=suite.cache_tokens)
-                complete &= run_groups(
+                run_groups(
                     groups_of(suite, subject),
                     recorder,
                     started=started,
                     say=say,
                     note=note,
-                    minutes=suite.minutes,
                 )
         except KeyboardInterrupt:
-            say(f"interrupted: --resume goes on from {file}")
+            say(f"interrupted: {file} holds what was measured")
             complete = False
         results = recorder.close(complete=complete, seconds=time.perf_counter() - started)
-        Console(stderr=True, width=118).print(bench_table(results))
-        verdict = conclude(results)
+        rows = [*recorder.rows.values()]
+        title = f"{self.suite} suite, {results['environment']['device']}"
+        Console(stderr=True, width=118).print(bench_table(rows, title=title))
+        verdict = conclude(rows)
         print(f"{verdict}\nResults: {file}. As a page: utio-jax report {file}", file=sys.stderr)
         return {
             "command": "bench",
@@ -115,7 +112,7 @@ class Bench:
             "out": str(file),
             "verdict": verdict,
             "environment": results["environment"],
-            **summarise(results),
+            **summarise(rows),
         }
 
     def sized(self) -> Suite:

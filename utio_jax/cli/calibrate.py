@@ -24,8 +24,8 @@ from utio_jax.cli.options import (
 )
 from utio_jax.core.decoder import DecoderConfig
 from utio_jax.core.documents import Batch, calibration_batches
-from utio_jax.core.files import check_writable, hash_file, load_json
-from utio_jax.policies.store import Calibration, calibration_file, load_calibration
+from utio_jax.core.files import check_writable, load_json
+from utio_jax.policies.store import calibration_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,26 +37,21 @@ class Calibrate(OfWindows, OfText):
 
     Attributes:
       policy: learned, utio_surrogate, utio_before, position, prompt_router, softmax_gap,
-        max_probability, entropy, state_similarity, classifier, cost_aware, patience, hazard,
-        candidates; or all. By default learned and utio_surrogate.
+        max_probability, entropy, state_similarity, classifier, cost_aware, patience, hazard; or
+        all. By default learned and utio_surrogate.
       budget: FLOPs over full depth's, one or several. By default 0.5, 0.6, 0.75 and 0.9.
       max_nll_increase_pct: instead of budgets, least cost within this loss over full depth, in %.
       max_disagreement: instead of budgets, least cost with at most this share of most probable
         tokens that differ from full depth's, guaranteed by risk control on half of the documents,
         near-copies kept together.
       confidence: of that guarantee, for all policies at once: pick the cheapest. By default 0.95.
-      gate_text: text files to which the weights of signals are fitted, other ones than thresholds:
-        gates look better on what they have seen. `train` takes that split of the standard library.
-        By default the calibration text.
       fit_lens: first fit a tuned lens, through which the frozen model's head reads its exits, to
         half of the documents; the policies get the other half. Written beside --out, and kept where
         the same one is there already. Always, where a model names no exits.
       seed: of the gates, and of the halves.
       out: JSON file to write, its weights beside it; by default policies.json in the model's
-        folder, or NAME.policies.json beside its NAME.gguf. To a calibration of the same text and
-        goal that is there policies are added. The shipped model's own is never written.
-      resume: keep the policies of --out that an interrupted run has written, instead of fitting
-        them again.
+        folder, or NAME.policies.json beside its NAME.gguf. The shipped model's own is never
+        written.
     """
 
     EXAMPLES: ClassVar = (
@@ -70,12 +65,10 @@ class Calibrate(OfWindows, OfText):
     max_nll_increase_pct: float | None = None
     max_disagreement: float | None = None
     confidence: Rare[float | None] = None
-    gate_text: Rare[tuple[str, ...]] = ()
     exits: tuple[int, ...] = ()
     fit_lens: bool = False
     seed: Rare[int] = 0
     out: Path | None = None
-    resume: Rare[bool] = False
 
     def run(self) -> dict[str, Any]:
         """Runs the command and returns its JSON."""
@@ -103,13 +96,10 @@ class Calibrate(OfWindows, OfText):
             say(f"no exits are named: {model.decoder.config.exits}, through a lens to be fitted")
         out = self._place(model)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
-        before, known = None, None
+        before = None
         if fit_lens:
             first, documents = split_documents(documents, seed=self.seed)
             model, before = self._read_through_lens(model, first, documents, described, out, say)
-        keep = keeping(out)
-        if out.is_file():
-            known = _known(model, out)
         check_same([model.sha256, documents], what="model and text")
         config = model.decoder.config
         policies = tuple(SIGNALS) if self.policy == ("all",) else self.policy
@@ -126,31 +116,24 @@ class Calibrate(OfWindows, OfText):
                 policies=len(policies),
                 seed=self.seed,
             )
-        gate_batches, gate_text = self._gate_windows(model)
         fitted = calibrate(
             model.decoder,
             model.params,
             _windows(documents, config),
             model_sha256=model.sha256,
             text=described,
-            gate_batches=gate_batches,
-            gate_text=gate_text,
             policies=policies,
             goal=goal,
             seed=self.seed,
-            done=known,
-            refit=not self.resume,
             mesh=mesh,
-            keep=keep if is_first() else None,
             progress=say,
         )
         lens = model.lens is not None
-        advice = advise(model.decoder, model.params, fitted.info, lens=lens)
+        advice = advise(model.decoder, fitted.info, lens=lens)
         if is_first():
+            fitted.save(out)
             print(advice or may_pay(fitted.info), file=sys.stderr)
-            kept = [name for name in fitted.entries if name not in policies]
-            beside = f", beside {', '.join(kept)} of before" if kept else ""
-            print(f"Written: {', '.join(policies)}{beside}: {out}", file=sys.stderr)
+            print(f"Written: {', '.join(policies)}: {out}", file=sys.stderr)
             print(f"For example: {self._next(model, out)}", file=sys.stderr)
         return {
             "command": "calibrate",
@@ -186,21 +169,6 @@ class Calibrate(OfWindows, OfText):
             )
         if self.out is not None:
             check_writable(calibration_file(self.out), "--out")
-
-    def _gate_windows(self, model: Any) -> tuple[list[Batch] | None, dict[str, Any] | None]:
-        """Returns the text of the weights, and what identifies it; None: as the thresholds."""
-        from utio_jax.calibration.gates import gate_windows
-
-        if not self.gate_text:
-            return None, None
-        split = "train" if self.gate_text == ("train",) else None
-        files = () if split else tuple(map(Path, self.gate_text))
-        documents, described = read_documents(model, files, None, split)
-        config = model.decoder.config
-        width, vocab_size = config.context_length, config.vocab_size
-        batches = gate_windows(documents, width=width, vocab_size=vocab_size, seed=self.seed)
-        tokens = sum(int(batch.lengths.sum()) for batch in batches)
-        return batches, {**described, "tokens": tokens}
 
     def _place(self, model: Any) -> Path:
         """Returns the file to write, once it is known that it can be.
@@ -273,11 +241,6 @@ class Calibrate(OfWindows, OfText):
         if file.is_file():
             _check_lens(file, {"exits": [*config.exits[:-1]], **info})
             say(f"lens: the one in {file}, which was fitted so")
-        elif out.is_file():
-            raise ValueError(
-                f"Wanted a place for a calibration through a lens that is yet to be fitted. {out} "
-                "holds one that was fitted without it. Name another --out, or remove what is there."
-            )
         else:
             lens = fit_lens(
                 model.decoder, model.params, _windows(documents, config), settings, progress=say
@@ -297,45 +260,6 @@ class Calibrate(OfWindows, OfText):
             for depth, lost in zip(config.exits, early, strict=False)
         }
         return model.with_lens(file), before
-
-
-def keeping(out: Path) -> Callable[[Calibration], None]:
-    """Returns what writes a calibration to a file that is now as this run knows it.
-
-    It raises ValueError where another run has written there since.
-    """
-
-    def state() -> str | None:
-        return hash_file(out) if out.is_file() else None
-
-    seen = state()
-
-    def keep(fitted: Calibration) -> None:
-        nonlocal seen
-        if state() != seen:
-            raise ValueError(
-                f"Wanted {out} as this run left it. Another one has written there since, and what "
-                "this one has fitted would replace it. Name another --out, or run one at a time."
-            )
-        fitted.save(out)
-        seen = state()
-
-    return keep
-
-
-def _known(model: Any, file: Path) -> Calibration:
-    """Returns the calibration that is there.
-
-    Raises:
-      ValueError: it cannot be read, or is another model's, so that nothing can be added to it.
-    """
-    try:
-        return load_calibration(file, model_sha256=model.sha256)
-    except ValueError as error:
-        raise ValueError(
-            "Wanted a place for a calibration: a file that is not there yet, or one of the same "
-            f"model, text and goal, to add to. {error} Here: name another --out, or remove {file}."
-        ) from error
 
 
 def _check_lens(file: Path, wanted: dict[str, Any]) -> None:

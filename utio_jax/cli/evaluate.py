@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
-from utio_jax.cli.options import Rare, calibration_of, is_first, progress_bar, read_documents
+from utio_jax.cli.options import Rare, is_first, progress_bar, read_documents
 from utio_jax.cli.score import Scoring
 
 
@@ -25,7 +25,7 @@ class Evaluate(Scoring):
         give one row of each, or it comes out too narrow.
       prompt_stop: depth at which prompt tokens stop that do not go deep; by default none do.
       prompt_deep: share of each prompt that goes deep.
-      prompt_by: what chooses it: sinks_recent, heat, surrogate, gate, random or none (the last
+      prompt_by: what chooses it: sinks_recent, heat, surrogate, random or none (the last
         token alone).
       prompt_maps: a file that `utio-jax fit-prompt` wrote, for --kv mapped, which is then the
         default.
@@ -105,7 +105,7 @@ class Evaluate(Scoring):
                 "Wanted --token-ids FILE with --prompt-tokens: a JSON list of rows, each a list of "
                 "ids, whose first tokens are the prompt."
             )
-        model, choice, gate = self._prompt_choice()
+        model, choice = self._prompt_choice()
         documents, _ = read_documents(model, (), self.token_ids, "test")
         decoder, params = model.decoder, model.params
         rows = prompt_rows(
@@ -115,10 +115,10 @@ class Evaluate(Scoring):
             full = continuations(decoder, params, rows, None, progress=step)
             found = full
             if choice is not None:
-                found = continuations(decoder, params, rows, choice, gate=gate, progress=step)
+                found = continuations(decoder, params, rows, choice, progress=step)
         ratio = 1.0
         if choice is not None:
-            ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate)
+            ratio = prompt_flops_ratio(decoder, params, rows, choice)
         increase = 100 * (found.loss / full.loss - 1)
         interval = increase_interval(found, full, rows.documents)
         if is_first():
@@ -143,21 +143,19 @@ class Evaluate(Scoring):
             "prompt_flops_ratio": round(ratio, 6),
         }
 
-    def _prompt_choice(self) -> tuple[Any, Any, Any]:
-        """Returns the model, how its prompts are read (None: in full), and the gate for that."""
+    def _prompt_choice(self) -> tuple[Any, Any]:
+        """Returns the model, and how its prompts are read; None: in full."""
         from utio_jax.staircase.prompts import PromptChoice
 
-        model, choice, gate = self.load(), None, None
+        model, choice = self.load(), None
         if self.prompt_stop is not None:
             kv: Any = self.kv or ("propagate" if self.prompt_maps is None else "mapped")
             choice = PromptChoice(
                 stop=self.prompt_stop, deep=self.prompt_deep, by=self.prompt_by, kv=kv
             )
-            if self.prompt_by == "gate":
-                gate = calibration_of(model, self.calibration).signals.get("learned")
         if self.prompt_maps is not None:
             model = model.with_kv_maps(self.prompt_maps)
-        return model, choice, gate
+        return model, choice
 
 
 def _perplexity(loss: float) -> float | None:

@@ -29,15 +29,14 @@ class FitPrompt(OfModel, OfText):
       fit_text: more text files, for maps alone: nothing is chosen or reported on them.
       stop: depths at which prompt tokens may stop. By default half and two thirds of the layers.
       deep: shares of a prompt's tokens that go deep, to choose from.
-      by: what may choose them: sinks_recent, heat, surrogate, gate, random.
+      by: what may choose them: sinks_recent, heat, surrogate, random.
       max_nll_increase_pct: limit of the loss increase of what follows a prompt.
       prompt_tokens: of the rows that ways of reading are chosen and reported on; a seventh as many
         follow, whose loss counts.
       seed: of the parts.
-      train: train the maps after the closed form; the run's state is kept beside --out.
+      train: train the maps after the closed form.
       train_steps: steps of it, at most.
       train_minutes: of it, at most.
-      resume: go on with a run of --train that was interrupted, or is to be longer.
       out: the file, NAME.json; the maps lie beside it. By default prompt.json in the model's
         folder.
     """
@@ -58,7 +57,6 @@ class FitPrompt(OfModel, OfText):
     train: bool = False
     train_steps: Rare[int] = 1000
     train_minutes: Rare[float] = 50.0
-    resume: Rare[bool] = False
     out: Path | None = None
 
     def run(self) -> dict[str, Any]:
@@ -74,10 +72,6 @@ class FitPrompt(OfModel, OfText):
         model = self.load()
         config = model.decoder.config
         stops = self.stop or (config.num_layers // 2, 2 * config.num_layers // 3)
-        if self.resume and not self.train:
-            raise ValueError(
-                "Wanted --train with --resume: what is resumed is the training of maps."
-            )
         continuation = max(1, self.prompt_tokens // 7)
         width = self.prompt_tokens + continuation
         if width > config.context_length:
@@ -92,9 +86,8 @@ class FitPrompt(OfModel, OfText):
             for by in self.by
             for kv in self._shown(model, stop)
         ]
-        gate = model.calibration.signals.get("learned") if "gate" in self.by else None
         for each in candidates:
-            each.policy(model.decoder, gate=gate)
+            each.policy(model.decoder)
         documents, described = read_documents(model, self.files, self.token_ids, "calibrate")
         text = split_text(documents, seed=self.seed)
         fit, described_more = [*text.fit], None
@@ -106,7 +99,7 @@ class FitPrompt(OfModel, OfText):
         out = kv_maps_file(self.out if self.out is not None else model.folder)
         trained = None
         if self.train:
-            maps, trained = self._train(model, maps, fit, width, out, say)
+            maps, trained = self._train(model, maps, fit, width, say)
         decoder, params = with_kv_maps(model.decoder, model.params, maps)
         study = choose_prompt(
             decoder,
@@ -117,7 +110,6 @@ class FitPrompt(OfModel, OfText):
             sizes=PromptSizes(
                 prompt_tokens=self.prompt_tokens, continuation=continuation, batch=_BATCH
             ),
-            gate=gate,
             progress=say,
         )
         chosen = None if study.chosen is None else study.chosen.to_json()
@@ -143,7 +135,7 @@ class FitPrompt(OfModel, OfText):
         }
 
     def _train(
-        self, model: Any, maps: Any, documents: Any, width: int, out: Path, say: Any
+        self, model: Any, maps: Any, documents: Any, width: int, say: Any
     ) -> tuple[Any, dict[str, Any]]:
         """Returns trained maps, and what their training says of itself."""
         from utio_jax.prompts.train import MapTraining, train_kv_maps
@@ -160,10 +152,7 @@ class FitPrompt(OfModel, OfText):
                 continuation=3 * width // 8,
                 deep=min(self.deep),
                 seed=self.seed,
-                resume=self.resume,
             ),
-            model_sha256=model.sha256,
-            checkpoint=out.with_suffix(".training.json"),
             progress=say,
         )
         for stop, before in found.kl_before.items():

@@ -115,7 +115,6 @@ class Generate(OfDecoding, OfThinking):
             "prompt": _prompt_record(
                 model.decoder, model.params, mode, prefill, prompts, generated
             ),
-            "throttled": [layers.tolist() for layers in generated.throttled],
             "kv_bytes_held": [int(held) for held in generated.kv_bytes_held],
             "finish_reasons": list(generated.finish_reasons),
             "thought": [dataclasses.asdict(each) for each in generated.thought],
@@ -230,15 +229,16 @@ def _prompt_record(
     """
     import numpy as np
 
-    from utio_jax.decoding.prefill import Prefill, fastest_prefill
+    from utio_jax.decoding.prefill import fastest_prefill
     from utio_jax.prompts.evaluate import prompt_cost
 
     config, depths = decoder.config, np.concatenate(generated.prompt_depths)
-    how = prefill or fastest_prefill(
-        decoder, generated.group, generated.prompt_width, kv=mode.prompt_kv
-    )
-    ratio = 1.0
-    if how not in (None, Prefill()):
+    how, ratio = prefill, 1.0
+    if how is None:
+        width = generated.prompt_width
+        filled = float(np.mean([len(prompt) for prompt in prompts])) / width
+        how = fastest_prefill(decoder, generated.group, width, kv=mode.prompt_kv, filled=filled)
+    if how is not None and how.policy is not None:
         ratio = prompt_cost(decoder, params, how, prompts, generated).flops_ratio
     return {
         "tokens": depths.size,

@@ -248,8 +248,6 @@ class OfMode(OfModel):
         }
         for owner, names in owners.items():
             given = [name for name in names if getattr(self, name, None) is not None]
-            if owner == "adaptive" and self.prompt_budget is not None:
-                given = [name for name in given if name != "calibration"]
             if given and mode != owner:
                 options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
                 raise ValueError(
@@ -261,7 +259,7 @@ class OfMode(OfModel):
     def prefill(self, model: Any) -> Any:
         """Returns how prompts are read; None: as the model reads them by itself."""
         from utio_jax.decoding.prefill import Prefill
-        from utio_jax.models.verbs import read_prompts_within
+        from utio_jax.prompts.budget import prompt_prefill
 
         if self.prompt_budget is None:
             return None if self.prompt is None else Prefill()
@@ -270,8 +268,8 @@ class OfMode(OfModel):
                 "Wanted one way of reading prompts. Got --prompt full and --prompt-budget. Leave "
                 "out one of them."
             )
-        return read_prompts_within(
-            model, self.prompt_budget, lambda: calibration_of(model, self.calibration)
+        return prompt_prefill(
+            model.decoder, model.params, self.prompt_budget, choices=model.prompt_choices
         )
 
 
@@ -532,7 +530,7 @@ def repeat_verdict(model: Any, name: str, calibration: Path | None) -> None:
 
     info = calibration_of(model, calibration).info
     if {"exit_nll_increase_pct", "exit_agreement"} <= info.keys():
-        advice = advise(model.decoder, model.params, info, lens=model.lens is not None)
+        advice = advise(model.decoder, info, lens=model.lens is not None)
         if advice is not None:
             print(f"utio-jax: {advice}", file=sys.stderr)
 

@@ -181,7 +181,7 @@ def _may_pay(model: Any) -> bool:
     try:
         calibration = model.calibration
         calibration.budget_of("learned")
-        return advise(model.decoder, model.params, calibration.info, lens=bool(model.lens)) is None
+        return advise(model.decoder, calibration.info, lens=bool(model.lens)) is None
     except (KeyError, ValueError):
         return False
 

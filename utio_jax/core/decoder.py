@@ -414,29 +414,6 @@ def check_stops(stops: tuple[int, ...], known: tuple[int, ...]) -> None:
 
 
 @runtime_checkable
-class HasReducedHead(Decoder, Protocol):
-    """A decoder whose head can be had for some tokens of the vocabulary alone, to draft with."""
-
-    def reduce_head(self, params: Params, token_ids: Int[Array, " kept"]) -> Params:
-        """Returns parameters with which `unembed` yields these tokens' logits, `[*lead, kept]`."""
-        ...
-
-
-def reduced_head(decoder: Decoder, params: Params, token_ids: Int[Array, " kept"]) -> Params:
-    """Returns what `unembed` needs for some tokens' logits alone, in their order.
-
-    Raises:
-      ValueError: the decoder has no `reduce_head`.
-    """
-    if not isinstance(decoder, HasReducedHead):
-        raise ValueError(
-            "Wanted a decoder with reduce_head(params, token_ids), for the logits of fewer tokens. "
-            f"Got {type(decoder).__name__}. Add the method, or use what needs the whole head."
-        )
-    return decoder.reduce_head(params, token_ids)
-
-
-@runtime_checkable
 class HasExitLens(Decoder, Protocol):
     """A decoder whose head does not read the states of its exits as they are, but a map of them.
 

@@ -25,7 +25,6 @@ from utio_jax.core.decoder import (
     Params,
     Places,
     check_depths,
-    reduced_head,
 )
 from utio_jax.core.files import json_file, load_owned, save_owned
 
@@ -139,9 +138,6 @@ class Wrapped:
 
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         return self.decoder.unembed(params["model"], x)
-
-    def reduce_head(self, params: Params, token_ids: Int[Array, " kept"]) -> Params:
-        return {"model": reduced_head(self.decoder, params["model"], token_ids)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,8 @@ class Platform:
         accelerators every block reads the whole head from memory again.
       min_bucket: the unit of padding of attention in `MicroBatches`, in slots.
       rest: the unit of padding of its projections and MLP, in slots.
+      query_block: queries of a whole row that attend together, over the keys up to the last one's.
+        On accelerators all of a row, in one product.
       static_shapes: whether loops of unknown length are slower than static prefixes.
       narrow: width of a state below which a static prefix is written layer by layer, not as a loop:
         what such a layer does beside its products weighs more than they do, and is fused across
@@ -44,6 +46,7 @@ class Platform:
     head_block: int = 512
     min_bucket: int = 128
     rest: int = 512
+    query_block: int = 2**30
     static_shapes: bool = True
     narrow: int = 1024
     stack_in_place: bool = True
@@ -58,6 +61,7 @@ _CPU = Platform(
     head_block=128,
     min_bucket=32,
     rest=32,
+    query_block=128,
     static_shapes=False,
     narrow=0,
     stack_in_place=False,

@@ -3,21 +3,17 @@
 
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain, Setting
-from utio_jax.decoding.drafting import EntropyAbove
 from utio_jax.decoding.generate import Chunk, Generated, generate, stream
 from utio_jax.decoding.loop import Lengths
 from utio_jax.decoding.lossless import Lossless, lossless_for
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import GeneratedText, TextChunk, generate_text, stream_text
-from utio_jax.decoding.thinking import Confidence, Thinking, Thought
-from utio_jax.decoding.throttle import Throttle
+from utio_jax.decoding.thinking import Thinking, Thought
 
 __all__ = [
     "Adaptive",
     "Chunk",
-    "Confidence",
-    "EntropyAbove",
     "Generated",
     "GeneratedText",
     "Lengths",
@@ -30,7 +26,6 @@ __all__ = [
     "TextChunk",
     "Thinking",
     "Thought",
-    "Throttle",
     "generate",
     "generate_text",
     "lossless_for",

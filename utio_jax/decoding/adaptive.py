@@ -9,15 +9,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from utio_jax.attention.cache import fill
-from utio_jax.core.decoder import Decoder, Params, is_integer
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Mode, Setting, emit_drawn
-from utio_jax.decoding.rows import CachedRows, PackedRows, RowCache, ThrottledRows
+from utio_jax.decoding.rows import CachedRows, RowCache
 from utio_jax.decoding.state import DecodeState
-from utio_jax.decoding.throttle import Throttle, ThrottlePacking
 from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model, Readout
@@ -28,49 +27,39 @@ from utio_jax.staircase.sparse import Packing
 
 
 @pytree
+class Memory:
+    """What the mode carries from round to round.
+
+    Attributes:
+      shown: layers at which each slot may be seen, under `kv="drop"`; None: all.
+    """
+
+    shown: Int[Array, "batch slot"] | None = dataclasses.field(metadata={"row_axis": 0})
+
+
+@pytree
 class Adaptive(Mode):
     """Early-exit decoding: after each of the policy's depths a row's token stops or goes on.
 
-    A segment that makes keys and values is skipped only where *no* row needs it; otherwise, unless
-    they are packed, all rows go through it, and those that had stopped keep their states
-    (involuntary stays: cost, no change of results). With a probability of .5 to go on and 8 rows,
-    0.4 % of the steps skip.
+    A segment that makes keys and values is skipped only where *no* row needs it; otherwise all rows
+    go through it, and those that had stopped keep their states (involuntary stays: cost, no change
+    of results). With a probability of .5 to go on and 8 rows, 0.4 % of the steps skip. Segments
+    that read keys and values made below are run by the rows that need them alone.
 
     Attributes:
       policy: decides at each of its depths; must be causal.
       kv: what later tokens see of a stopped one at deeper layers: `"propagate"` projects K/V from
         its last state, `"mapped"` takes them from KV maps of its last state
         (`utio_jax.prompts.maps`), `"drop"` shows nothing. Static.
-      throttle: which tokens read a compact view of the history instead of all of it. None: none do.
-      pack: numbers of rows, ascending. A segment then runs the rows that need it alone, packed into
-        the smallest of these that holds them, and all rows where none does: the same tokens for
-        less work in large batches, see `utio_jax.decoding.rows`. Each is a body to compile, for
-        each segment. Empty: rows run together. None: quarters of the batch where upper layers read
-        keys and values made below, so that no row has to wait for others; elsewhere, and with a
-        throttle, rows run together. Static.
     """
 
     name: ClassVar[str] = "adaptive"
 
     policy: Policy
     kv: FrozenKV = static(default="propagate")
-    throttle: Throttle | None = None
-    pack: tuple[int, ...] | None = static(default=None)
 
     def __post_init__(self) -> None:
         frozen_kv(self.kv)
-        pack = () if self.pack is None else self.pack
-        counts = isinstance(pack, tuple) and all(is_integer(width, 1) for width in pack)
-        if not counts or [*pack] != sorted({*pack}):
-            raise ValueError(
-                "Wanted a tuple of numbers of rows to pack of at least 1, ascending, such as "
-                f"pack=(2, 4). Got pack={self.pack}."
-            )
-        if self.pack and self.throttle is not None:
-            raise ValueError(
-                "Wanted no pack with a throttle, whose views are read side by side. Got "
-                f"pack={self.pack} and a throttle. Leave one out."
-            )
 
     @property
     def prompt_kv(self) -> str:
@@ -92,16 +81,11 @@ class Adaptive(Mode):
     def gate_flops(self, decoder: Decoder, params: Params) -> float:
         # Every row asks at every boundary, in every round.
         boundaries = range(len(self.policy.depths) - 1)
-        gates = sum(self.policy.flops(index, decoder, params) for index in boundaries)
-        if self.throttle is not None:
-            gates += self.throttle.flops(self.policy, decoder, params)
-        return gates
+        return sum(self.policy.flops(index, decoder, params) for index in boundaries)
 
     def packs(self, decoder: Decoder) -> bool:
-        if self.pack is None:
-            depths = itertools.pairwise(self.policy.depths)
-            return self.throttle is None and not all(decoder.config.kv_made(*d) for d in depths)
-        return bool(self.pack)
+        spans = itertools.pairwise(self.policy.depths)
+        return not all(decoder.config.kv_made(*each) for each in spans)
 
     def check(self, decoder: Decoder) -> None:
         frozen_kv(self.kv, decoder)
@@ -111,19 +95,14 @@ class Adaptive(Mode):
                 "Wanted a causal policy: decoding cannot look at later tokens. "
                 f"Got policy {self.policy.name!r}."
             )
-        if self.throttle is not None:
-            self.throttle.check(self.policy, decoder)
 
     def start(self, setting: Setting, state: DecodeState) -> DecodeState:
-        shown = scores = None
+        shown = None
         if self.frozen.hides:
             shown = jnp.full(state.token_ids.shape, setting.decoder.config.num_layers, jnp.int32)
             if state.prompt is not None:
                 shown = shown.at[:, : state.prompt.depths.shape[1]].set(state.prompt.depths)
-        if self.throttle is not None:
-            state = self.throttle.open(state, layers=self.policy.depths[-1])
-            scores = jnp.full(state.lengths.shape, jnp.nan, jnp.float32)
-        return dataclasses.replace(state, memory=_Memory(shown=shown, scores=scores))
+        return dataclasses.replace(state, memory=Memory(shown=shown))
 
     def step(self, setting: Setting, state: DecodeState) -> DecodeState:
         """Runs the last token of every row as deep as it has to, and draws the next one."""
@@ -132,11 +111,9 @@ class Adaptive(Mode):
         tokens = Tokens.at(decoder, params, ids, state.positions[:, None], active)
         # While it runs, a token sees itself everywhere.
         shown = _show(state.memory.shown, tokens, jnp.full_like(tokens.depth, depths[-1]))
-        model = Model(decoder, params, self._rows(setting, shown, batch=active.size))
-        packing = Packing(model)
-        if self.throttle is not None:
-            packing = ThrottlePacking(model, self.throttle, tokens, ids, state.memory.scores)
-
+        executor = self.rows(width=setting.width, layers=setting.layers, shown=shown)
+        model = Model(decoder, params, executor)
+        packing = self.packing(model, tokens, ids, state.memory)
         done = run_pass(
             model,
             tokens,
@@ -163,50 +140,39 @@ class Adaptive(Mode):
         )
         cache = fill(cache, jnp.where(state.active, state.lengths, cache.lengths))
         work = jax.tree.map(lambda each: jnp.sum(each, axis=0) // active.size, done.work)
-        # Views are read side by side: what attention computes is the batch's mean.
-        attended = spent.key_slots if self.throttle is None else jnp.mean(spent.key_slots)
         tally = state.tally.add(
             state.active,
             steps=1,
             heads=work.heads,
             exit_maps=work.exit_maps,
             token_layers=spent.layers,
-            frozen_layers=spent.projected + projected,
+            frozen_layers=projected,
             mapped_layers=work.kv_maps,
             key_slots=spent.key_slots,
-            attended=attended,
-            view_slots=spent.view_slots,
+            attended=executor.attended(spent),
         )
-        scores = packing.scores if isinstance(packing, ThrottlePacking) else None
-        memory = _Memory(shown=_show(shown, ended, depth), scores=scores)
+        memory = self.remember(packing, shown=_show(shown, ended, depth))
         return emit_drawn(
             setting,
             dataclasses.replace(state, cache=cache, tally=tally, memory=memory),
             done.read[:, 0],
             decided=depth[:, 0],
             executed=spent.layers,
-            throttled=spent.view_layers,
         )
 
-    def _rows(
-        self, setting: Setting, shown: Int[Array, "batch slot"] | None, *, batch: int
-    ) -> CachedRows:
-        """Returns what runs a step."""
-        options: dict[str, Any] = {"width": setting.width, "layers": setting.layers, "shown": shown}
-        if self.throttle is not None:
-            return ThrottledRows(**options)
-        if self.pack:
-            return PackedRows(**options, widths=self.pack, project=self.frozen.projects)
-        return CachedRows(**options, widths=quarters(batch) if self.pack is None else ())
+    def rows(self, **options: Any) -> CachedRows:
+        """Returns the executor of a step."""
+        return CachedRows(**options)
 
+    def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
+        """Returns what a step's tokens attend to."""
+        del tokens, token_ids, memory
+        return Packing(model)
 
-def quarters(batch: int) -> tuple[int, ...]:
-    """Returns the numbers of rows that are packed where no row waits for others.
-
-    >>> quarters(8), quarters(1)
-    ((2, 4, 6), ())
-    """
-    return tuple(sorted({batch * part // 4 for part in (1, 2, 3)} - {0}))
+    def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
+        """Returns the memory after a step."""
+        del packing
+        return Memory(shown=shown)
 
 
 def _show(
@@ -218,16 +184,3 @@ def _show(
     rows = jnp.arange(depth.shape[0], dtype=jnp.int32)[:, None]
     slots = jnp.where(tokens.shown, tokens.positions, shown.shape[1])
     return shown.at[rows, slots].set(depth, mode="drop")
-
-
-@pytree
-class _Memory:
-    """What the mode carries from round to round.
-
-    Attributes:
-      shown: layers at which each slot may be seen, under `kv="drop"`; None: all.
-      scores: of each row's last token at the first boundary; None without a throttle.
-    """
-
-    shown: Int[Array, "batch slot"] | None = dataclasses.field(metadata={"row_axis": 0})
-    scores: Float[Array, " batch"] | None = dataclasses.field(metadata={"row_axis": 0})

@@ -7,21 +7,18 @@
     state = advance(setting, state, until, widths=widths)
     state = release(state, [5])                                             # or once it has ended
 
-Rows neither see nor feel each other: each gets the tokens that `generate` gives its prompt alone.
-What rows bring of their own, the setting's `SamplingParams` and `StopRules`, is put into the
-batch's by `put_rows` of `utio_jax.core.rows`. Shapes are those of the batch and of the fresh
-rows, so after the first admission of as many rows nothing compiles.
+Each row gets the tokens that `generate` gives its prompt alone. Shapes are those of the batch and
+of the fresh rows, so after the first admission of as many rows nothing compiles.
 
 Long prompts may be read a chunk at a time, so that rows that run beside them go on in between:
 
     row, last = open_prompt(setting, token_ids, lengths, limits, seeds, slots=512)
     for start in range(0, lengths.max(), 64):
         row, last = read_chunk(decoder, params, row, last, start, chunk=64, width=...)
-    row = close_prompt(setting, row, last)    # what `begin` returns
+    row = close_prompt(setting, row, last)    # what `begin` makes of whole prompts at full depth
 
-A chunk runs its tokens' layers, and attends to the keys and values of those before it. So what
-comes out is what `begin` makes of whole prompts at full depth. Where upper layers read keys and
-values made below, tokens run the layers that make them, and the last one alone those above.
+Where upper layers read keys and values made below, tokens run the layers that make them, and the
+last one alone those above.
 """
 
 from __future__ import annotations
@@ -54,15 +51,7 @@ def empty_state(
     slots: int,
     alternatives: int = 0,
 ) -> DecodeState:
-    """Returns a state of released rows alone, into which prompts are admitted.
-
-    Args:
-      setting: that all rows will decode in.
-      hook: of as many rows; None: no row will have one.
-      batch: rows.
-      slots: tokens that a row can hold: prompt, new tokens, and `mode.block` more.
-      alternatives: to each new token, that are noted.
-    """
+    """Returns a state of released rows alone, into which prompts are admitted."""
     one = jnp.ones((batch,), jnp.int32)
     rows = one[:, None] * 0, one, one, one.astype(jnp.uint32), hook
     state = unread(setting, *rows, slots=slots, alternatives=alternatives)
@@ -73,17 +62,11 @@ def empty_state(
 def admit(
     state: DecodeState, fresh: DecodeState, rows: Int[np.ndarray, " row"], *, mode: Mode
 ) -> DecodeState:
-    """Returns the running state with freshly begun rows put into some of its rows.
+    """Returns the running state, donated, with freshly begun rows put into some of its rows.
 
-    Whatever was there is overwritten; all other rows stay as they are, bit by bit. How prompts were
-    read (`fresh.prompt`) is not kept: widths of prompts differ from one admission to the next.
-
-    Args:
-      state: running, or `empty_state`. Donated.
-      fresh: from `begin`, in the same mode and with the same `slots`, on one device.
-      rows: where its rows go, each once. A fresh row that only fills up goes nowhere: name the
-        number of rows of the state.
-      mode: of both.
+    All other rows stay as they are, bit by bit. A fresh row that only fills up goes nowhere: name
+    the number of rows of the state. How prompts were read (`fresh.prompt`) is not kept: widths of
+    prompts differ from one admission to the next.
 
     Raises:
       ValueError: states of other structures or sizes, see `put_rows`.
@@ -120,10 +103,7 @@ def _released(reason: Int[Array, " batch"], freed: Bool[Array, " batch"]) -> Int
 def open_prompt(
     setting: Setting, *rows: Any, slots: int, alternatives: int = 0
 ) -> tuple[DecodeState, Float[Array, "batch dim"]]:
-    """Returns the state of prompts that no layer has read yet, and room for their last states.
-
-    Arguments are those of `utio_jax.decoding.loop.unread`.
-    """
+    """Returns the state of prompts that no layer has read yet, and room for their last states."""
     state = unread(setting, *rows, slots=slots, alternatives=alternatives)
     x = setting.decoder.embed(setting.params, state.token_ids[:, 0], state.lengths * 0)
     return state, jnp.zeros_like(x)
@@ -140,16 +120,10 @@ def read_chunk(
     chunk: int,
     width: int,
 ) -> tuple[DecodeState, Float[Array, "batch dim"]]:
-    """Returns the state once the next tokens of its prompts have left their keys and values.
+    """Returns the state once `chunk` tokens from `start` on have left their keys and values.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      state: from `open_prompt`; all tokens before `start` have been read. Donated.
-      last: the state of each prompt's last token, where it was read. Donated.
-      start: position of the first token to read.
-      chunk: tokens to read of each row. Static.
-      width: slots to attend over, at least `start + chunk`, or all of the row's. Static.
+    They attend to `width` slots. `last` is the state of each prompt's last token, once it is read.
+    Both are donated.
     """
     ahead = start + jnp.arange(chunk, dtype=jnp.int32)[None, :]
     lengths = state.lengths[:, None]
@@ -189,13 +163,7 @@ def _enough(decoder: Decoder) -> int:
 def close_prompt(
     setting: Setting, state: DecodeState, last: Float[Array, "batch dim"]
 ) -> DecodeState:
-    """Returns the state after the first new token of each row, its prompt having been read.
-
-    Args:
-      setting: of the rows.
-      state: from `read_chunk`. Donated.
-      last: likewise.
-    """
+    """Returns the state after the first new token of each row, its prompt having been read."""
     decoder, params = setting.decoder, setting.params
     if _enough(decoder) < decoder.config.num_layers:
         positions = state.positions[:, None]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a decoding mode is, and the plainest one.
 
-A mode has `start` (its memory, after prefill) and `step` (one round of the token loop). Policies
-and thresholds travel inside it as leaves of a pytree, so that new ones compile nothing.
+A mode has `start` (its memory, after prefill) and `step` (one round of the token loop). It is a
+pytree: policies and thresholds are its leaves, so that new ones compile nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Setting:
       mode: how the loop spends its layers.
       sampling: how the tokens of each row are drawn, see `rows_of`; None: all rows are greedy.
       stops: what ends a row.
-      layers: each layer's parameters apart, see `utio_jax.core.layer.split_layers`; None: `params`
-        alone has them.
+      layers: each layer's parameters apart, see `split_layers`; None: `params` alone has them.
       width: key slots that attention reads in a step, more than every position of the round.
         Static.
     """
@@ -51,9 +50,7 @@ class Setting:
 class Mode:
     """How a token loop spends its layers: the base class of modes, which have a `step`.
 
-    Modes are frozen dataclasses registered as pytrees: thresholds and weights are leaves, so that
-    new ones compile nothing. What is not overridden is plain decoding's: one token a round, the
-    full model's tokens, nothing to remember.
+    What is not overridden is plain decoding's: one token a round, nothing to remember.
     """
 
     name: ClassVar[str]
@@ -108,12 +105,7 @@ class Mode:
         raise NotImplementedError
 
     def admit(self, memory: Any, fresh: Any, rows: Int[Array, " row"]) -> Any:
-        """Returns a running batch's memory with that of fresh rows at `rows`.
-
-        Args:
-          memory: of the running batch: any pytree whose fields say where rows lie; None, too.
-          fresh: what `start` has made of the fresh rows.
-          rows: where they go; those beyond the last one go nowhere.
+        """Returns a running batch's memory with that of fresh rows at `rows`; see `put_rows`.
 
         Raises:
           ValueError: fields of the memory do not say where rows lie.
@@ -178,7 +170,6 @@ def emit_drawn(
     *,
     decided: Int[Array, " batch"],
     executed: Int[Array, " batch"],
-    throttled: Int[Array, " batch"] | None = None,
 ) -> DecodeState:
     """Returns the state with one token per active row, drawn from `logits`; see `emit`."""
     with jax.named_scope("sample"):
@@ -193,5 +184,4 @@ def emit_drawn(
         logits=logits[:, None, :],
         decided=decided[:, None],
         executed=executed[:, None],
-        throttled=0 if throttled is None else throttled[:, None],
     )

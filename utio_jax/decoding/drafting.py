@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What drafts for speculative decoding: an exit of the model, or n-grams of the text.
 
-Both `propose` drafts of each row for `utio_jax.decoding.lossless` to verify.
+Both `propose` drafts of each row for `utio_jax.decoding.lossless` to verify. `depth` is the layers
+that pending tokens have run then; `varies`: a row may have fewer drafts than were asked for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, Protocol
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from utio_jax.attention.cache import KVCache
 from utio_jax.core.arrays import most_probable
@@ -22,15 +23,14 @@ from utio_jax.decoding.base import Setting
 from utio_jax.decoding.sampling import DRAW, token_keys
 from utio_jax.decoding.segments import block_at, run_segment
 from utio_jax.decoding.state import DecodeState
-from utio_jax.policies.importance import predictive_entropy
 
 
 @pytree
 class Proposal:
-    """Drafts of a round, and what verification needs of them.
+    """Drafts of a round. Pending tokens are each row's last one, and its drafts.
 
     Attributes:
-      cache: with the shallow K/V of all pending tokens: each row's last one, and its drafts.
+      cache: with the shallow K/V of all pending tokens.
       x: their states, behind the layers that the drafter ran.
       token_ids: the drafts.
       log_q: the distributions that they were drawn from; None where nothing is drawn.
@@ -46,65 +46,23 @@ class Proposal:
     rounds: Int[Array, ""]
 
 
-class Drafter(Protocol):
-    """What proposes tokens that the full model verifies."""
-
-    @property
-    def depth(self) -> int:
-        """Layers that pending tokens have run."""
-        ...
-
-    @property
-    def varies(self) -> bool:
-        """Whether a row may have fewer drafts than were asked for."""
-        ...
-
-    def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
-        """Returns at most so many drafts of each active row."""
-        ...
-
-
 def round_keys(state: DecodeState, positions: Int[Array, "batch token"], stream: int) -> jax.Array:
     """Returns keys that no other round uses: bits seen in one must not decide the next."""
     return token_keys(state.seeds, positions, stream, rounds=state.positions)
 
 
-@pytree
-class EntropyAbove:
-    """Hard are tokens whose exit distribution has more entropy than a threshold.
-
-    Attributes:
-      threshold_nats: a leaf: another one compiles nothing.
-    """
-
-    threshold_nats: float | Float[Array, ""]
-
-    def __call__(self, logits: Float[Array, "*lead vocab"]) -> Bool[Array, "*lead"]:
-        return ~(predictive_entropy(logits) <= self.threshold_nats)  # NaN is hard.
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitDrafter:
-    """Drafts of an exit's own head, one token after the other; the K/V are the full model's.
-
-    Attributes:
-      depth: of the exit.
-      stop: which tokens are hard: the row stops drafting there. None: none are.
-    """
+    """Drafts of an exit's own head, one token after the other; the K/V are the full model's."""
 
     depth: int
-    stop: EntropyAbove | None = None
-
-    @property
-    def varies(self) -> bool:
-        """Whether a row may have fewer drafts than were asked for."""
-        return self.stop is not None
+    varies: ClassVar[bool] = False
 
     def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
-        """Returns drafts until every row is at a hard token, or has so many."""
+        """Returns so many drafts of every active row."""
         decoder, params = setting.decoder, setting.params
         batch, vocab = state.lengths.shape[0], decoder.config.vocab_size
-        rows = jnp.arange(batch, dtype=jnp.int32)
+        rows, active = jnp.arange(batch, dtype=jnp.int32), state.active
         states = jax.eval_shape(decoder.embed, params, state.last_ids, state.positions)
         greedy = setting.sampling is None
         none = Proposal(
@@ -112,48 +70,44 @@ class ExitDrafter:
             x=jnp.zeros((batch, most + 1, states.shape[-1]), states.dtype),
             token_ids=jnp.zeros((batch, most), jnp.int32),
             log_q=None if greedy else jnp.zeros((batch, most, vocab), jnp.float32),
-            counts=jnp.zeros((batch,), jnp.int32),
-            rounds=jnp.int32(0),
+            counts=jnp.where(active, jnp.int32(most), 0),
+            rounds=jnp.int32(most + 1),
         )
 
-        def step(carry: tuple[Proposal, jax.Array, jax.Array]) -> tuple[Any, ...]:
-            now, last, drafting = carry
-            at, positions = now.rounds, (state.positions + now.rounds)[:, None]
+        def step(at: jax.Array, carry: tuple[Proposal, jax.Array]) -> tuple[Proposal, jax.Array]:
+            now, last = carry
+            positions = (state.positions + at)[:, None]
             x, cache = run_segment(
                 decoder,
                 params,
                 now.cache,
                 decoder.embed(params, last[:, None], positions),
-                block_at(decoder, positions, drafting[:, None]),
+                block_at(decoder, positions, active[:, None]),
                 start=0,
                 stop=self.depth,
                 width=setting.width,
                 layers=setting.layers,
             )
-            stored = jnp.where(drafting[:, None, None], x, now.x[:, at][:, None])
+            stored = jnp.where(active[:, None, None], x, now.x[:, at][:, None])
 
-            def rest() -> tuple[jax.Array, jax.Array, jax.Array | None]:
-                q = None if greedy else jnp.zeros((batch, vocab), jnp.float32)
-                return last, jnp.ones((batch,), jnp.bool_), q
+            def rest() -> tuple[jax.Array, jax.Array | None]:
+                return last, None if greedy else jnp.zeros((batch, vocab), jnp.float32)
 
             # The last draft needs no successor. (No cache goes through the conditional.)
             guess = partial(self._guess, setting, state, x[:, 0], positions)
-            new, hard, log_q = jax.lax.cond(at < most, guess, rest)
-            goes = drafting & ~hard
-            slot = jnp.where(goes, at, most)
+            new, log_q = jax.lax.cond(at < most, guess, rest)
+            slot = jnp.where(active, at, most)
             drawn = None if now.log_q is None else now.log_q.at[rows, slot].set(log_q, mode="drop")
-            now = Proposal(
+            now = dataclasses.replace(
+                now,
                 cache=cache,
                 x=jax.lax.dynamic_update_slice_in_dim(now.x, stored, at, axis=1),
                 token_ids=now.token_ids.at[rows, slot].set(new, mode="drop"),
                 log_q=drawn,
-                counts=now.counts + goes,
-                rounds=at + 1,
             )
-            return now, jnp.where(goes, new, last), goes
+            return now, jnp.where(active, new, last)
 
-        start = none, state.last_ids, state.active
-        return jax.lax.while_loop(lambda carry: jnp.any(carry[2]), step, start)[0]
+        return jax.lax.fori_loop(jnp.int32(0), none.rounds, step, (none, state.last_ids))[0]
 
     def _guess(
         self,
@@ -161,17 +115,16 @@ class ExitDrafter:
         state: DecodeState,
         x: Float[Array, "batch dim"],
         positions: Int[Array, "batch 1"],
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the exit's next tokens, whether they are hard, and the log-probabilities."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the exit's next tokens, and the log-probabilities if they are drawn."""
         decoder, params, sampling = setting.decoder, setting.params, setting.sampling
         seen = apply_exit_lens(decoder, params, x, self.depth)
         logits = decoder.unembed(params, seen).astype(jnp.float32)
-        hard = jnp.zeros(x.shape[:1], jnp.bool_) if self.stop is None else self.stop(logits)
         if sampling is None:
-            return most_probable(logits), hard, None
+            return most_probable(logits), None
         log_q = jax.nn.log_softmax(sampling(logits), axis=-1)
         keys = round_keys(state, positions + 1, DRAW)[:, 0]
-        return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), hard, log_q
+        return jax.vmap(jax.random.categorical)(keys, log_q).astype(jnp.int32), log_q
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,18 +132,18 @@ class NGram:
     """Drafts without a model: what followed the last few tokens when the text had them before.
 
     Prompt lookup (Saxena 2023), as vLLM's `ngram` method and transformers'
-    `prompt_lookup_num_tokens`. The longest match wins; among these the latest, where transformers
-    takes the first: what a text did last it does again. A match so close to the end that the text
-    behind it is shorter than the draft repeats it, as a copy in LZ77 does.
+    `prompt_lookup_num_tokens`. The longest match wins, among these the latest. A match so close to
+    the end that the text behind it is shorter than the draft repeats it, as a copy in LZ77 does.
 
     Attributes:
-      longest: tokens of the longest match that is looked for: `prompt_lookup_max`,
-        `max_matching_ngram_size`.
+      longest: tokens of the longest match that is looked for: `prompt_lookup_max`.
       shortest: of the shortest that counts: `prompt_lookup_min`.
     """
 
     longest: int = 3
     shortest: int = 1
+    depth: ClassVar[int] = 0
+    varies: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.shortest <= self.longest:
@@ -198,16 +151,6 @@ class NGram:
                 "Wanted matches of at least 1 token, shortest <= longest. Got "
                 f"shortest={self.shortest}, longest={self.longest}. For example: NGram(longest=3)."
             )
-
-    @property
-    def depth(self) -> int:
-        """Zero: no layer has run for a draft."""
-        return 0
-
-    @property
-    def varies(self) -> bool:
-        """Whether a row may have fewer drafts than were asked for."""
-        return True
 
     def propose(self, setting: Setting, state: DecodeState, *, most: int) -> Proposal:
         """Returns drafts that follow the rows' own last tokens; no layer has run."""
@@ -231,13 +174,7 @@ class NGram:
     def __call__(
         self, token_ids: Int[Array, "batch slot"], lengths: Int[Array, " batch"], *, drafts: int
     ) -> tuple[Int[Array, "batch draft"], Int[Array, " batch"]]:
-        """Returns what follows each row's tokens, and how many are real: all, or none.
-
-        Args:
-          token_ids: the rows' tokens; what lies beyond `lengths` means nothing.
-          lengths: tokens of each row.
-          drafts: tokens to copy.
-        """
+        """Returns what follows each row's tokens, and how many are real: all, or none."""
         ends = jnp.arange(token_ids.shape[1], dtype=jnp.int32)  # A match ends before this position.
 
         def row(known: jax.Array, length: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`generate` and `stream`: ragged prompts in, tokens and what they cost out, in any mode.
 
-    result = generate(decoder, params, [[0, 17, 4], [0, 8]], mode=Lossless(exit=4),
-    max_new_tokens=64) result.token_ids[0], result.decided[0], result.finish_reasons[0]
+    result = generate(decoder, params, [[0, 17, 4], [0, 8]], mode=Lossless(exit=4))
+    result.token_ids[0], result.decided[0], result.finish_reasons[0]
 
 The loop over tokens runs on the device. Shapes depend on the batch and on two rounded lengths
 (`Lengths`) only, so another prompt of the same rounded length compiles nothing.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import jax
 import numpy as np
@@ -30,23 +30,6 @@ from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.state import REASONS, Columns, DecodeState, Tally
 from utio_jax.decoding.thinking import Thinking, Thought, thought_of
 
-
-class GenerateOptions(TypedDict, total=False):
-    """The keyword arguments of `generate` and `stream`, for functions that hand them on."""
-
-    max_new_tokens: int
-    chunk: int
-    mode: Mode
-    sampling: SamplingParams | Sequence[SamplingParams]
-    eos_ids: Sequence[int] | Sequence[Sequence[int]] | None
-    stop_sequences: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
-    seeds: int | Sequence[int]
-    lengths: Lengths
-    prefill: Prefill | None
-    thinking: Thinking | Sequence[Thinking | None] | None
-    mesh: Mesh | None
-
-
 _INSTEAD = {
     "temperature": "sampling=SamplingParams(temperature=0.7)",
     "top_p": "sampling=SamplingParams(temperature=1, top_p=0.9)",
@@ -58,19 +41,12 @@ _INSTEAD = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Checks that `generate` has options of these names.
-
-    Raises:
-      TypeError: it has not; says what other libraries' options are called here.
-    """
+    """Raises TypeError for an option that `generate` has not; says what others' are called here."""
     known = inspect.signature(generate).parameters
     for name in options:
         if name not in known:
-            remedy = (
-                f"Say {_INSTEAD[name]}."
-                if name in _INSTEAD
-                else f"Known: {', '.join([*known][3:])}."
-            )
+            here = f"Say {_INSTEAD[name]}." if name in _INSTEAD else None
+            remedy = here or f"Known: {', '.join([*known][3:])}."
             raise TypeError(f"Wanted options of utio_jax.generate. Got {name}. {remedy}")
 
 
@@ -78,28 +54,22 @@ def check_options(options: Mapping[str, Any]) -> None:
 class Generated(Tally):
     """What `generate` returns: tokens, what is noted of each, and what they took after prefill.
 
-    All arrays live on the host; row `i` of each belongs to prompt `i`. Of tokens, each row has an
-    array `[new]`, see `Columns`; the first new token is prefill's.
+    Arrays are of the host; row `i` belongs to prompt `i`. The first new token is prefill's.
 
     Attributes:
-      token_ids: new tokens of each prompt, the one that ended it included.
+      token_ids: `[new]` of each prompt, the one that ended it included.
       finish_reasons: `"eos"`, `"stop"` or `"length"`.
-      decided: layers behind the distribution that each new token was taken from.
-      executed: layers that really ran for it.
+      decided: layers behind the distribution that each new token was taken from, see `Columns`.
+      executed: layers that ran for it.
       log_probabilities: of each new token in nats, before any sampling method.
-      throttled: layers in which the token before each new one saw a compact view of the history
-        only. All 0 without a throttle.
-      uncertainty: of the distribution that each new token was taken from: the measure of its row's
-        `Thinking`; empty where none was given one.
-      thought: how each row has thought; likewise.
-      kv_bytes_held: bytes of keys and values that the cache holds for the row's tokens at the end,
-        its views included.
+      thought: how each row has thought; empty where none was given a `Thinking`.
+      kv_bytes_held: of keys and values of the row's tokens at the end, views included.
       bytes_per_slot: that keys and values of one token take in one layer.
       key_widths: numbers of key slots that attention could read, ascending.
       prompt_depths: decided layers of each prompt token, `[prompt]`.
       prompt_width: tokens that the prompts were padded to.
-      prompt_work: what reading the prompts executed, `[row, segment]`: that of a group in each of
-        its rows; None where the dense program read them.
+      prompt_work: what reading the prompts executed, `[row, segment]`, of a group in each of its
+        rows; None where the dense program read them.
       mode: the mode's name.
       num_layers: of the model.
       group: rows that step together, on one device; the last ones may be empty.
@@ -110,8 +80,6 @@ class Generated(Tally):
     decided: tuple[np.ndarray, ...]
     executed: tuple[np.ndarray, ...]
     log_probabilities: tuple[np.ndarray, ...]
-    throttled: tuple[np.ndarray, ...]
-    uncertainty: tuple[np.ndarray, ...]
     thought: tuple[Thought, ...]
     kv_bytes_held: np.ndarray
     prompt_depths: tuple[np.ndarray, ...]
@@ -127,11 +95,6 @@ class Generated(Tally):
     def kv_bytes_read(self) -> np.ndarray:
         """Bytes of keys and values that attention read, per row."""
         return self.key_slots.astype(np.float64) * self.bytes_per_slot
-
-    @property
-    def view_bytes_read(self) -> np.ndarray:
-        """Those that came from views, per row."""
-        return self.view_slots.astype(np.float64) * self.bytes_per_slot
 
     @property
     def acceptance(self) -> float | None:
@@ -150,16 +113,10 @@ class Generated(Tally):
         return dataclasses.replace(self, **per_row)
 
     def first(self, counts: Sequence[int], *, finish_reasons: Sequence[str]) -> Generated:
-        """Returns the same with each row cut to its first tokens; the others' cost stays charged.
-
-        Args:
-          counts: tokens to keep, per row.
-          finish_reasons: why each row ends there.
-        """
+        """Returns the same with each row cut to its first tokens; others' cost stays charged."""
         cut: dict[str, Any] = {
-            name: tuple(row[:count] for row, count in zip(rows, counts, strict=True))
+            name: tuple(row[:n] for row, n in zip(getattr(self, name), counts, strict=True))
             for name in _PER_TOKEN
-            if (rows := getattr(self, name))
         }
         if self.thought:
             pairs = zip(self.thought, counts, strict=True)
@@ -167,9 +124,7 @@ class Generated(Tally):
         return dataclasses.replace(self, finish_reasons=tuple(finish_reasons), **cut)
 
 
-_PER_TOKEN = (
-    *("token_ids", "decided", "executed", "log_probabilities", "throttled", "uncertainty"),
-)
+_PER_TOKEN = ("token_ids", "decided", "executed", "log_probabilities")
 _OF_ALL_ROWS = (
     *("key_widths", "mode", "num_layers", "group", "bytes_per_slot"),
     *("prompt_width", "prompt_work"),
@@ -215,7 +170,7 @@ def generate(  # noqa: PLR0913 (options, each named)
       decoder: the model.
       params: its parameters.
       prompts: token ids, any lengths from 1.
-      mode: `Plain()`, `Adaptive(policy=..., kv=..., throttle=...)` or `Lossless(...)`.
+      mode: `Plain()`, `Adaptive(policy=..., kv=...)` or `Lossless(...)`.
       sampling: how tokens are drawn, greedy by default; or a list, one per prompt.
       max_new_tokens: new tokens per prompt at most.
       eos_ids: tokens that end a row; None takes the model's own, `()` none. Or a list of such
@@ -264,16 +219,10 @@ def generate(  # noqa: PLR0913 (options, each named)
     return collect(state, mode, lengths, rows=rows, devices=devices, num_layers=layers)
 
 
-def stream(
-    decoder: Decoder,
-    params: Params,
-    prompts: Prompts,
-    **options: Unpack[GenerateOptions],
-) -> Iterator[Chunk]:
+def stream(decoder: Decoder, params: Params, prompts: Prompts, **options: Any) -> Iterator[Chunk]:
     """Yields the same tokens as `generate`, at least `chunk` per running row at a time.
 
-    Leaving the loop early (or Ctrl-C) abandons the state; nothing else refers to it. Arguments and
-    errors are those of `generate`.
+    Arguments and errors are those of `generate`.
     """
     seen: np.ndarray | None = None
     for state in run_chunks(decoder, params, prompts, **options):
@@ -289,10 +238,9 @@ def stream(
 
 def new_tokens(state: DecodeState, starts: np.ndarray) -> list[Columns]:
     """Returns what is noted of each row's tokens from a position on, on the host."""
-    columns, ends = jax.tree.map(np.asarray, state.columns), np.asarray(state.lengths)
-    return [
-        columns.cut(row, slice(*span)) for row, span in enumerate(zip(starts, ends, strict=True))
-    ]
+    columns = jax.tree.map(np.asarray, state.columns)
+    spans = zip(starts, np.asarray(state.lengths), strict=True)
+    return [columns.cut(row, slice(*span)) for row, span in enumerate(spans)]
 
 
 def collect(
@@ -304,16 +252,7 @@ def collect(
     devices: int,
     num_layers: int,
 ) -> Generated:
-    """Returns the first rows of a state whose rows have ended, without those that fill a mesh up.
-
-    Args:
-      state: of the loop.
-      mode: that it was in.
-      lengths: how they were rounded.
-      rows: that are wanted.
-      devices: that share them.
-      num_layers: of the model.
-    """
+    """Returns the first rows of a state whose rows have ended; further ones fill a mesh up."""
     starts, ends = (np.asarray(leaf)[:rows] for leaf in (state.prompt_lengths, state.lengths))
     new = new_tokens(state, np.asarray(state.prompt_lengths))[:rows]
     tally: dict[str, Any] = {
@@ -329,12 +268,7 @@ def collect(
         prompt_work = jax.tree.map(lambda leaf: np.asarray(leaf)[:rows], state.prompt.work)
         depths = np.asarray(state.prompt.depths)
         prompt_depths = [depths[row, :end].copy() for row, end in enumerate(starts)]
-    noted: dict[str, Any] = {"uncertainty": ()} | {
-        name: tuple(getattr(row, name) for row in new)
-        for name in _PER_TOKEN
-        if getattr(new[0], name) is not None
-    }
-    noted.setdefault("throttled", tuple(np.zeros_like(row.decided) for row in new))
+    noted: dict[str, Any] = {name: tuple(getattr(row, name) for row in new) for name in _PER_TOKEN}
     thought = ()
     if state.hook is not None:
         progress = np.asarray(state.hook.progress)[:rows]

@@ -24,13 +24,7 @@ from utio_jax.decoding.base import Mode, Plain, Setting, check_mode, emit_drawn
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.sampling import SamplingParams, check_sampling, check_seeds
 from utio_jax.decoding.segments import prefill as read_prompts
-from utio_jax.decoding.state import (
-    Columns,
-    DecodeState,
-    Tally,
-    check_stops,
-    end_rows,
-)
+from utio_jax.decoding.state import Columns, DecodeState, Tally, check_stops, end_rows
 from utio_jax.decoding.thinking import Thinking, check_thinking
 
 Prompts = Sequence[Sequence[int] | np.ndarray]
@@ -61,11 +55,7 @@ class Lengths:
 def check_prompts(
     prompts: Prompts, *, config: DecoderConfig, max_new_tokens: int
 ) -> list[np.ndarray]:
-    """Returns the prompts as int32 arrays.
-
-    Raises:
-      ValueError: see `generate`.
-    """
+    """Returns the prompts as int32 arrays. Raises ValueError, see `generate`."""
     if not is_integer(max_new_tokens, 1):
         raise ValueError(
             f"Wanted max_new_tokens of at least 1, an integer. Got max_new_tokens={max_new_tokens}."
@@ -76,14 +66,10 @@ def check_prompts(
     for index, prompt in enumerate(prompts):
         ids = np.asarray(prompt)
         if not ids.size:
-            remedy = (
-                ""
-                if config.bos_id is None
-                else f" Open it with the model's bos_id={config.bos_id}."
-            )
-            raise ValueError(
-                f"Wanted prompts of at least one token. Prompt {index} is empty.{remedy}"
-            )
+            said = f"Wanted prompts of at least one token. Prompt {index} is empty."
+            if config.bos_id is not None:
+                said += f" Open it with the model's bos_id={config.bos_id}."
+            raise ValueError(said)
         ids = check_ids(ids, vocab_size=config.vocab_size, what=f"prompt {index}")
         if ids.size + max_new_tokens > config.context_length:
             raise ValueError(
@@ -116,8 +102,6 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
     """Yields the loop's state after every `chunk` new tokens, until all rows have ended.
 
     On a mesh, further rows may follow those of the prompts: empty ones, which end at once.
-
-    After each chunk `stop_when`, see `generate`, may end rows on the host.
     """
     config = decoder.config
     rows = check_prompts(prompts, config=config, max_new_tokens=max_new_tokens)
@@ -150,9 +134,9 @@ def run_chunks(  # noqa: PLR0913 (options, each named)
         row[: ids.size] = ids
     shape = -(-len(rows) // check_mesh(mesh)), width
     prefill = (
-        fastest_prefill(decoder, *shape, kv=mode.prompt_kv)
+        fastest_prefill(decoder, *shape, kv=mode.prompt_kv, filled=float(ends.mean()) / width)
         if prefill is None
-        else prefill.for_shape(*shape)
+        else prefill.for_shape(*shape, filled=float(ends.mean()) / width)
     )
     mode, prefill = canonical((mode, prefill))
     setting = Setting(decoder=decoder, params=params, mode=mode, sampling=drawn, stops=stops)
@@ -192,8 +176,7 @@ def begin(  # noqa: PLR0913 (static and traced apart, for jit)
 ) -> DecodeState:
     """Returns the state after prefill and the first new token of each row.
 
-    On a mesh, every device's mode has a memory of its own. So many `alternatives` to each new token
-    are noted.
+    On a mesh, every device's mode has a memory of its own.
     """
     rows, sizes = (token_ids, lengths, limits, seeds, hook), {"alternatives": alternatives}
     if mesh is not None:
@@ -224,14 +207,7 @@ def first_tokens(
     *,
     depth: Int[Array, " batch"],
 ) -> DecodeState:
-    """Returns the state after the first new token of each row.
-
-    Args:
-      setting: the memory of its mode begins here.
-      state: with the prompts in its cache.
-      logits: behind them.
-      depth: layers that their last tokens ran.
-    """
+    """Returns the state after the first new token of each row, whose prompts are in its cache."""
     state = dataclasses.replace(state, cache=fill(state.cache, state.lengths))
     state = setting.mode.start(setting, state)
     return emit_drawn(setting, state, logits, decided=depth, executed=depth)
@@ -251,8 +227,7 @@ def unread(
     """Returns the state of prompts that no layer has read yet; the mode remembers nothing."""
     (batch, width), decoder, segments = token_ids.shape, setting.decoder, setting.mode.segments
     dtype = jax.eval_shape(decoder.embed, setting.params, token_ids, token_ids).dtype
-    sizes = {"alternatives": alternatives, "measured": hook is not None}
-    columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, **sizes))
+    columns = jax.tree.map(jnp.asarray, Columns.empty(batch, slots, alternatives=alternatives))
     known = jnp.pad(token_ids, ((0, 0), (0, slots - width)))
     return DecodeState(
         columns=dataclasses.replace(columns, token_ids=known),
@@ -318,8 +293,7 @@ def round_up(length: int, step: int) -> int:
 
 def canonical(tree: Any) -> Any:
     """Returns the pytree with numbers as arrays: weak types would compile a second program."""
-
-    def as_array(leaf: Any) -> Any:
-        return jax.device_put(np.float32(leaf)) if isinstance(leaf, (int, float)) else leaf
-
-    return jax.tree.map(as_array, tree)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(np.float32(leaf)) if isinstance(leaf, (int, float)) else leaf,
+        tree,
+    )

@@ -9,10 +9,7 @@ Self-speculative decoding as in LayerSkip (Elhoushi et al. 2024), for any batch 
 
 `c` is the last token that is out; drafts `d0 d1 d2` come from the exit's own head. The deep pass
 yields the full model's distribution after each of them; what agrees is let out, plus one token of
-its own. Nothing is let out before that. The shallow layers never run twice for the same token.
-
-Drafts may also be copied from the row's own text (`drafter="ngram"`): then no layer runs for them,
-and one pass of all layers verifies them.
+its own. Drafts that are copied from the row's own text (`drafter="ngram"`) run no layer before it.
 """
 
 from __future__ import annotations
@@ -30,20 +27,8 @@ from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, has_exit_lens, name_exits
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.decoding.base import Mode, Setting
-from utio_jax.decoding.drafting import (
-    Drafter,
-    EntropyAbove,
-    ExitDrafter,
-    NGram,
-    Proposal,
-    round_keys,
-)
-from utio_jax.decoding.sampling import (
-    ACCEPT,
-    REPLACE,
-    verify_greedy,
-    verify_sampling,
-)
+from utio_jax.decoding.drafting import ExitDrafter, NGram, Proposal, round_keys
+from utio_jax.decoding.sampling import ACCEPT, REPLACE, verify_greedy, verify_sampling
 from utio_jax.decoding.segments import Block, block_at, run_segment
 from utio_jax.decoding.state import DecodeState, emit
 
@@ -56,14 +41,9 @@ def lossless_for(
 ) -> Lossless:
     """Returns the default `Lossless` of a model: the drafts that were fastest in measurements.
 
-    A model trained at its exits drafts at the one next to 3/8 of its layers, which was faster than
-    copies at batch 1 and 8; all others copy from the text: exits read through a lens that was
-    fitted afterwards slowed decoding down (results/decoding.md, results/stock_model.md).
-
-    Args:
-      decoder: the model.
-      drafter: `"exit"` or `"ngram"`; None: the faster one.
-      max_draft: most drafts of a row between two deep passes.
+    A model trained at its exits drafts at the one next to 3/8 of its layers; all others copy from
+    the text: exits read through a lens that was fitted afterwards slowed decoding down
+    (results/decoding.md, results/stock_model.md).
 
     Raises:
       ValueError: another drafter, or `"exit"` for a model without early exits.
@@ -86,16 +66,12 @@ def lossless_for(
 class Lossless(Mode):
     """Drafts at an exit or by n-gram, verified by all layers; rows accept different lengths.
 
-    Greedy: every token is the argmax of the full model on the tokens before it. Drawing: every
-    token is distributed as the full model's. Both up to rounding, which depends on the shapes of a
-    pass.
+    Greedy: every token is the argmax of the full model on the tokens before it. Drawing: it is
+    distributed as the full model's. Both up to rounding, which depends on the shapes of a pass.
 
     Attributes:
       exit: layers that draft: one of the model's exits; None with `drafter="ngram"`. Static.
       max_draft: most drafts of a row between two deep passes. Static.
-      stop: which tokens are hard: the row stops drafting there and waits for the deep pass. Reads
-        the prefix and the exit's distribution only, never the drawn token, which would bias what is
-        accepted. None: never.
       drafter: `"exit"`; or `"ngram"`, which needs no exit: what followed the row's last tokens when
         they stood in its text before. Static.
       ngram: which matches count. Static.
@@ -105,7 +81,6 @@ class Lossless(Mode):
 
     exit: int | None = static(default=None)
     max_draft: int = static(default=4)
-    stop: EntropyAbove | None = None
     drafter: DrafterName = static(default="exit")
     ngram: NGram = static(default=NGram())
 
@@ -118,14 +93,12 @@ class Lossless(Mode):
             raise ValueError(
                 f"Wanted a max_draft of at least 1 token. Got max_draft={self.max_draft}."
             )
-        if self.drafter == "ngram":
-            given = [name for name in ("exit", "stop") if getattr(self, name) is not None]
-            if given:
-                raise ValueError(
-                    "Wanted drafter='ngram' alone: it copies from the text, and asks no exit. Got "
-                    f"{', '.join(given)} as well. Leave them out."
-                )
-        elif self.exit is None:
+        if self.drafter == "ngram" and self.exit is not None:
+            raise ValueError(
+                "Wanted drafter='ngram' alone: it copies from the text, and asks no exit. Got "
+                f"exit={self.exit} as well. Leave it out."
+            )
+        if self.drafter == "exit" and self.exit is None:
             raise ValueError(
                 "Wanted an exit that drafts. Got none. For example: Lossless(exit=4), or without "
                 "an exit Lossless(drafter='ngram')."
@@ -210,10 +183,8 @@ class Lossless(Mode):
         return dataclasses.replace(state, cache=fill(cache, lengths))
 
     @property
-    def _drafter(self) -> Drafter:
-        if self.exit is None:
-            return self.ngram
-        return ExitDrafter(depth=self.exit, stop=self.stop)
+    def _drafter(self) -> ExitDrafter | NGram:
+        return self.ngram if self.exit is None else ExitDrafter(depth=self.exit)
 
     def _run_deep(
         self, setting: Setting, drafted: Proposal, block: Block

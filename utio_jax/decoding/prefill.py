@@ -7,7 +7,6 @@
 
 A staircase that keeps its keys and values. Even at full depth it reads long or ragged prompts
 faster on CPU than the dense program does, since it skips padding and the keys behind each block.
-`prompt_prefill` chooses one by a budget of FLOPs, in which most tokens stop early.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ from utio_jax.staircase.prompts import PromptChoice, PromptImportance
 from utio_jax.staircase.reference import FrozenKV, check_kv
 from utio_jax.staircase.sparse import SparseAttention
 
-# Measured on two cores: 0.67x at one prompt of 448 tokens, 0.84x at 32 of 64, 1.3x at 8 of 192
-# (ragged), 1.8x at 8 of 448 (3.2x ragged): the dense program's scores outgrow the cache.
+# Measured on two cores, blocks of live tokens against the dense program: 0.67x at one prompt of 448
+# tokens, 0.84x at 32 of 64, 1.3x at 8 of 192 (ragged), 1.8x at 8 of 448 (3.2x ragged). Static
+# blocks of queries take 0.7 of the former's time where rows are full, and read all padding.
 _CPU_SCORES = 2**18
 # The same where most tokens stop early (6 of 16 layers, 448 tokens): 0.73x at one prompt, 0.81x at
 # two, 0.90x at four, 1.03x at eight.
@@ -44,23 +44,22 @@ _CPU_SHALLOW_SCORES = 2**20
 _UNIT = 8
 """Of static shapes, in tokens of each prompt."""
 
+_FULL = 0.85
+"""Share of tokens that are no padding from which static shapes are faster in any batch."""
+
 
 @pytree
 class Prefill:
     """Reads prompts in one staircase pass; by default every token at full depth, over all its past.
 
     Attributes:
-      policy: how deep each prompt token runs; None: full depth. Under `kv="propagate"` new tokens
-        see K/V of a stopped one's last state at deeper layers, under `kv="drop"` nothing.
-      kv: what new tokens see of a stopped prompt token at deeper layers; None: what they see of any
-        stopped token, which is the mode's to say. `"mapped"` needs a decoder that `HasKVMaps`.
+      policy: how deep each prompt token runs; None: full depth.
+      kv: what new tokens see of a stopped prompt token at deeper layers; None: the mode's `kv`.
         Static.
       attention: which prompt tokens attend to their history alone; None: none do. Its segments are
         the policy's: `never_stops(depths)` has them and runs every layer.
-      executor: how live slots are run. Static.
-
-    Small batches of prompts by importance are read by static shapes instead (`for_shape`): how many
-    of their tokens go deep is known beforehand.
+      executor: how live slots are run. Small batches of prompts by importance are read by static
+        shapes instead (`for_shape`): how many of their tokens go deep is known. Static.
     """
 
     policy: Policy | None = None
@@ -68,27 +67,24 @@ class Prefill:
     attention: SparseAttention | None = None
     executor: Executor = static(default=MicroBatches())
 
-    def for_shape(self, batch: int, width: int) -> Prefill:
+    def for_shape(self, batch: int, width: int, *, filled: float = 0.0) -> Prefill:
         """Returns how prompts of one shape are read fastest: with static shapes where that is.
 
         Args:
           batch: rows.
           width: of the padded prompts, in tokens.
+          filled: share of these that are no padding, if known.
         """
         policy = self.policy
         if (
             self.executor != MicroBatches()
             or self.attention is not None
             or not isinstance(policy, PromptImportance)
-            or _staircase_is_faster(batch, width, scores=_CPU_SHALLOW_SCORES)
+            or _packing_is_faster(batch, width, filled, scores=_CPU_SHALLOW_SCORES)
         ):
             return self
         deep = policy.most_deep(width)
-        if deep is None:
-            return self
-        capacities = tuple(-(-count // _UNIT) * _UNIT for count in (width, *deep))
-        executor = CapacityPrefix(capacities=capacities, min_bucket=_UNIT, certain=True)
-        return dataclasses.replace(self, executor=executor)
+        return self if deep is None else dataclasses.replace(self, executor=_static(width, *deep))
 
     def exact(self, decoder: Decoder) -> bool:
         """Returns whether new tokens and their cache are those of prompts read in full."""
@@ -133,16 +129,7 @@ class Prefill:
         *,
         kv: str,
     ) -> tuple[Float[Array, "batch vocab"], KVCache, PromptPass]:
-        """Returns the logits after each prompt, the filled cache, and what the pass did.
-
-        Args:
-          decoder: the model.
-          params: its parameters.
-          token_ids: right-padded prompts, no wider than the cache.
-          lengths: tokens of each, at least 1.
-          cache: an empty cache; donate it.
-          kv: what new tokens see of a stopped one at deeper layers, unless this says so itself.
-        """
+        """Returns the logits after each prompt, the filled cache, and what the pass did."""
         kv = self.kv or ("propagate" if kv == "full" else kv)
         policy, last_layer = self.depth_policy(decoder), decoder.config.num_layers
         with jax.named_scope("prefill"):
@@ -191,7 +178,9 @@ def exact_prefill(decoder: Decoder) -> Prefill | None:
     return Prefill(policy=choice.policy(decoder), kv="propagate")
 
 
-def fastest_prefill(decoder: Decoder, batch: int, width: int, *, kv: str) -> Prefill | None:
+def fastest_prefill(
+    decoder: Decoder, batch: int, width: int, *, kv: str, filled: float = 0.0
+) -> Prefill | None:
     """Returns the fastest way to read prompts without loss; None: the dense program.
 
     Args:
@@ -199,12 +188,22 @@ def fastest_prefill(decoder: Decoder, batch: int, width: int, *, kv: str) -> Pre
       batch: rows.
       width: of the padded prompts, in tokens.
       kv: of the mode; under `"drop"` a token is seen as deep as it ran.
+      filled: share of these that are no padding, if known.
     """
     exact = exact_prefill(decoder) if kv != "drop" else None
     if exact is not None:
-        return exact.for_shape(batch, width)
-    return Prefill() if _staircase_is_faster(batch, width, scores=_CPU_SCORES) else None
+        return exact.for_shape(batch, width, filled=filled)
+    if _packing_is_faster(batch, width, filled, scores=_CPU_SCORES):
+        return Prefill()
+    return None if width <= here().query_block else Prefill(executor=_static(width))
 
 
-def _staircase_is_faster(batch: int, width: int, *, scores: int) -> bool:
-    return not here().static_shapes and batch * width**2 >= scores
+def _packing_is_faster(batch: int, width: int, filled: float, *, scores: int) -> bool:
+    """Returns whether blocks of live tokens are faster than static shapes, which read padding."""
+    return not here().static_shapes and batch > 1 and filled < _FULL and batch * width**2 >= scores
+
+
+def _static(*counts: int) -> CapacityPrefix:
+    """Returns the executor of so many tokens of each prompt, segment by segment."""
+    capacities = tuple(-(-count // _UNIT) * _UNIT for count in counts)
+    return CapacityPrefix(capacities=capacities, min_bucket=_UNIT, certain=True)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executors of a decoding step: one token of each row, whose keys and values lie in a cache.
+"""The executor of a decoding step: one token of each row, whose keys and values lie in a cache.
 
-    CachedRows      all rows together; a segment that no row needs is skipped
-    PackedRows      the rows that need a segment alone, packed into few static widths
-    ThrottledRows   all rows together, some of which read a compact view of their history
+`CachedRows` runs segments for `utio_jax.staircase.loop.run_pass`: all rows together where a segment
+makes keys and values and any row needs it, else the rows that need it alone. What that executes is
+counted by row, in the cache that is handed on (`RowCache`).
 
-They run segments for `utio_jax.staircase.loop.run_pass`. What they execute is counted by row, in
-the cache that they hand on (`RowCache`), since rows share some of it and not the rest.
-
-    rows       0  1  2  3  4  5  6  7      eight rows, packed into 2 or 4
-    [8, 16)    .  .  #  .  .  .  .  .      one goes on: a block of 2 rows
-    [4, 8)     .  #  #  .  .  #  .  .      three do: a block of 4 rows
-    [0, 4)     #  #  #  #  #  #  #  #      all: the whole batch
+    rows       0  1  2  3  4  5  6  7      eight rows, packed by quarters
+    [12, 16)   .  .  #  .  .  .  .  .      one goes on: a block of 2 rows
+    [8, 12)    .  #  #  .  .  #  .  .      three do: a block of 4 rows
+    [0, 8)     #  #  #  #  #  #  #  #      makes keys and values: the whole batch
 """
 
 from __future__ import annotations
@@ -19,45 +16,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache
-from utio_jax.attention.mixing import mixer_at
-from utio_jax.attention.rows import attend_rows, chosen_first
+from utio_jax.attention.rows import chosen_first
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.pytrees import pytree
 from utio_jax.core.work import Work
-from utio_jax.decoding.segments import (
-    Attend,
-    Attention,
-    Block,
-    Layers,
-    Sources,
-    depth_of_kv,
-    run_layers,
-    run_segment,
-)
-from utio_jax.decoding.throttle import view_attention
+from utio_jax.decoding.segments import Block, Layers, Span, run_segment
 from utio_jax.staircase.base import Tokens
-from utio_jax.staircase.frozen import Propagate
 
 
 @pytree
 class RowSlots:
-    """The rows that run a segment.
-
-    Attributes:
-      live: these rows' tokens.
-      throttled: tokens that see their row's view alone; None: none do.
-    """
+    """The rows that run a segment: their tokens are `live`."""
 
     live: Bool[Array, "batch 1"]
-    throttled: Bool[Array, "batch 1"] | None = None
 
 
 @pytree
@@ -68,44 +46,22 @@ class RowCache:
       kv: keys and values.
       layers: that ran in each row's slot.
       key_slots: that each row has read, summed over layers.
-      projected: layers whose K/V were projected apart, of every row.
-      view_layers: that each row's token ran throttled.
-      view_slots: those of `key_slots` that were read from views.
     """
 
     kv: KVCache
     layers: Int[Array, " batch"]
     key_slots: Float[Array, " batch"]
-    projected: Int[Array, ""]
-    view_layers: Int[Array, " batch"]
-    view_slots: Float[Array, " batch"]
 
     @classmethod
     def of(cls, kv: KVCache) -> RowCache:
         """Returns a cache of which nothing has been read yet."""
         none = jnp.zeros_like(kv.lengths)
-        return cls(
-            kv=kv,
-            layers=none,
-            key_slots=none.astype(jnp.float32),
-            projected=jnp.int32(0),
-            view_layers=none,
-            view_slots=none.astype(jnp.float32),
-        )
+        return cls(kv=kv, layers=none, key_slots=none.astype(jnp.float32))
 
-    def after(self, kv: KVCache, **spent: Any) -> RowCache:
+    def after(self, kv: KVCache, *, layers: jax.Array, key_slots: jax.Array) -> RowCache:
         """Returns the cache after a segment, and what that took."""
-        grown = {name: getattr(self, name) + amount for name, amount in spent.items()}
-        return dataclasses.replace(self, kv=kv, **grown)
-
-
-class Segment(TypedDict):
-    """The layers of a segment, see `utio_jax.decoding.segments.Span`."""
-
-    start: int | jax.Array
-    stop: int | jax.Array
-    layers: Layers
-    bounds: tuple[int, int]
+        layers, key_slots = self.layers + layers, self.key_slots + key_slots
+        return RowCache(kv=kv, layers=layers, key_slots=key_slots)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,14 +74,11 @@ class CachedRows:
       width: slots to attend over; more than every valid position. Static.
       layers: each layer's parameters apart, where they are.
       shown: layers at which each slot of each row may be seen, under `kv="drop"`; None: all.
-      widths: rows of a packed block, ascending, in segments that write no K/V; all rows run
-        together in the others, and everywhere if it is empty. Static.
     """
 
     width: int
     layers: Layers = None
     shown: Int[Array, "batch slot"] | None = None
-    widths: tuple[int, ...] = ()
     keeps_logits: ClassVar[bool] = True
 
     @property
@@ -142,12 +95,12 @@ class CachedRows:
         self,
         segment: int,
         live: Bool[Array, "batch 1"],
-        sparse: SparseQueries | None = None,
+        sparse: Any = None,
         *,
         causal: bool = True,
     ) -> RowSlots:
-        del segment, causal
-        return RowSlots(live=live, throttled=None if sparse is None else sparse.sparse)
+        del segment, sparse, causal
+        return RowSlots(live=live)
 
     def run_layers(
         self,
@@ -161,31 +114,22 @@ class CachedRows:
         only_live_keys: bool = False,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         del only_live_keys  # Of the rows that go along, K/V are not worth a program of their own.
-        # A segment that no row needs takes no turn of a loop.
-        span = Segment(
+        if not decoder.config.kv_made(*layers):
+            return self._read_alone(decoder, params, tokens, slots.live, layers, cache)
+        span, block = self.span(slots, layers), block_of(tokens)
+        where: dict[str, Any] = {"width": self.width, "runs": slots.live, "shown": self.shown}
+        x, kv = run_segment(decoder, params, cache.kv, tokens.x, block, **span, **where)
+        ran = span["stop"] - span["start"]
+        return x, cache.after(kv, layers=ran, key_slots=ran * float(self.width))
+
+    def span(self, slots: RowSlots, layers: tuple[int, int]) -> Span:
+        """Returns a segment's layers; one that no row needs takes no turn of a loop."""
+        return Span(
             start=layers[0],
             stop=jnp.where(jnp.any(slots.live), layers[1], layers[0]),
             layers=self.layers,
             bounds=layers,
         )
-        return self.run_span(decoder, params, tokens, slots, span, cache)
-
-    def run_span(
-        self,
-        decoder: Decoder,
-        params: Params,
-        tokens: Tokens,
-        slots: RowSlots,
-        span: Segment,
-        cache: RowCache,
-    ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        """Returns the states after a segment, and the cache: what these executors differ in."""
-        if not decoder.config.kv_made(*span["bounds"]):
-            return self._read_alone(decoder, params, tokens, slots.live, span, cache)
-        where: dict[str, Any] = {"width": self.width, "runs": slots.live, "shown": self.shown}
-        x, kv = run_segment(decoder, params, cache.kv, tokens.x, _block(tokens), **span, **where)
-        ran = span["stop"] - span["start"]
-        return x, cache.after(kv, layers=ran, key_slots=ran * float(self.width))
 
     def _read_alone(
         self,
@@ -193,20 +137,21 @@ class CachedRows:
         params: Params,
         tokens: Tokens,
         live: Bool[Array, "batch 1"],
-        span: Segment,
+        layers: tuple[int, int],
         cache: RowCache,
     ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
         """Returns the states after a segment that writes no K/V, run by the rows that need it.
 
         Later tokens read nothing of it, so no row has to go along for others. The live rows are
-        packed into the smallest of `widths`, and their K/V copied side by side, once for all layers
-        of the segment. Each width is a branch of a conditional, which passes on states and no
-        cache: what goes through one is copied.
+        packed into the fewest quarters of the batch, and their K/V copied side by side, once for
+        all layers of the segment. Each width is a branch of a conditional, which passes on states
+        and no cache: what goes through one is copied.
         """
-        start, end = span["bounds"]
+        start, end = layers
         batch = live.shape[0]
-        sizes = (*(size for size in self.widths if size < batch), batch)
+        sizes = (*quarters(batch), batch)
         order, count = chosen_first(live[:, 0])
+        span = Span(start=start, stop=end, layers=self.layers, bounds=layers)
 
         def run(x: jax.Array, *, rows: jax.Array | None = None) -> jax.Array:
             leaves = (x, tokens.positions, tokens.places, live)
@@ -214,9 +159,8 @@ class CachedRows:
                 leaves = jax.tree.map(lambda leaf: leaf[rows], leaves)
             mine, positions, places, valid = leaves
             block = Block(positions=positions, valid=valid, places=places, rows=rows)
-            fixed: Segment = {**span, "start": start, "stop": end}
             where: dict[str, Any] = {"width": self.width, "shown": self.shown}
-            new, _ = run_segment(decoder, params, cache.kv, mine, block, **fixed, **where)
+            new, _ = run_segment(decoder, params, cache.kv, mine, block, **span, **where)
             return new if rows is None else x.at[rows].set(new)
 
         branches = [lambda x: x, *(partial(run, rows=order[:size]) for size in sizes[:-1]), run]
@@ -224,8 +168,8 @@ class CachedRows:
         x = jax.lax.switch(chosen, branches, tokens.x)
         size = jnp.asarray((0, *sizes), jnp.int32)[chosen]
         ran = jnp.zeros_like(live[:, 0]).at[order].set(jnp.arange(batch) < size)
-        layers = (end - start) * ran.astype(jnp.int32)
-        return x, cache.after(cache.kv, layers=layers, key_slots=layers * float(self.width))
+        each = (end - start) * ran.astype(jnp.int32)
+        return x, cache.after(cache.kv, layers=each, key_slots=each * float(self.width))
 
     def map_slots(self, slots: RowSlots, function: Callable[..., Any], *arrays: jax.Array) -> Any:
         live = slots.live
@@ -241,6 +185,10 @@ class CachedRows:
             return jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes)
 
         return jax.lax.cond(jnp.any(live), run, skip)  # Small arrays may go through one.
+
+    def attended(self, spent: RowCache) -> Float[Array, " batch"]:
+        """Returns the key slots that attention computed over for each row, summed over layers."""
+        return spent.key_slots
 
     def only_if(self, slots: RowSlots, asked: bool | Bool[Array, ""]) -> RowSlots:
         return dataclasses.replace(slots, live=slots.live & asked)
@@ -259,122 +207,15 @@ class CachedRows:
         return Work.of()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedRows(CachedRows):
-    """The rows that need a segment alone, in the narrowest of some static widths that holds them.
+def quarters(batch: int) -> tuple[int, ...]:
+    """Returns the numbers of rows, below all, that are packed where no row waits for others.
 
-    States are gathered, keys and values are not: a loop attends a row at a time, and reads no row
-    of the cache that is not in the block. There is a body for each width, and one for all rows;
-    those that are not chosen take no turn of their loops, so that no cache passes through a
-    conditional. In segments that make no K/V, one does: see `CachedRows`.
-
-    Attributes:
-      project: whether stopped rows show K/V of their last state in layers that others run. Static.
+    >>> quarters(8), quarters(1)
+    ((2, 4, 6), ())
     """
-
-    project: bool
-
-    def run_span(
-        self,
-        decoder: Decoder,
-        params: Params,
-        tokens: Tokens,
-        slots: RowSlots,
-        span: Segment,
-        cache: RowCache,
-    ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        live, (start, end), stop = slots.live, span["bounds"], span["stop"]
-        if not decoder.config.kv_made(start, end):
-            return self._read_alone(decoder, params, tokens, live, span, cache)
-        sizes = [size for size in self.widths if size < live.shape[0]]
-        order, count = chosen_first(live[:, 0])
-        chosen = sum(((count > size).astype(jnp.int32) for size in sizes), start=jnp.int32(0))
-        x, kv, ran = tokens.x, cache.kv, jnp.ones(live.shape[:1], jnp.bool_)
-
-        for number, size in enumerate(sizes):
-            mine, rows = chosen == number, order[:size]
-            leaves = (x, tokens.positions, tokens.places)
-            old, positions, places = jax.tree.map(lambda leaf, rows=rows: leaf[rows], leaves)
-            block = Block(positions=positions, valid=live[rows], places=places, rows=rows)
-            attend = self._attend(decoder, block, jnp.where(mine, count, 0))
-            here: Segment = {**span, "stop": jnp.where(mine, stop, start)}
-            new, kv = run_layers(decoder, params, kv, old, block, attend, **here)
-            x = x.at[rows].set(jnp.where(block.valid[:, :, None], new, old))
-            ran = jnp.where(mine, jnp.zeros_like(ran).at[rows].set(True), ran)
-
-        together = chosen == len(sizes)
-        here = {**span, "stop": jnp.where(together, stop, start)}
-        where: dict[str, Any] = {"width": self.width, "runs": live, "shown": self.shown}
-        x, kv = run_segment(decoder, params, kv, x, _block(tokens), **here, **where)
-        projected: int | jax.Array = 0
-        if self.project and sizes:
-            alone = jnp.where(together | ~jnp.any(live), end, start)
-            stopped = dataclasses.replace(tokens, shown=tokens.shown & ~live)
-            kv, projected = Propagate().end(
-                decoder, params, stopped, kv, start=alone, bounds=(start, end), layers=self.layers
-            )
-        read = jnp.where(together | live[:, 0], float(self.width), 0.0).astype(jnp.float32)
-        layers = stop - start
-        return x, cache.after(kv, layers=layers * ran, key_slots=layers * read, projected=projected)
-
-    def _attend(self, decoder: Decoder, block: Block, count: Int[Array, ""]) -> Attention:
-        """Returns attention of a packed block whose first `count` rows are real."""
-        order = jnp.arange(block.valid.shape[0], dtype=jnp.int32)
-
-        def attention(cache: KVCache, sources: Sources) -> Attend:
-            def attend(index: jax.Array, queries: jax.Array) -> jax.Array:
-                return attend_rows(
-                    mixer_at(decoder, index),
-                    cache,
-                    jnp.zeros(queries.shape, cache.values.dtype),
-                    queries,
-                    block.positions,
-                    layers=sources,
-                    seen_from=depth_of_kv(decoder, index),
-                    rows=(order, count),
-                    width=self.width,
-                    shown=self.shown,
-                    cache_rows=block.rows,
-                )
-
-            return attend
-
-        return attention
+    return tuple(sorted({batch * part // 4 for part in (1, 2, 3)} - {0}))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ThrottledRows(CachedRows):
-    """All rows together, of which the throttled ones read a compact view of their history.
-
-    Where any row needs its view, one call reads those of all rows; unthrottled rows read all their
-    slots besides.
-    """
-
-    def run_span(
-        self,
-        decoder: Decoder,
-        params: Params,
-        tokens: Tokens,
-        slots: RowSlots,
-        span: Segment,
-        cache: RowCache,
-    ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
-        live, low, view = slots.live, slots.throttled, cache.kv.view
-        assert low is not None
-        assert view is not None
-        block, where = _block(tokens), {"width": self.width, "shown": self.shown}
-        attend = view_attention(decoder, block, runs=live, dense=~low, **where)
-        x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
-        ran, size = span["stop"] - span["start"], float(view.history.size)
-        views = jnp.any(live & low) * jnp.full(live.shape[:1], size)
-        return x, cache.after(
-            kv,
-            layers=ran,
-            key_slots=ran * (views + (live & ~low)[:, 0] * float(self.width)),
-            view_layers=ran * (live & low)[:, 0],
-            view_slots=ran * views,
-        )
-
-
-def _block(tokens: Tokens) -> Block:
+def block_of(tokens: Tokens) -> Block:
+    """Returns where the tokens of a step are."""
     return Block(positions=tokens.positions, valid=tokens.shown, places=tokens.places)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SamplingParams`, how the tokens of rows are drawn, and speculative sampling's acceptance rule.
 
-The token loop knows two ways: None, where all rows are greedy, and else the parameters of all rows
-as arrays, which turn logits into logits; what is drawn is the softmax of the result. Other numbers
-compile nothing.
+The token loop takes None, where all rows are greedy, or the parameters of all rows as arrays, which
+turn logits into those whose softmax is drawn from. Other numbers compile nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +34,12 @@ def _per_row(default: float) -> Any:
 class SamplingParams:
     """How tokens are drawn: greedy by default, else by temperature, top-k, top-p, min-p, in turn.
 
-    Numbers, or for the rows of a batch arrays of them (`rows_of`): each row's draws are those of
-    its own numbers, alone and with its seed. What no row uses costs nothing; top-k and top-p sort
-    the vocabulary of all rows if one uses it.
+    Numbers, or for the rows of a batch arrays of them (`rows_of`). What no row uses costs nothing;
+    top-k and top-p sort the vocabulary of all rows if one uses it.
 
     Attributes:
       temperature: that logits are divided by; 0: the most probable token always, ties to the
-        lowest id, whatever else is set; 1: the model's own distribution. At least the smallest
-        normal float32; from about 1e-6 down only the most probable token and ties with it remain.
+        lowest id, whatever else is set. From about 1e-6 down only ties with the best remain.
       top_k: the most probable tokens that may be drawn, and ties with the last of them (Fan et al.
         2018); 0: all.
       top_p: the smallest set of tokens whose probability reaches it may be drawn, and ties
@@ -58,8 +55,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, wanted, fits in (
-            ("temperature", "of 0 for greedy, or from 1.17549e-38 on", _is_temperature),
-            ("top_k", "as a number of tokens, an integer; 0: all", _is_top_k),
+            (
+                "temperature",
+                "of 0 for greedy, or from 1.17549e-38 on",
+                lambda t: t == 0 or t >= _LEAST,
+            ),
+            ("top_k", "as a number of tokens, an integer; 0: all", _is_count),
             ("top_p", "above 0 and at most 1", lambda p: 0 < p <= 1),
             ("min_p", "from 0 to 1", lambda p: 0 <= p <= 1),
         ):
@@ -90,11 +91,7 @@ class SamplingParams:
         return _on_rows(self.greedy, _best_alone, logits, temperature)
 
 
-def _is_temperature(value: Any) -> bool:
-    return value == 0 or value >= _LEAST
-
-
-def _is_top_k(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return np.issubdtype(np.asarray(value).dtype, np.integer) and value >= 0
 
 
@@ -117,9 +114,7 @@ def check_sampling(
 ) -> SamplingParams | None:
     """Returns the parameters of each row as arrays; None, where all rows are greedy.
 
-    Args:
-      sampling: of all rows, one for each, or what `rows_of` has made of these.
-      rows: of the batch.
+    Given are those of all rows, one for each, or what `rows_of` has made of these.
 
     Raises:
       ValueError: those of more or fewer rows, or something else.
@@ -217,10 +212,9 @@ def token_keys(
     *,
     rounds: Int[Array, " batch"] | None = None,
 ) -> jax.Array:
-    """Returns PRNG keys `[batch, token]`: of seed, position, stream and round.
+    """Returns PRNG keys `[batch, token]`: of seed, position, stream and round, and nothing else.
 
-    A row's draws depend on nothing but these, so rows do not feel who shares their batch. The round
-    matters where a position may be drawn more than once, as drafts are.
+    The round matters where a position may be drawn more than once, as drafts are.
     """
     rounds = jnp.zeros(seeds.shape, jnp.int32) if rounds is None else rounds
 
@@ -248,12 +242,7 @@ def draw(
 
 @pytree
 class Verified:
-    """Tokens that a deep pass lets out.
-
-    Attributes:
-      token_ids: accepted drafts, then one token of the full model's own.
-      accepted: how many drafts were; the entries of `token_ids` beyond `accepted` + 1 mean nothing.
-    """
+    """Accepted drafts and one token of the full model's own; entries beyond mean nothing."""
 
     token_ids: Int[Array, "batch pending"]
     accepted: Int[Array, " batch"]
@@ -264,12 +253,9 @@ def verify_greedy(
     drafts: Int[Array, "batch draft"],
     num_drafts: Int[Array, " batch"],
 ) -> Verified:
-    """Returns the full model's greedy tokens as far as the drafts agree with them, plus one.
+    """Returns the full model's greedy tokens as far as the real drafts agree with them, plus one.
 
-    Args:
-      logits: full-depth logits at the token before each draft, and at the last draft.
-      drafts: one fewer than `pending` per row.
-      num_drafts: how many of them are real.
+    Logits are of the token before each draft, and of the last draft.
     """
     best = most_probable(logits)
     same = (drafts == best[:, :-1]) & _before(num_drafts, drafts.shape[1])
@@ -292,12 +278,10 @@ def verify_sampling(
     if none is rejected the extra token is a draw from p.
 
     Args:
-      log_p: log-probabilities of the full model after `SamplingParams`, at the token before each
-        draft and at the last draft.
+      log_p: of the full model after `SamplingParams`, at the token before each draft, and the last.
       log_q: those that the drafts were drawn from.
       drafts: drawn tokens.
-      num_drafts: how many of them are real. May depend on the prefix and q, never on the drawn
-        token.
+      num_drafts: how many are real. May depend on the prefix and q, never on the drawn token.
       accept_keys: `[batch, draft]`.
       replace_keys: `[batch, pending]`.
     """

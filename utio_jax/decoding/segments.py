@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_segment`, of which all decoding is made: layers [start, stop) on given states, writing K/V.
-
-`prefill` and `decode_step` are its two plainest uses: every layer, on the prompt or on one token.
-"""
+"""`run_segment`, of which all decoding is made: layers on given states, writing their K/V."""
 
 from __future__ import annotations
 
@@ -36,13 +33,10 @@ Attention = Callable[[KVCache, Sources], Attend]
 
 
 class Span(TypedDict):
-    """The layers of a pass, as `utio_jax.core.layer.over_layers` takes them.
+    """The layers `[start, stop)` of a pass, as `utio_jax.core.layer.over_layers` takes them.
 
-    Attributes:
-      start: the first.
-      stop: the one to stop before. Traced and equal to `start`: nothing runs, nothing is copied.
-      layers: each one's parameters apart, where they are.
-      bounds: static depths between which traced ones lie, for `layers`; None: anywhere.
+    A traced `stop` equal to `start` runs nothing, and copies nothing; `bounds` are static depths
+    between which traced ones lie, for `layers`.
     """
 
     start: Depth
@@ -55,15 +49,12 @@ class Span(TypedDict):
 class Block:
     """Where the tokens of a pass are, computed once for all its layers.
 
-    A pass may be of some rows alone, packed: states, keys and values then lead with these, and the
-    cache stays whole.
-
     Attributes:
       positions: in their rows; each is also the token's slot in the cache.
-      valid: tokens that exist. The others are padding: computed, never written, seen by nobody.
+      valid: tokens that exist. The others are padding: computed, never written or seen.
       places: what the decoder made of the positions.
       rows: of the cache that the block's rows are, each once; None: all, in order. One that only
-        fills the block up may be any, if none of its tokens is valid.
+        fills the block up may be any, if none of its tokens is valid. The cache stays whole.
     """
 
     positions: Int[Array, "batch token"]
@@ -111,12 +102,11 @@ def run_segment(
       params: its parameters.
       cache: carried whole; donate it.
       x: states at depth `start`, of the block's rows.
-      block: the tokens' places, and rows, where they are not all.
+      block: the tokens' places.
       width: slots to attend over; more than every valid position. Static.
-      runs: valid tokens whose state changes; the others are frozen, and their K/V projected from
-        the frozen state. None means all.
-      shown: layers at which each slot of each row of the cache may be seen, for `kv="drop"`; the
-        tokens in `x` themselves included. None means all.
+      runs: valid tokens whose state changes; K/V of the others are projected from it. None: all.
+      shown: layers at which each slot of each row of the cache may be seen, for `kv="drop"`, those
+        of `x` included. None: all.
       **span: the layers.
     """
     slots = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (x.shape[0], width))
@@ -154,19 +144,7 @@ def run_layers(
     runs: Bool[Array, "batch token"] | None = None,
     **span: Unpack[Span],
 ) -> tuple[Float[Array, "batch token dim"], KVCache]:
-    """Returns the states after some layers, and the cache with the K/V made there.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      cache: carried whole; donate it.
-      x: states in front of them.
-      block: the tokens' places.
-      attention: maps the cache and the layers whose K/V are read to what maps a layer's index and
-        its queries, by row, to the attended values.
-      runs: valid tokens whose state changes. None means all.
-      **span: the layers.
-    """
+    """Returns the states after some layers, and the cache with the K/V made there."""
     start, stop = span["start"], span["stop"]
     runs = block.valid if runs is None else runs & block.valid
 
@@ -215,14 +193,7 @@ def prefill(
     lengths: Int[Array, " batch"],
     cache: KVCache,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-    """Returns the logits after each prompt, and the cache filled with the prompts at full depth.
-
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: right-padded prompts, no wider than the cache.
-      lengths: tokens of each, at least 1.
-      cache: an empty cache; donate it.
+    """Returns the logits after right-padded prompts, and the cache filled with them, at full depth.
 
     Raises:
       ValueError: the prompts are wider than the cache.
@@ -254,17 +225,9 @@ def decode_step(
     width: int | None = None,
     layers: Layers = None,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-    """Returns the logits after one more token per row, at full depth.
+    """Returns the logits after one more token per active row, and the cache, at full depth.
 
-    Args:
-      decoder: the model.
-      params: its parameters.
-      token_ids: each row's next token; its position is `cache.lengths`.
-      cache: what came before; donate it.
-      active: rows that take part; the others' logits mean nothing. None means all.
-      width: slots to attend over, more than every active row's length; None means all slots.
-        Static.
-      layers: each one's parameters apart, where they are.
+    Positions are `cache.lengths`. A step attends over `width` slots, static; None: all.
     """
     active = jnp.ones(token_ids.shape, jnp.bool_) if active is None else active
     positions = cache.lengths[:, None]

@@ -28,9 +28,8 @@ class StopRules:
     """What ends rows besides their length, one row of rules each; a single one is all rows'.
 
     Attributes:
-      eos_ids: each of these ends a row at once; padded with -1.
-      sequences: token sequences that end it, padded on the left with -1; where a row has fewer of
-        them than others, sequences of -2, which nothing ends with.
+      eos_ids: each ends a row at once; padded with -1.
+      sequences: of tokens that end it, padded on the left with -1; missing ones are of -2.
     """
 
     eos_ids: Int[Any, "#batch eos"] = dataclasses.field(metadata={"row_axis": 0})
@@ -49,11 +48,8 @@ def stop_rules(
 ) -> StopRules:
     """Returns the rules of rows, one each, as arrays on the host; by default: nothing ends them.
 
-    Args:
-      rows: end tokens and stop sequences of each.
-      vocab_size: that sequences are checked against.
-      room: for end tokens, sequences, and tokens of a sequence; None: the least that holds all,
-        and room for four end tokens, or eight ...: another number compiles no other program.
+    There is `room` for end tokens, sequences, and tokens of a sequence; None: the least that holds
+    all, of end tokens a multiple of four: another number of them compiles no other program.
 
     Raises:
       ValueError: more than there is room for, or a sequence is empty, or holds something else than
@@ -94,11 +90,7 @@ def check_stops(
     rows: int,
     vocab_size: int,
 ) -> StopRules:
-    """Returns the rules of each row, where either argument is of all rows, or a list for each.
-
-    Raises:
-      ValueError: lists of more or fewer rows, or see `stop_rules`.
-    """
+    """Returns the rules of each row, where either argument is of all rows, or a list for each."""
     each_ends = any(map(_is_list, eos_ids))
     each_stops = any(_is_list(item) for sequence in sequences for item in sequence)
     # A list for each row, all of them empty; as sequences they would end nothing.
@@ -139,17 +131,12 @@ class Columns:
     In the loop these are `[row, slot]`, on the host `[new]` of one row.
 
     Attributes:
-      token_ids: of the vocabulary; in the loop those of prompts, too.
+      token_ids: in the loop those of prompts, too.
       decided: layers behind the distribution that each token was taken from: the depth of the token
-        *before* it. Under `Lossless`: the exit that guessed it, 0 where it was copied from the
-        text, or all layers.
-      executed: layers that really ran for it, those for the sake of other rows included.
+        *before* it. Under `Lossless`: the exit that guessed it, 0 where it was copied, or all.
+      executed: layers that ran for it, those for the sake of other rows included.
       log_probabilities: of each in nats, under the model's distribution before any sampling method.
       alternatives: to each; None where they are not kept.
-      uncertainty: of the distribution that each was taken from, by the measure of the row's hook;
-        None without hooks.
-      throttled: layers in which the token before it saw a compact view of the history only; None
-        without a throttle.
     """
 
     token_ids: Int[Any, "*token"]
@@ -157,18 +144,10 @@ class Columns:
     executed: Int[Any, "*token"]
     log_probabilities: Float[Any, "*token"]
     alternatives: Alternatives | None = None
-    uncertainty: Float[Any, "*token"] | None = None
-    throttled: Int[Any, "*token"] | None = None
 
     @classmethod
-    def empty(cls, *shape: int, alternatives: int = 0, measured: bool = False) -> Columns:
-        """Returns zeros, on the host.
-
-        Args:
-          *shape: that the arrays lead with.
-          alternatives: to each token.
-          measured: whether there is an uncertainty.
-        """
+    def empty(cls, *shape: int, alternatives: int = 0) -> Columns:
+        """Returns zeros that lead with a shape, on the host, with so many alternatives to each."""
         ints, floats = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
         best = None
         if alternatives:
@@ -182,7 +161,6 @@ class Columns:
             executed=ints,
             log_probabilities=floats,
             alternatives=best,
-            uncertainty=floats if measured else None,
         )
 
     @classmethod
@@ -210,18 +188,15 @@ class Tally:
 
     Attributes:
       steps: rounds of the loop that the row took part in.
-      drafts: drafts that were verified.
+      drafts: that were verified.
       accepted: those that were right.
       token_layers: token slots that ran a layer, padding and rejected drafts included.
       frozen_layers: K/V-only projections of frozen states.
       mapped_layers: layers whose K/V were mapped from frozen states.
       heads: token slots that went through the vocabulary head.
-      exit_maps: states of an exit that were mapped for it, see `utio_jax.core.decoder.HasExitLens`.
-      key_slots: key slots read, summed over layers; times `bytes_per_slot` these are bytes. A
-        float: it outgrows int32.
-      attended: key slots attended over, summed over queries and layers: what attention computes. At
-        least `key_slots`, which the queries of one pass share.
-      view_slots: those of `key_slots` that were read from views of throttled tokens.
+      exit_maps: states of an exit that a lens mapped.
+      key_slots: read, summed over layers; times `bytes_per_slot` these are bytes. Outgrows int32.
+      attended: key slots attended over, summed over queries and layers: what attention computes.
     """
 
     steps: Int[Any, " batch"]
@@ -234,12 +209,11 @@ class Tally:
     exit_maps: Int[Any, " batch"]
     key_slots: Float[Any, " batch"]
     attended: Float[Any, " batch"]
-    view_slots: Float[Any, " batch"]
 
     @classmethod
     def empty(cls, batch: int) -> Self:
         """Returns a tally of nothing."""
-        floats = ("key_slots", "attended", "view_slots")
+        floats = ("key_slots", "attended")
         return cls(
             **{
                 each.name: jnp.zeros((batch,), jnp.float32 if each.name in floats else jnp.int32)
@@ -271,24 +245,22 @@ class PromptPass:
 
 @pytree
 class DecodeState:
-    """Everything that a token loop carries. Donated: the caller keeps only what comes back.
+    """Everything that a token loop carries. Donated.
 
-    Between steps the K/V of all tokens of a row but its last are in the cache; the last one has
-    been emitted, but has run no layer yet.
+    Between steps the K/V of all tokens of a row but its last are in the cache; that one has been
+    emitted, but has run no layer yet.
 
     Attributes:
       lengths: tokens of each row, prompt included.
       prompt_lengths: those of the prompt.
       limits: lengths at which rows end.
       reason: index into `REASONS`.
-      seeds: one per row.
-      columns: prompt and emitted tokens by position, and what is noted of the latter; what lies
-        beyond `lengths` means nothing.
+      seeds: of the rows.
+      columns: prompt and emitted tokens by position; what lies beyond `lengths` means nothing.
       cache: keys and values.
-      tally: what it cost so far.
+      tally: what it cost.
       memory: what the mode remembers, any pytree; its fields say where rows lie.
-      prompt: how prompts were read, where not by the dense program, and where all rows were read
-        together.
+      prompt: how prompts were read, where not by the dense program, and all rows together.
       hook: what may put other tokens into rows than were drawn, and end them, see
         `utio_jax.decoding.thinking.ThinkingRows`; None where no row has one.
     """
@@ -335,22 +307,11 @@ def emit(
     logits: Float[Array, "batch new vocab"],
     decided: Int[Array, "batch new"],
     executed: Int[Array, "batch new"],
-    throttled: Int[Array, "#batch new"] | int = 0,
 ) -> DecodeState:
     """Returns the state with new tokens in the active rows, cut where a row ends.
 
-    The token that ends a row is kept. What a hook forces stands instead of the first new token, and
-    further ones are dropped.
-
-    Args:
-      state: before.
-      stops: what ends a row.
-      token_ids: new tokens of each row, in order.
-      counts: how many of them are real.
-      logits: of the distributions that they were taken from.
-      decided: see `Columns`, per new token.
-      executed: likewise.
-      throttled: likewise.
+    The first `counts` of its new tokens are real. The one that ends a row is kept. What a hook
+    forces stands instead of the first, and further ones are dropped.
     """
     hook, limits, columns = state.hook, state.limits, state.columns
     if hook is not None:
@@ -366,18 +327,10 @@ def emit(
     ends_with = partial(_ends_sequence, known, positions, state.prompt_lengths)
     is_eos = jnp.any(token_ids[:, :, None] == jnp.asarray(stops.eos_ids)[:, None, :], axis=-1)
     is_stop = ends_with(stops.sequences)
-    is_last = positions + 1 >= state.limits[:, None]
-    logits = logits.astype(jnp.float32)
-    total = jax.nn.logsumexp(logits, axis=-1)
-    uncertainty = None
     if hook is not None:
-        uncertainty = hook.measure(logits, total)
-        noted = jnp.asarray(columns.uncertainty).at[row, slots].set(uncertainty, mode="drop")
-        found = hook.follow(
-            token_ids, positions, fresh, limits, uncertainty=noted, ends_with=ends_with
-        )
-        hook, limits, is_last, fresh = found.hook, found.limits, found.last, found.kept
-        counts = jnp.sum(fresh, axis=1, dtype=jnp.int32)
+        hook, fresh = hook.follow(positions, fresh, ends_with)
+        limits, counts = hook.limited(limits), jnp.sum(fresh, axis=1, dtype=jnp.int32)
+    is_last = positions + 1 >= limits[:, None]
     ends = (is_eos | is_stop | is_last) & fresh
     ended = jnp.any(ends, axis=1)
     first = jnp.argmax(ends, axis=1).astype(jnp.int32)
@@ -385,19 +338,18 @@ def emit(
     reasons = jnp.where(is_eos, _EOS, jnp.where(is_stop, _STOP, _LENGTH))
     reason = jnp.take_along_axis(reasons, first[:, None], axis=1)[:, 0]
 
+    logits = logits.astype(jnp.float32)
+    total = jax.nn.logsumexp(logits, axis=-1)
     chosen = jnp.take_along_axis(logits, token_ids[:, :, None], axis=-1)[:, :, 0]
     best = columns.alternatives
     if best is not None:
         best = _most_probable(logits - total[:, :, None], best.token_ids.shape[-1])
-    low = jnp.broadcast_to(jnp.asarray(throttled, jnp.int32), token_ids.shape)
     noted = Columns(
         token_ids=token_ids,
         decided=decided,
         executed=executed,
         log_probabilities=chosen - total,
         alternatives=best,
-        uncertainty=uncertainty,
-        throttled=None if columns.throttled is None else low,
     )
     kept = jnp.where(offsets < counts[:, None], slots, known.shape[1])
     return dataclasses.replace(
@@ -419,12 +371,7 @@ def _most_probable(log_probabilities: Float[Array, "batch new vocab"], count: in
 
 
 def end_rows(state: DecodeState, stop_when: Callable[[int, np.ndarray], bool]) -> DecodeState:
-    """Returns the state with the rows ended for which the caller says so, on the host.
-
-    Args:
-      state: between two steps.
-      stop_when: called with the number of each active row, and its new tokens.
-    """
+    """Returns the state with the rows ended for which `stop_when(row, new_tokens)`, on the host."""
     known, starts, ends, reason = (
         np.asarray(leaf)
         for leaf in (state.token_ids, state.prompt_lengths, state.lengths, state.reason)

@@ -4,10 +4,8 @@
     found = generate_text(model, ["def mean(values):"], stop_strings=["class "])
     found.texts[0], found.pieces[0], found.generated.decided[0]
 
-`utio_jax.models.Model.generate` and `.stream` are the same with modes by name.
-
-Token boundaries do not align with strings: a stop string may begin and end inside tokens, and the
-same string has many spellings in tokens. So text is searched, not tokens, on the host.
+A stop string may begin and end inside tokens, and has many spellings in tokens: so text is
+searched, on the host.
 """
 
 from __future__ import annotations
@@ -16,20 +14,20 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol, Unpack, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.html import depth_html
-from utio_jax.decoding.generate import Generated, GenerateOptions, check_options, generate, stream
+from utio_jax.decoding.generate import Generated, check_options, generate, stream
 from utio_jax.decoding.loop import Prompts
 
 StopStrings = Sequence[str] | Sequence[Sequence[str]]
 """What ends texts, or a list of what ends each."""
 
-# What byte-level tokenizers decode an unfinished character to.
 _UNFINISHED = "\ufffd"
+"""What byte-level tokenizers decode an unfinished character to."""
 
 
 @runtime_checkable
@@ -72,7 +70,7 @@ class GeneratedText:
     Attributes:
       texts: new text, without the stop string that ended it.
       pieces: what each new token adds to it; a character of several tokens belongs to the last.
-      generated: the tokens and what they cost. The token that completed a stop string is the last.
+      generated: the tokens, up to the one that completed a stop string, and what they cost.
     """
 
     texts: tuple[str, ...]
@@ -100,15 +98,13 @@ class GeneratedText:
             if not depths.size:
                 blocks.append(f"{text}\n[no new token]")
                 continue
-            shares = ", ".join(
-                f"{count / depths.size:.0%} at {depth}"
-                for depth, count in sorted(Counter(depths.tolist()).items())
-            )
             said = f"{depths.size} tokens ({found.finish_reasons[row]}), mode {found.mode}: "
             said += f"{depths.mean():.1f} of {layers} layers each"
-            blocks.append(
-                f"{text}\n[{said}; {shares}]" if depths.min() < layers else f"{text}\n[{said}]"
-            )
+            if depths.min() < layers:
+                counts = sorted(Counter(depths.tolist()).items())
+                shares = (f"{count / depths.size:.0%} at {depth}" for depth, count in counts)
+                said += f"; {', '.join(shares)}"
+            blocks.append(f"{text}\n[{said}]")
         # Of all rows: those that step together run as deep as the deepest of them.
         steps = sum(max(0, depths.size - 1) for depths in found.decided) * layers
         if steps:
@@ -139,15 +135,14 @@ def generate_text(
     prompts: Sequence[str],
     *,
     stop_strings: StopStrings = (),
-    **options: Unpack[GenerateOptions],
+    **options: Any,
 ) -> GeneratedText:
-    """Returns new text for each prompt.
+    """Returns new text for each prompt; `utio_jax.models.Model.generate` takes modes by name.
 
     Args:
       model: a `utio_jax.models.Model`, or anything else with a decoder and a tokenizer.
       prompts: none of them empty.
-      stop_strings: a text ends before the first occurrence of any of these in new text. Or a list
-        of such lists, one per prompt.
+      stop_strings: a text ends before the first of these in new text; or a list for each prompt.
       **options: other keyword arguments of `generate`.
 
     Raises:
@@ -164,22 +159,11 @@ def stream_text(
     prompts: Sequence[str],
     *,
     stop_strings: StopStrings = (),
-    **options: Unpack[GenerateOptions],
+    **options: Any,
 ) -> Iterator[TextChunk]:
-    """Yields the texts of `generate_text` piece by piece.
+    """Yields the texts of `generate_text` piece by piece; arguments and errors are those of it.
 
     What may be the beginning of a stop string, or of a character, is held back until it is known.
-    It ends when all rows have, those included that end before a stop string.
-
-    Args:
-      model: see `generate_text`.
-      prompts: none of them empty.
-      stop_strings: a text ends before the first occurrence of any of these in new text. Or a list
-        of such lists, one per prompt.
-      **options: other keyword arguments of `stream`.
-
-    Raises:
-      ValueError: see `generate_text`.
     """
     check_options(options)
     ids = model.encode(listed(prompts))
@@ -205,19 +189,20 @@ def stream_text(
 
 
 class StreamedRow:
-    """A text that grows by tokens up to a stop string: what it has shown, what it holds back."""
+    """A text that grows by tokens up to a stop string: what it has shown, what it holds back.
+
+    Attributes:
+      text: what it has shown.
+      ended: whether it has.
+      stopped: whether that was before a stop string.
+      used: tokens of the last chunk, up to the one that completed a stop string.
+      seen: the same of all chunks.
+    """
 
     def __init__(self, reader: TextReader, stops: tuple[str, ...]):
         self._reader, self._stops, self._held, self._pieces = reader, stops, "", list[str]()
-        self.text = ""
-        """What it has shown."""
-        self.ended = False
-        self.stopped = False
-        """Whether that was before a stop string."""
-        self.used = 0
-        """Tokens of the last chunk, up to the one that completed a stop string."""
-        self.seen = 0
-        """The same of all chunks."""
+        self.text, self.ended, self.stopped = "", False, False
+        self.used = self.seen = 0
 
     def add(self, token_ids: np.ndarray, *, running: bool) -> str:
         """Returns what is known of the text with these tokens, and was not before."""
@@ -276,11 +261,7 @@ def _streamed(
 
 
 def listed(texts: Sequence[str]) -> list[str]:
-    """Returns texts as a list.
-
-    Raises:
-      ValueError: one text, or something else.
-    """
+    """Returns texts as a list. Raises ValueError for one text, or something else."""
     several = isinstance(texts, Iterable) and not isinstance(texts, (str, bytes))
     found = list(texts) if several else [None]
     if not all(isinstance(text, str) for text in found):
@@ -302,11 +283,7 @@ def _by_row(stop_strings: StopStrings, rows: int) -> list[tuple[str, ...]]:
 
 
 def checked_stops(stop_strings: Sequence[str]) -> tuple[str, ...]:
-    """Returns what ends a text.
-
-    Raises:
-      ValueError: an empty string, or one string instead of a list of them.
-    """
+    """Returns what ends a text. Raises ValueError for an empty string, or one instead of a list."""
     stops = tuple(stop_strings)
     if isinstance(stop_strings, str) or not all(stops):
         raise ValueError(
@@ -322,12 +299,12 @@ def generate_until(
     prompts: Prompts,
     *,
     stop_strings: StopStrings = (),
-    **options: Unpack[GenerateOptions],
+    **options: Any,
 ) -> GeneratedText:
     """Returns what `generate` does as text, each row cut after the token that completes a stop.
 
-    The host looks for stop strings once per `chunk` tokens. Up to `chunk` tokens that were decoded
-    beyond one are dropped, but charged. Where rows end does not depend on `chunk`.
+    The host looks for stop strings once per `chunk` tokens: up to so many that were decoded beyond
+    one are dropped, but charged.
 
     Raises:
       ValueError: an empty stop string, or see `generate`.
@@ -355,10 +332,10 @@ def generate_until(
 
 
 class TextReader:
-    """Decodes tokens one after the other: each is decoded behind a few of its predecessors.
+    """Decodes tokens one after the other, each behind a few of its predecessors.
 
-    So the time is that of the tokens, not of their square. A character of several tokens is handed
-    out with the last of them, also where the prompt ends within it.
+    A character of several tokens is handed out with the last of them, also where the prompt ends
+    within it.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray):
@@ -373,11 +350,9 @@ class TextReader:
         self._known = tuple(self._decode(self._ids[:end]) for end in ends)
 
     def _begins(self, token_ids: list[int]) -> bool:
-        """Returns whether tokens may be the first that are decoded.
-
-        Behind nothing, some tokenizers drop a space, and some read no byte of a row of which the
-        first belongs to another character.
-        """
+        """Returns whether tokens may be the first that are decoded."""
+        # Behind nothing, some tokenizers drop a space, and some read no byte of a row of which the
+        # first belongs to another character.
         text = self._decode(token_ids)
         return bool(text) and not text.startswith(_UNFINISHED)
 

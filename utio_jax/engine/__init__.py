@@ -4,7 +4,7 @@
 from utio_jax.decoding.state import Alternatives
 from utio_jax.engine.engine import Engine
 from utio_jax.engine.leader import Channel, LeaderEngine, run_worker
-from utio_jax.engine.planning import RebatchingPlan, RowRates, plan_mode, plan_rebatching
+from utio_jax.engine.planning import DepthPlan, RowRates, plan_mode
 from utio_jax.engine.requests import Event, Finished
 from utio_jax.engine.slots import Shapes
 from utio_jax.engine.statistics import EngineStats, Percentiles
@@ -12,16 +12,15 @@ from utio_jax.engine.statistics import EngineStats, Percentiles
 __all__ = [
     "Alternatives",
     "Channel",
+    "DepthPlan",
     "Engine",
     "EngineStats",
     "Event",
     "Finished",
     "LeaderEngine",
     "Percentiles",
-    "RebatchingPlan",
     "RowRates",
     "Shapes",
     "plan_mode",
-    "plan_rebatching",
     "run_worker",
 ]

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from utio_jax.core.pytrees import pytree
-from utio_jax.core.rows import put_rows
 from utio_jax.decoding.base import Mode, Setting
 from utio_jax.decoding.loop import advance
 from utio_jax.decoding.sampling import SamplingParams
@@ -41,18 +40,6 @@ class Rules:
     )
 
 
-@partial(jax.jit, donate_argnames="rules")
-def put_rules(rules: Rules, fresh: Rules, rows: Int[Array | np.ndarray, " row"]) -> Rules:
-    """Returns the rules with those of other requests in some slots; slots that are none go nowhere.
-
-    Args:
-      rules: of all slots. Donated.
-      fresh: of as many requests as `rows` names.
-      rows: slots.
-    """
-    return put_rows(rules, fresh, rows)
-
-
 @partial(jax.jit, static_argnames=("widths", "room"), donate_argnames="state")
 def run_block(
     setting: Setting,
@@ -63,15 +50,9 @@ def run_block(
     widths: tuple[int, ...],
     room: int,
 ) -> tuple[DecodeState, Int[Array, "slot column"]]:
-    """Returns the state after `steps` more tokens of every running row, and what it has to report.
+    """Returns the state, donated, after `steps` more tokens of every running row, and its report.
 
-    Args:
-      setting: of all rows.
-      thresholds: of each one's depth policy, or None.
-      state: running. Donated.
-      steps: new tokens of each row that goes on, at least.
-      widths: of keys that a step may read, see `utio_jax.attention.cache.key_widths`.
-      room: new tokens that a row may report. Static; `block_room` is always enough.
+    A row reports at most `room` new tokens, static; `block_room` is always enough.
     """
     # The first token of all is prefill's, or was emitted elsewhere: no block has reported it.
     unseen = state.tally.steps == 0
@@ -103,20 +84,13 @@ def block_room(mode: Mode, steps: int) -> int:
 
 
 def report_columns(room: int) -> int:
-    """Returns how many columns of a report, the first, say what rows are: counts and tokens."""
+    """Returns how many of a report's first columns are counts and tokens."""
     return 3 + len(TALLIED) + room
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowReport:
-    """What one row has to report of a block.
-
-    Attributes:
-      columns: its new tokens.
-      reason: `"running"`, or why the row ended.
-      counts: `steps`, `token_layers`, `drafts` and `accepted` of the row since it was admitted.
-      progress: of its hook; empty without hooks.
-    """
+    """A row's new tokens, why it ended, `TALLIED` since it came, its hook's progress if any."""
 
     columns: Columns
     reason: str
@@ -127,14 +101,7 @@ class RowReport:
 def read_report(
     report: Int[np.ndarray, "slot column"], slot: int, *, room: int, columns: Columns
 ) -> RowReport:
-    """Returns what one slot's row reports.
-
-    Args:
-      report: of a block.
-      slot: whose row it is.
-      room: of the block.
-      columns: of the state, for what is noted of tokens: their values are not looked at.
-    """
+    """Returns what one slot's row reports."""
     row = np.array(report[slot])  # A copy: on CPU the array is a view of the device's.
     head = 3 + len(TALLIED)
     since, length, reason = map(int, row[:3])

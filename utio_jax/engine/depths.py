@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth policies of single requests, as thresholds on the depths of the engine's mode.
 
-Thresholds are arrays of the running batch, a row for each slot: a request's budget compiles
-nothing, and rows of all budgets step side by side.
+They are arrays of the running batch, a row for each slot: a request's budget compiles nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +34,9 @@ def thresholds_of(
 ) -> Float[np.ndarray, " boundary"] | None:
     """Returns a request's thresholds at the boundaries of the mode; None where there are none.
 
-    Args:
-      policy: of the request.
-      mode: of all requests.
-      decoder: the model.
-
     Raises:
-      ValueError: the mode has no such policy, another signal, or not all of the depths; or with a
-        throttle, which watches the mode's boundaries, others than the policy's.
+      ValueError: the mode has no such policy, another signal, or not all of the depths; or other
+        depths where the mode decides more at them than depth.
     """
     own = own_thresholds(mode)
     if policy is None or (policy == "full" and mode.exact):
@@ -72,10 +66,10 @@ def thresholds_of(
             f"thresholds alone. Got one of {policy.signal.name!r}, or of other weights. Serve it "
             "from an engine of its own."
         )
-    if mode.throttle is not None and policy.depths != depths:
+    if type(mode) is not Adaptive and policy.depths != depths:
         raise ValueError(
-            f"Wanted depths={depths}, at which the mode's throttle watches. Got {policy.depths}. "
-            "Take with_depths(policy, depths), or an engine without a throttle."
+            f"Wanted depths={depths}, at which the mode decides more than depth. Got "
+            f"{policy.depths}. Take with_depths(policy, depths), or an engine in mode Adaptive."
         )
     if not {*policy.depths} <= {*depths}:
         raise ValueError(

@@ -13,7 +13,6 @@ Each request gets the tokens and depths that `generate` gives it alone, whatever
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import math
 import time
@@ -36,14 +35,6 @@ from utio_jax.engine.depths import RequestPolicy, thresholds_of
 from utio_jax.engine.requests import STOPS_ROOM, Event, Finished, Request
 from utio_jax.engine.slots import Served, Shapes, Slots
 from utio_jax.engine.statistics import EngineStats, Recorder
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flying:
-    """A block that was dispatched, and not read yet: its report, and whose rows it ran."""
-
-    report: jax.Array
-    owners: tuple[Request | None, ...]
 
 
 class Engine:
@@ -70,22 +61,19 @@ class Engine:
 
         Args:
           decoder: the model.
-          params: its parameters, on one device or split over an axis "model", see
-            `utio_jax.models.tensor_parallel`.
+          params: on one device, or split by `utio_jax.models.tensor_parallel`.
           slots: requests that run at once.
           capacity: tokens that a slot can hold.
           mode: `Plain()`, `Adaptive(policy=...)` or `Lossless(...)`.
           prefill: how deep and how densely prompts are read; None: in full.
           tokenizer: makes text of tokens, and finds stop strings; None: neither.
-          steps: new tokens of each running request in a block. Between blocks requests join and
-            leave: fewer steps, less waiting; more, less time on the host.
-          read_late: whether a block is read while the next one runs. An accelerator then never
-            waits for the host, and a slot that ended idles for one block. None: on accelerators.
+          steps: new tokens of each running request in a block, between which requests come and go.
+          read_late: whether a block is read while the next one runs: the device does not wait for
+            the host, and a slot that ended idles for one block. None: on accelerators.
           shapes: which programs there are.
-          alternatives: how many of the most probable tokens are noted at the place of each new one,
-            for all requests. They cost a search of the vocabulary in each step.
-          thinking: whether requests may bring a `Thinking`. Each step then looks once more through
-            its logits; without it nothing changes.
+          alternatives: how many of the most probable tokens are noted beside each new one, for all
+            requests, by a search of the vocabulary in each step.
+          thinking: whether requests may bring a `Thinking`.
           clock: seconds; for deadlines and statistics.
 
         Raises:
@@ -113,7 +101,8 @@ class Engine:
         self._known: dict[int, Request] = {}
         self._owners: list[Request | None] = [None] * slots
         self._opened: Request | None = None  # Whose prompt is being read in chunks.
-        self._flying: _Flying | None = None
+        # A block that was dispatched, and not read yet: its report, and whose rows it ran.
+        self._flying: tuple[jax.Array, tuple[Request | None, ...]] | None = None
         self._freed: list[int] = []
         self._recorder = Recorder()
 
@@ -150,8 +139,7 @@ class Engine:
           deadline: seconds from now, after which it ends with what it has.
           policy: how deep its tokens run, in an engine whose mode is `Adaptive`: of the mode's own
             signal, with depths among the mode's. `"full"`: all layers; None: the mode's policy.
-          whole_prompt: whether its prompt is read in full, in an engine with a `prefill`. Prompts
-            of both kinds are read one after the other.
+          whole_prompt: whether its prompt is read in full, in an engine with a `prefill`.
           thinking: how long it may think before its answer, in an engine made with `thinking=True`.
 
         Raises:
@@ -211,11 +199,7 @@ class Engine:
         return request.number
 
     def cancel(self, number: int) -> bool:
-        """Ends a request; its last event comes with the next `advance`.
-
-        Returns:
-          Whether it had not ended yet.
-        """
+        """Ends a request with the next `advance`; returns whether it had not ended yet."""
         request = self._known.get(number)
         if request is None or request.ending is not None:
             return False
@@ -235,19 +219,18 @@ class Engine:
     def advance(self) -> list[Event]:
         """Runs one block: prompts are read into free slots, then all rows take their steps.
 
-        While requests run, prompts of at most `Shapes.chunk` tokens, padding included, are read
-        between two blocks; without chunks of the capacity, or of as many as a block has steps of
-        all slots. Nobody pauses longer than that takes.
-
-        Returns:
-          What is new, at most one event for each request; none where nothing is to be done.
+        Returns what is new, at most one event for each request. While requests run, few prompts are
+        read between two blocks, see `Shapes.chunk`.
         """
         events = self._end_by_host()
         self._read_prompts()
-        block = self._dispatch() if any(self._owners) else None
+        block = None
+        if any(self._owners):
+            self._recorder.blocks += 1
+            block = self._rows.run(), tuple(self._owners)
         if self._late:
             block, self._flying = self._flying, block
-        return events if block is None else events + self._take(block)
+        return events if block is None else events + self._take(*block)
 
     def drain(self) -> dict[int, Finished]:
         """Returns all requests that end from now on, by number, once none waits or runs."""
@@ -267,10 +250,7 @@ class Engine:
         )
 
     def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
-        """Compiles every program that requests may need, on requests of its own.
-
-        Args:
-          progress: called with how many programs are compiled, and of how many.
+        """Compiles every program that requests may need; `progress` is called with counts of them.
 
         Raises:
           ValueError: requests wait or run.
@@ -374,18 +354,13 @@ class Engine:
                 request.slot, self._owners[slot] = slot, request
                 self._recorder.prompt_tokens += request.prompt.size
 
-    def _dispatch(self) -> _Flying:
-        self._recorder.blocks += 1
-        return _Flying(self._rows.run(), tuple(self._owners))
-
-    def _take(self, block: _Flying) -> list[Event]:
+    def _take(self, block: jax.Array, owners: tuple[Request | None, ...]) -> list[Event]:
         """Returns what a block has brought to the requests that it ran, but those ended since."""
-        report, events = np.asarray(block.report), []
+        report, events, rows = np.asarray(block), [], self._rows
         now = self._clock()
-        for slot, request in enumerate(block.owners):
+        for slot, request in enumerate(owners):
             if request is None or request.done:
                 continue
-            rows = self._rows
             row = read_report(report, slot, room=rows.room, columns=rows.state.columns)
             event = request.take(row, now)
             events.append(event)

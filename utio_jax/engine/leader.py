@@ -11,13 +11,11 @@
         engine.close()
 
 Every program on a mesh over processes has to be started by all of them, in one order. So process 0,
-the leader, broadcasts each call of its `Slots` before it makes it: which prompts go into which
-slots, a block, slots that become free. Queue, clock, deadlines, cancelled requests and stop strings
-are the leader's alone; nothing is decided twice, so nothing can be decided differently.
+the leader, broadcasts each call of its `Slots` before it makes it. Queue, clock, deadlines and stop
+strings are the leader's alone; nothing is decided twice, so nothing can be decided differently.
 
-The broadcast is a collective of its own between the engine's (`utio_jax.core.processes.exchange`).
-A worker waits in it for the leader, so the leader's `advance` has to be called every few seconds,
-with or without requests: the runtime may give up on a collective that takes long (gloo).
+The broadcast is a collective (`utio_jax.core.processes.exchange`), in which workers wait: `advance`
+has to be called every few seconds, or the runtime may give up on it (gloo).
 """
 
 from __future__ import annotations
@@ -51,16 +49,14 @@ Calls = Mapping[str, Callable[..., Any]]
 
 
 class Channel:
-    """The leader's calls on their way to all processes, with what these have to say meanwhile.
+    """The leader's calls on their way to all processes, by an all-gather of bytes.
 
     Attributes:
-      exchange: the all-gather of bytes that it uses.
       ending: whether this process asks the leader to end. May be set at any time.
       on_ask: called, on the leader, with every exchange in which a process asks for that.
     """
 
     def __init__(self, exchange: Callable[[bytes], Sequence[bytes]] = exchange) -> None:
-        """Exchanges messages by an all-gather of bytes between the processes of the job."""
         self.exchange = exchange
         self._tokens, self._block = 0, lambda: b""
         self.ending = False
@@ -76,12 +72,7 @@ class Channel:
         self._round(json.dumps([call, arguments]).encode())
 
     def receive(self) -> tuple[str, dict[str, Any]]:
-        """Returns the leader's next call and its arguments, where this is a worker.
-
-        Raises:
-          ProcessLostError: a process has ended.
-          RuntimeError: the processes have come to different tokens.
-        """
+        """Returns the leader's next call and its arguments; raises as `broadcast` does."""
         call, arguments = json.loads(self._round(b""))
         return call, arguments
 
@@ -109,48 +100,42 @@ class LeaderSlots(Slots):
     """Rows on all processes: each call that touches devices is broadcast before it is made."""
 
     def __init__(self, served: Served, channel: Channel) -> None:
-        """Makes free rows alone, here; workers make theirs."""
         super().__init__(served)
         self._channel = channel
 
     def read(self, fresh: Fresh, rows: Sequence[int], *, reading: Reading) -> None:
-        """Reads prompts on all processes, see `Slots.read`."""
         way = self.readings.index(reading)
         self._channel.broadcast("read", fresh=encode(fresh), rows=[*rows], reading=way)
         super().read(fresh, rows, reading=reading)
 
     def open(self, fresh: Fresh) -> None:
-        """Begins to read a prompt in chunks on all processes, see `Slots.open`."""
         self._channel.broadcast("open", fresh=encode(fresh))
         super().open(fresh)
 
     def read_chunk(self, row: int, *, chunk: int) -> bool:
-        """Reads a chunk on all processes, see `Slots.read_chunk`."""
         self._channel.broadcast("read_chunk", row=row, chunk=chunk)
         return super().read_chunk(row, chunk=chunk)
 
     def forget(self) -> None:
-        """Drops a prompt's chunks on all processes, see `Slots.forget`."""
         self._channel.broadcast("forget")
         super().forget()
 
     def run(self) -> jax.Array:
-        """Runs a block on all processes, see `Slots.run`."""
         self._channel.broadcast("run")
         report = super().run()
         self._channel.note(report, self.room)
         return report
 
     def release(self, rows: Sequence[int]) -> None:
-        """Frees rows on all processes, see `Slots.release`."""
         self._channel.broadcast("release", rows=[*rows])
         super().release(rows)
 
 
 class LeaderEngine(Engine):
-    """An engine whose model is spread over the devices of several processes; this is process 0.
+    """An engine spread over several processes: this is process 0, the others are in `run_worker`.
 
-    Each of the others is in `run_worker`, with the same model and options.
+    All have the same model and options. Calls raise ProcessLostError where a process has ended, and
+    RuntimeError where they have come to different tokens.
     """
 
     def __init__(
@@ -167,13 +152,12 @@ class LeaderEngine(Engine):
         Args:
           channel: to the workers.
           decoder: the model.
-          params: its parameters, on a mesh over the devices of all processes.
+          params: on a mesh over the devices of all processes.
           identity: of what has to be the same and cannot be seen, such as the weights' hash.
           **options: see `Engine`.
 
         Raises:
           ValueError: workers have another model or other options, or see `Engine`.
-          ProcessLostError: a process has ended.
         """
         self._channel = channel
         options["mode"] = everywhere(options.get("mode", Plain()), params)
@@ -181,23 +165,14 @@ class LeaderEngine(Engine):
         _check_same(channel, self._served, identity)
 
     def advance(self) -> list[Event]:
-        """Runs one block on all processes, see `Engine.advance`. Without requests workers rest.
-
-        Raises:
-          ProcessLostError: a process has ended.
-          RuntimeError: they have come to different tokens.
-        """
+        """Runs one block on all processes, see `Engine.advance`. Without requests workers rest."""
         with lost_processes():
             if self.idle:
                 self._channel.broadcast("rest")
             return super().advance()
 
     def warmup(self, *, progress: Callable[[int, int], None] = lambda done, programs: None) -> None:
-        """Compiles every program on all processes, see `Engine.warmup`.
-
-        Raises:
-          ProcessLostError: a process has ended.
-        """
+        """Compiles every program on all processes, see `Engine.warmup`."""
         with lost_processes():
             super().warmup(progress=progress)
 
@@ -220,18 +195,8 @@ def run_worker(
 ) -> None:
     """Repeats what process 0's `LeaderEngine` does on devices, until that is closed.
 
-    Args:
-      channel: to the leader.
-      decoder: the model.
-      params: its parameters, on a mesh over the devices of all processes.
-      identity: see `LeaderEngine`.
-      calls: what else the leader may broadcast.
-      **options: other fields of `utio_jax.engine.slots.Served`.
-
-    Raises:
-      ValueError: the leader has another model or other options, or see `Engine`.
-      ProcessLostError: a process has ended.
-      RuntimeError: they have come to different tokens.
+    Arguments and errors are those of it. `calls` are what else the leader may broadcast; `options`
+    are other fields of `utio_jax.engine.slots.Served`.
     """
     options["mode"] = everywhere(options.get("mode", Plain()), params)
     served = Served(decoder=decoder, params=params, **options)

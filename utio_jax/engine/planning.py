@@ -2,16 +2,11 @@
 """Whether a depth per token pays for an engine: blocks of its own programs, timed, and a plan.
 
 Rows that all stop at the first of a policy's depths, and rows of which none stops, differ by layers
-alone: their times give the seconds of a layer, on all rows and on as many as are packed.
-
-Of rows whose tokens stop independently of each other, with shares `p[i]` at depths `d[i]`, so many
-need the layers from `d[i - 1]` to `d[i]`:
+alone: their times give the seconds of a layer, on all rows and on as many as are packed. Of rows
+whose tokens stop independently of each other, with shares `p[i]` at depths `d[i]`, so many need the
+layers from `d[i - 1]` to `d[i]`, in the smallest width that holds them:
 
     n[i] ~ Binomial(rows, 1 - (p[0] + ... + p[i - 1]))
-
-Together a step runs all rows through them wherever `n[i] > 0`. Packed it runs `n[i]` rows, in the
-smallest width that holds them. Behind them, at all depths but the last, a boundary asks the rows
-that have come so far.
 """
 
 from __future__ import annotations
@@ -20,15 +15,16 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from scipy.stats import binom
 
-from utio_jax.decoding.adaptive import Adaptive, quarters
+from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
+from utio_jax.decoding.rows import quarters
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Request
 from utio_jax.engine.slots import Served, Slots
@@ -54,25 +50,14 @@ class RowRates:
     plain_seconds: float
 
     @property
-    def nonsense(self) -> str | None:
-        """What no machine left alone would have measured; None where nothing is wrong.
+    def sane(self) -> bool:
+        """Whether a machine left alone may have measured this.
 
-        That is layers or plain steps of nothing and below, or a layer that takes half as long again
-        on fewer rows. What is beside layers is little, and extrapolated: below zero by more than a
-        quarter of a plain step.
+        Not if layers or plain steps take nothing. What is beside layers is little, and
+        extrapolated: it may lie below zero by a quarter of a plain step.
         """
-        layers, most = dict(sorted(self.seconds_per_layer.items())), self.plain_seconds / 4
-        for what, seconds, least in (
-            ("a plain step", self.plain_seconds, 0.0),
-            ("a step without its layers", self.seconds, -most),
-            *((f"a layer on {width} rows", each, 0.0) for width, each in layers.items()),
-        ):
-            if not least < seconds < math.inf:
-                return f"{what} takes {1e3 * seconds:.3g} ms"
-        for fewer, more in itertools.pairwise(layers):
-            if layers[fewer] > 1.5 * layers[more]:
-                return f"a layer on {fewer} rows takes longer than on {more}"
-        return None
+        each, plain = [*self.seconds_per_layer.values()], self.plain_seconds
+        return bool(np.min([*each, plain]) > 0) and -plain / 4 < self.seconds < math.inf
 
     def to_json(self) -> dict[str, Any]:
         """Returns the rates in milliseconds, JSON-ready."""
@@ -86,88 +71,59 @@ class RowRates:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RebatchingPlan:
-    """What is foretold to be fastest.
+class DepthPlan:
+    """What is predicted to be faster where all slots run.
 
     Attributes:
-      choice: `"pack"`, `"together"` or `"plain"`.
-      seconds: of a step of each of them, foretold; plain: measured.
-      rates: that it was foretold from.
+      seconds: of a step, predicted.
+      rates: that it was predicted from; a plain step was measured.
     """
 
-    choice: str
-    seconds: Mapping[str, float]
+    seconds: float
     rates: RowRates
 
     @property
-    def speed_up(self) -> float:
-        """Plain decoding's seconds over those of the choice."""
-        return self.seconds["plain"] / self.seconds[self.choice]
+    def speedup(self) -> float:
+        """Plain decoding's seconds over those of a depth per token; it pays above 1."""
+        return self.rates.plain_seconds / self.seconds
 
 
-def plan_rebatching(
-    rates: RowRates, histogram: Mapping[int, float], *, rows: int, widths: tuple[int, ...]
-) -> RebatchingPlan:
-    """Returns whether packing, stepping together or plain decoding takes the fewest seconds.
+def predict_seconds(rates: RowRates, histogram: Mapping[int, float], *, rows: int) -> float:
+    """Returns the mean seconds of a step of rows whose tokens stop independently of each other.
 
     Args:
-      rates: measured at all of `widths`, and at `rows`.
+      rates: measured at `rows`, and at the widths below that rows are packed into, if they are.
       histogram: share of tokens that stop at each depth, in layers.
       rows: that run at once.
-      widths: into which they may be packed, ascending; those of `rows` and more count for nothing.
 
     Raises:
-      ValueError: shares below 0 or that do not sum to 1, or a width without a rate.
+      ValueError: shares below 0 or that do not sum to 1.
 
-    >>> slow = {4: 0.002, 8: 0.003, 16: 0.004}
-    >>> rates = RowRates(seconds=0.001, seconds_per_layer=slow, plain_seconds=0.06)
-    >>> plan_rebatching(rates, {6: 0.8, 16: 0.2}, rows=16, widths=(4, 8)).choice
-    'pack'
-    >>> plan_rebatching(rates, {16: 1.0}, rows=16, widths=(4, 8)).choice
-    'plain'
+    >>> rates = RowRates(seconds=0.001, seconds_per_layer={8: 0.002}, plain_seconds=0.04)
+    >>> round(predict_seconds(rates, {6: 0.9, 16: 0.1}, rows=8), 4)
+    0.0244
     """
-    packs = [width for width in widths if width < rows]
-    missing = [width for width in (*packs, rows) if width not in rates.seconds_per_layer]
-    if missing:
-        raise ValueError(
-            f"Wanted seconds_per_layer for all widths {(*packs, rows)}. Got those of "
-            f"{sorted(rates.seconds_per_layer)}. Measure {missing}, too."
-        )
-    shares = np.asarray([histogram[depth] for depth in sorted(histogram)])
+    depths = sorted(histogram)
+    shares = np.asarray([histogram[depth] for depth in depths])
     if not shares.size or shares.min() < 0 or abs(shares.sum() - 1.0) > 1e-3:
         raise ValueError(
             f"Wanted a histogram of depths whose shares sum to 1. Got {dict(histogram)}."
         )
-    stopped = np.cumsum([0.0, *shares[:-1]]) / shares.sum()
-    packed = together = rates.seconds
-    layer = [_layer_seconds(rates, needed, packs, rows) for needed in range(rows + 1)]
-    for (start, stop), q in zip(
-        itertools.pairwise((0, *sorted(histogram))), 1.0 - stopped, strict=True
-    ):
-        chances = binom.pmf(np.arange(rows + 1), rows, min(1.0, max(0.0, q)))
-        anybody = float(1.0 - chances[0])
-        packed += (stop - start) * float(chances @ layer)
-        together += (stop - start) * anybody * rates.seconds_per_layer[rows]
-    # Of equals the plainest.
-    seconds = {"plain": rates.plain_seconds, "together": together}
-    if packs:
-        seconds["pack"] = packed
-    return RebatchingPlan(
-        choice=min(seconds, key=seconds.__getitem__), seconds=seconds, rates=rates
-    )
+    widths = sorted(rates.seconds_per_layer)
+    needed = [next(width for width in widths if width >= n) for n in range(1, rows + 1)]
+    layer = np.asarray([0.0, *(rates.seconds_per_layer[width] for width in needed)])
+    goes_on = np.clip(1.0 - np.cumsum([0.0, *shares[:-1]]) / shares.sum(), 0.0, 1.0)
+    seconds = rates.seconds
+    for (start, stop), share in zip(itertools.pairwise((0, *depths)), goes_on, strict=True):
+        seconds += (stop - start) * float(binom.pmf(np.arange(rows + 1), rows, share) @ layer)
+    return seconds
 
 
-def _layer_seconds(rates: RowRates, needed: int, packs: list[int], rows: int) -> float:
-    if not needed:
-        return 0.0
-    width = next((width for width in packs if width >= needed), rows)
-    return rates.seconds_per_layer[width]
+def plan_mode(served: Served, histogram: Mapping[int, float]) -> DepthPlan:
+    """Returns whether a depth per token is faster than plain decoding where all slots run.
 
-
-def plan_mode(served: Served, histogram: Mapping[int, float]) -> RebatchingPlan:
-    """Returns what is fastest where all slots run: the mode packed, its rows together, or `Plain`.
-
-    Times blocks in which all rows stop early, and in which none does. Compiles, and takes seconds.
+    Times blocks in which all rows stop early, and in which none does, up to three times until the
+    times make sense. Compiles, and takes seconds.
 
     Args:
       served: what runs, in an adaptive mode with a policy of thresholds at two depths or more.
@@ -189,44 +145,24 @@ def plan_mode(served: Served, histogram: Mapping[int, float]) -> RebatchingPlan:
             f"Wanted shares of tokens at a policy's depths, two or more. Got depths={depths} and "
             f"a histogram of {sorted(histogram)}."
         )
-    rates = _sane(lambda: _rates(served, mode))
     full = {depth: histogram.get(depth, 0.0) for depth in depths}
-    return plan_rebatching(rates, full, rows=served.slots, widths=_widths(served, mode)[:-1])
-
-
-def _sane(measured: Callable[[], RowRates]) -> RowRates:
-    """Returns rates that may be true, of three tries.
-
-    Raises:
-      ValueError: there are none.
-    """
-    seen = list[str]()
-    while len(seen) < _TRIES:
-        rates = measured()
-        if rates.nonsense is None:
-            return rates
-        seen.append(rates.nonsense)
+    rates, tries = _rates(served, mode), 1
+    while not rates.sane and tries < _TRIES:
+        rates, tries = _rates(served, mode), tries + 1
+    if rates.sane:
+        return DepthPlan(seconds=predict_seconds(rates, full, rows=served.slots), rates=rates)
     raise ValueError(
         f"Wanted seconds of layers that a plan can be made of. Got, in {_TRIES} tries, what no "
-        f"machine left alone takes: {seen[-1]}. A plan made while other programs run is worth "
+        f"machine left alone takes: {rates}. A plan made while other programs run is worth "
         "nothing: measure again while none do."
     )
 
 
-def _widths(served: Served, mode: Adaptive) -> tuple[int, ...]:
-    """Returns the numbers of rows that a segment may run, ascending."""
-    pack, depths = mode.pack, mode.depth_policy.depths
-    if pack is None:  # Upper segments that make no keys and values run the rows that need them.
-        waits = served.decoder.config.kv_made(depths[0], depths[-1])
-        pack = () if waits else quarters(served.slots)
-    return (*(width for width in pack if width < served.slots), served.slots)
-
-
 def _rates(served: Served, mode: Adaptive) -> RowRates:
     """Returns what a step takes, boundaries included: where all rows stop at once, and nowhere."""
-    depths, rows, slots = mode.policy.depths, served.slots, Slots(served)
+    depths, rows, slots = mode.depth_policy.depths, served.slots, Slots(served)
     plain, per_layer, shallow = dataclasses.replace(served, mode=Plain()), {}, 0.0
-    for width in _widths(served, mode):
+    for width in (*(quarters(rows) if mode.packs(served.decoder) else ()), rows):
         shallow = _seconds(slots, served, _stopping(mode, jnp.inf), width)
         deep = _seconds(slots, served, _stopping(mode, -jnp.inf), width)
         per_layer[width] = (deep - shallow) / (depths[-1] - depths[0])

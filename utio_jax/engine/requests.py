@@ -28,23 +28,20 @@ END_REASONS = ("eos", "stop", "length", "cancelled", "deadline")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finished(Columns):
-    """A request that has ended, with all that came of it: its new tokens, and what they took.
+    """A request that has ended: its new tokens, and what they took.
 
     Attributes:
-      reason: one of `END_REASONS`. A cancelled request, or one whose deadline passed, keeps what it
-        had by then.
+      reason: one of `END_REASONS`. Cancelled or behind its deadline, it keeps what it had.
       text: of the new tokens, before the stop string that ended it; empty without a tokenizer.
       steps: rounds of the loop that it took part in.
       token_layers: token slots that ran a layer for it after its prompt.
-      drafts: drafts that were verified.
+      drafts: that were verified.
       accepted: those that were right.
       seconds: from `submit` to its end, as the host saw it.
-      seconds_in_queue: from `submit` until its prompt was begun to be read; None where it never
-        was.
+      seconds_in_queue: until its prompt was begun to be read; None where it never was.
       seconds_to_first_token: None where it ended without one.
-      seconds_between_tokens: from the first token to the last over the tokens between; None for
-        fewer than two.
-      longest_pause: the longest time between two events with tokens, in seconds; 0 for one event.
+      seconds_between_tokens: mean; None for fewer than two tokens.
+      longest_pause: between two events with tokens, in seconds.
       thought: how it has thought; None without a `Thinking`.
     """
 
@@ -68,8 +65,7 @@ class Event(Columns):
 
     Attributes:
       request: its number, as `submit` returned it.
-      text: what is new of its text; what may belong to a stop string or an unfinished character is
-        held back. Empty without a tokenizer.
+      text: what is new of it, without what may belong to a stop string or an unfinished character.
       finished: the whole of it, once it has ended; None while it runs.
     """
 
@@ -82,22 +78,14 @@ class Event(Columns):
 class Request:
     """A request on its way: the engine's own record, which changes with every block.
 
+    See `Engine.submit` for what was asked. Times are seconds on the engine's clock.
+
     Attributes:
-      number: its name.
-      prompt: token ids.
-      max_new_tokens: at most.
-      sampling: how tokens are drawn.
-      seed: of the draws.
-      stops: tokens, and token sequences, that end it.
       thresholds: of its depth policy, at the mode's boundaries; None where the mode has none.
       text: reads its tokens; None without a tokenizer.
-      whole_prompt: whether its prompt is read in full, whatever the engine's `prefill`.
       alternatives: to each token, that the engine keeps.
-      thinking: how long it may think; None: it has no rule.
-      submitted: seconds on the engine's clock.
-      expires: likewise; `inf`: never.
       slot: where it runs; None while it waits.
-      admitted: seconds on the engine's clock, when its prompt was begun; None while it waits.
+      admitted: when its prompt was begun; None while it waits.
       ending: why the host wants it to end; None: it does not.
       done: whether its last event has been made.
     """
@@ -181,16 +169,7 @@ class Request:
 
 @pytree
 class Fresh:
-    """Prompts on their way into rows, as arrays on the host: what devices know of requests.
-
-    Attributes:
-      token_ids: padded on the right.
-      lengths: tokens of each.
-      limits: lengths at which rows end.
-      seeds: of the draws.
-      hook: of thinking; None in an engine without.
-      rules: what each request brings of its own.
-    """
+    """Prompts, padded on the right, and rules of requests on their way into rows: host arrays."""
 
     token_ids: Int[np.ndarray, "row token"]
     lengths: Int[np.ndarray, " row"]
@@ -213,15 +192,7 @@ def fresh_of(
     own: Float[np.ndarray, " boundary"] | None,
     thinking: bool,
 ) -> Fresh:
-    """Returns requests as arrays; rows behind the last request end at once.
-
-    Args:
-      requests: at most `rows`.
-      rows: of the arrays.
-      width: that prompts are padded to.
-      own: thresholds of the mode; None where it has none, whatever requests were made with.
-      thinking: whether rows may have a `Thinking`.
-    """
+    """Returns requests as arrays; rows behind the last request end at once."""
     token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
     limits, seeds = np.ones(rows, np.int32), np.zeros(rows, np.uint32)
     for row, request in enumerate(requests):

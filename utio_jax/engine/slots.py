@@ -13,6 +13,7 @@ import numpy as np
 from utio_jax.attention.cache import key_widths
 from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.layer import split_layers
+from utio_jax.core.rows import put_rows
 from utio_jax.decoding.admission import (
     admit,
     close_prompt,
@@ -26,9 +27,11 @@ from utio_jax.decoding.loop import begin, canonical
 from utio_jax.decoding.prefill import Prefill, fastest_prefill
 from utio_jax.decoding.segments import Layers
 from utio_jax.decoding.state import DecodeState
-from utio_jax.engine.blocks import Rules, block_room, put_rules, run_block
+from utio_jax.engine.blocks import Rules, block_room, run_block
 from utio_jax.engine.depths import own_thresholds
 from utio_jax.engine.requests import Fresh, Request, fresh_of
+
+_put_rules = jax.jit(put_rows, donate_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,15 +39,14 @@ class Shapes:
     """The few static shapes of an engine: each is a program that `Engine.warmup` compiles.
 
     Attributes:
-      prompt_widths: tokens that prompts are padded to, the smallest that fits; ascending. Empty:
-        64, 128, 256 ... up to the capacity, in steps of four from a capacity of 513 on.
-      groups: prompts that are read together; ascending. Those of more prompts than slots are left
-        out.
+      prompt_widths: tokens that prompts are padded to, ascending. Empty: 64, 128, 256 ... up to the
+        capacity, in steps of four from a capacity of 513 on.
+      groups: numbers of prompts that are read together, ascending; at most all slots.
       key_step: attention reads at most four different multiples of this many key slots.
       chunk: the most prompt tokens that are read between two blocks while requests run, padding
-        included. Prompts of more tokens are read in chunks of so many, at full depth; a `Prefill`
-        reads its own whole. None: all prompts are read whole, between two blocks up to the
-        capacity, or to as many tokens as a block has steps of all slots.
+        included. Longer prompts are read in chunks of so many, at full depth; a `Prefill` reads its
+        own whole. None: all are read whole, between two blocks up to the capacity, or to as many
+        tokens as a block has steps of all slots.
     """
 
     prompt_widths: tuple[int, ...] = ()
@@ -65,11 +67,11 @@ class Shapes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How prompts are read together, or one after the other.
+    """How prompts are read: padded to a width, or in chunks of it, one after the other.
 
     Attributes:
       whole: at full depth, whatever the engine's `Prefill`.
-      width: tokens that each is padded to; of a chunk, if it is read in chunks.
+      width: in tokens.
       longest: tokens that a prompt may have.
       chunked: whether it is read in chunks.
     """
@@ -123,20 +125,13 @@ class Slots:
     """Rows that run in one mode, free ones among them.
 
     Attributes:
-      mode: how they decode.
-      capacity: tokens of each.
+      state: of the token loop.
       readings: all ways to read prompts, each a program or several.
-      groups: prompts that may be read together, ascending.
       room: new tokens that a row can report of a block.
     """
 
     def __init__(self, served: Served) -> None:
-        """Makes free rows alone.
-
-        Raises:
-          TypeError: no mode, but the name or the class of one.
-          ValueError: sizes below 1, or a mode or prefill that do not fit the model or each other.
-        """
+        """Makes free rows alone; errors are those of `Engine`."""
         mode, slots, capacity = served.mode, served.slots, served.capacity
         prefill = served.prefill
         check_mode(mode, served.decoder)
@@ -202,7 +197,7 @@ class Slots:
         return tuple(found)
 
     def longest(self, *, whole: bool) -> int:
-        """Returns the most tokens that a prompt may have which is to be read in full, or not."""
+        """Returns the most tokens that a prompt may have."""
         return self._of_kind(whole)[-1].longest
 
     def reading_of(self, request: Request) -> Reading:
@@ -215,7 +210,7 @@ class Slots:
         return [each for each in self.readings if each.whole == whole] or [*self.readings]
 
     def groups_of(self, reading: Reading, *, most: int | None = None) -> list[int]:
-        """Returns how many prompts may be read together, within `most` tokens if any can."""
+        """Returns numbers of prompts that may be read together, within `most` tokens if any can."""
         groups = [1] if reading.chunked else self.groups
         fit = [size for size in groups if most is None or size * reading.width <= most]
         return fit or groups[:1]
@@ -226,13 +221,7 @@ class Slots:
         return fresh_of(requests, rows=rows, width=width, own=self._own, thinking=thinking)
 
     def read(self, fresh: Fresh, rows: Sequence[int], *, reading: Reading) -> None:
-        """Reads prompts together, whole.
-
-        Args:
-          fresh: prompts, as many as a group has; further rows fill it up.
-          rows: free slots, one for each prompt.
-          reading: of all of them.
-        """
+        """Reads prompts together, whole."""
         group = fresh.lengths.shape[0]
         state = begin(
             self._setting(fresh.rules),
@@ -248,12 +237,7 @@ class Slots:
         self._partial = _Partial(fresh, state, last)
 
     def read_chunk(self, row: int, *, chunk: int) -> bool:
-        """Reads the next tokens of the prompt that was opened; returns whether it is in its slot.
-
-        Args:
-          row: the slot, free.
-          chunk: tokens.
-        """
+        """Reads a chunk of the prompt that was opened; returns whether it is in its slot."""
         part, served = self._partial, self._served
         assert part is not None
         end = part.start + chunk
@@ -281,7 +265,7 @@ class Slots:
     def _put(self, fresh: DecodeState, rules: Rules, rows: Sequence[int]) -> None:
         where = np.asarray(rows, np.int32)
         self.state = admit(self.state, fresh, where, mode=self.mode)
-        self._rules = put_rules(self._rules, rules, where)
+        self._rules = _put_rules(self._rules, rules, where)
 
     def run(self) -> jax.Array:
         """Runs a block; returns its report, which is on its way to the host."""

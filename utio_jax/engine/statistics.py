@@ -20,26 +20,23 @@ _TIMES = ("seconds_in_queue", "seconds_to_first_token", "seconds_between_tokens"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Percentiles:
-    """Of seconds, over the latest requests. None where there were none.
+    """Of seconds, over the latest requests. None where there were none."""
 
-    Attributes:
-      p50: the median.
-      p95: what 95 % stay within.
-      p99: what 99 % stay within.
-    """
-
-    p50: float | None
-    p95: float | None
-    p99: float | None
+    p50: float | None = None
+    p95: float | None = None
+    p99: float | None = None
 
     @classmethod
     def of(cls, seconds: Iterable[float | None]) -> Percentiles:
         """Returns the percentiles of those that are known."""
         known = [each for each in seconds if each is not None]
         if not known:
-            return cls(p50=None, p95=None, p99=None)
-        p50, p95, p99 = np.percentile(known, (50, 95, 99))
-        return cls(p50=float(p50), p95=float(p95), p99=float(p99))
+            return cls()
+        return cls(
+            **dict(
+                zip(("p50", "p95", "p99"), np.percentile(known, (50, 95, 99)).tolist(), strict=True)
+            )
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,11 +53,11 @@ class EngineStats:
       prompt_groups: passes that read prompts.
       prompt_tokens: of admitted prompts.
       padded_prompt_tokens: token slots that these passes ran, padding included.
-      new_tokens: handed out with finished requests.
-      mean_depth_decided: layers behind a new token of finished requests; None where there is none.
+      new_tokens: of ended requests.
+      mean_depth_decided: layers behind a new token; None where there is none.
       mean_depth_executed: layers that ran for one, those for the sake of other rows included.
       seconds_in_queue: from `submit` until the prompt was begun to be read.
-      seconds_to_first_token: from `submit`, the wait for a slot included.
+      seconds_to_first_token: from `submit`.
       seconds_between_tokens: mean of each request.
       longest_pause: between two events with tokens, of each request.
     """

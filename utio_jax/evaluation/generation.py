@@ -111,7 +111,6 @@ class Spent:
     Attributes:
       tokens: emitted.
       decided: token-layers behind the distributions that they were taken from.
-      throttled: of these, those that saw a compact view of the history only.
       executed: token-layers computed, rejected drafts and rows that have ended included.
       flops: executed: layers, frozen K/V, heads, gates.
       flops_plain: executed by plain decoding of as many tokens of each row, in the same batch.
@@ -123,7 +122,6 @@ class Spent:
 
     tokens: int = 0
     decided: int = 0
-    throttled: int = 0
     executed: float = 0.0
     flops: float = 0.0
     flops_plain: float = 0.0
@@ -206,7 +204,6 @@ def _spent_on_group(
     return Spent(
         tokens=emitted.size,
         decided=int(emitted.sum()),
-        throttled=int(sum(row.sum() for row in generated.throttled)),
         executed=token_layers + rows * layers,
         flops=flops(token_layers, attended, plain_steps, made) + shown + extra,
         flops_plain=flops(plain_steps * layers, plain_attended, plain_steps, all_made),
@@ -297,7 +294,6 @@ def generation_ledger(
         nll_full=float(np.mean(np.concatenate([reading.nll for reading in readings]))),
         nll=-float(np.mean(likelihood)),
         agreement=float(np.mean(agrees)) if sampling.temperature == 0 else None,
-        throttled_ratio=spent.throttled / spent.decided,
         kv_bytes_ratio=spent.kv_bytes / spent.kv_bytes_plain if spent.kv_bytes_plain else None,
         flops_ratio=spent.flops / spent.flops_plain,
         gate_pct=100 * spent.flops_extra / spent.flops_plain,

@@ -31,8 +31,6 @@ class Ledger:
       nll_increase_pct: of `nll` over `nll_full`.
       kl_full: KL(full || policy), nats per predicted token.
       agreement: share of predicted tokens with the full model's most probable token.
-      throttled_ratio: share of the decided token-layers in which a token saw a compact view of the
-        history only; in generation.
       kv_bytes_ratio: bytes of K/V read in decoding / plain decoding's; in
         generation.
       flops_ratio: executed FLOPs (layers, padding, frozen K/V, head, gates) / the full pass'.
@@ -64,7 +62,6 @@ class Ledger:
     nll_increase_pct: float | None = None
     kl_full: float | None = None
     agreement: float | None = None
-    throttled_ratio: float | None = None
     kv_bytes_ratio: float | None = None
     flops_ratio: float | None = None
     gate_pct: float | None = None

@@ -265,10 +265,6 @@ class _Gemma:
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
-    def reduce_head(self, params: Params, token_ids: Int[Array, " kept"]) -> Params:
-        read = {name: params[name] for name in ("norm", "stream_out") if name in params}
-        return {**read, "embedding": {"embedding": params["embedding"]["embedding"][token_ids]}}
-
     def _norm(self, x: jax.Array, params: Params | None = None) -> jax.Array:
         """Returns `x` over its root mean square, in float32; scaled where there is a scale."""
         wide = x.astype(jnp.float32)

@@ -345,9 +345,3 @@ class Transformer:
         logits = on_enough_rows(lambda normed: normed @ head, normed)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-    def reduce_head(self, params: Params, token_ids: Int[Array, " kept"]) -> Params:
-        if self.config.tie_embeddings:
-            table = params["embedding"]["embedding"][token_ids]
-            return {"norm": params["norm"], "embedding": {"embedding": table}}
-        return {"norm": params["norm"], "head": {"kernel": params["head"]["kernel"][:, token_ids]}}

@@ -17,7 +17,6 @@ import numpy as np
 from utio_jax.calibration.advice import advise, conclude, may_pay
 from utio_jax.calibration.calibrate import calibrate
 from utio_jax.calibration.compare import ComparisonRow, compare
-from utio_jax.calibration.gates import gate_windows
 from utio_jax.calibration.goals import Budgets, Goal, MaxDisagreement, MaxLoss
 from utio_jax.calibration.lens import LensConfig, fit_lens
 from utio_jax.calibration.risk import split_documents
@@ -29,7 +28,6 @@ from utio_jax.core.lens import Lensed, Wrapped
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.base import Mode, Plain
 from utio_jax.decoding.lossless import lossless_for
-from utio_jax.decoding.prefill import Prefill
 from utio_jax.decoding.sampling import SamplingParams
 from utio_jax.decoding.text import (
     GeneratedText,
@@ -275,7 +273,6 @@ class Verbs:
         max_disagreement: float | None = None,
         confidence: float = 0.95,
         policies: Sequence[str] = ("learned",),
-        gate_files: Sequence[Source] = (),
         exits: Sequence[int] = (),
         seed: int = 0,
         out: str | Path | None = None,
@@ -294,8 +291,6 @@ class Verbs:
             tokens other than full depth's, guaranteed by risk control.
           confidence: of that guarantee.
           policies: names from `utio_jax.calibration.SIGNALS`.
-          gate_files: paths, or token ids, other ones, to which the weights of signals are fitted;
-            by default `files`, which leaves thresholds that trust gates more than they should.
           exits: depths at which tokens may stop, ending at the last layer, for a model that names
             none; by default at a half, two thirds and five sixths of it.
           seed: of gates and halves.
@@ -333,14 +328,10 @@ class Verbs:
                 policies=len(policies),
                 seed=seed,
             )
-        config = self.decoder.config
-        sizes = {"width": min(_CONTEXT, config.context_length), "vocab_size": config.vocab_size}
-        others = gate_windows(self.documents(gate_files), **sizes) if gate_files else None
         fitted = calibrate(
             self.decoder,
             self.params,
             self.windows(documents),
-            gate_batches=others,
             model_sha256=self.sha256,
             policies=policies,
             goal=goal,
@@ -353,7 +344,7 @@ class Verbs:
         through_lens = isinstance(self.decoder, Lensed)
         return Calibrated(
             calibration=fitted,
-            verdict=advise(self.decoder, self.params, fitted.info, lens=through_lens),
+            verdict=advise(self.decoder, fitted.info, lens=through_lens),
             exit_nll_increase_pct=dict(fitted.info["exit_nll_increase_pct"]),
         )
 
@@ -448,29 +439,6 @@ class Verbs:
         self.read_through(lens, out=out, info={"seed": seed})
 
 
-def read_prompts_within(
-    model: Any, budget: float, calibration: Callable[[], Calibration]
-) -> Prefill | None:
-    """Returns how a model reads prompts for a share of full depth's FLOPs; None: in full.
-
-    Args:
-      model: a `utio_jax.models.Model`.
-      budget: that share, see `utio_jax.prompts.budget.prompt_prefill`.
-      calibration: returns whose learned gate chooses; asked only where a choice needs one.
-
-    Raises:
-      ValueError: see `prompt_prefill`, or there is no calibration where one is needed.
-    """
-    by_gate = any(choice.by == "gate" for choice in model.prompt_choices)
-    return prompt_prefill(
-        model.decoder,
-        model.params,
-        budget,
-        choices=model.prompt_choices,
-        gate=calibration().signals.get("learned") if by_gate else None,
-    )
-
-
 def _asked(
     model: Any,
     prompts: str | Sequence[str],
@@ -483,7 +451,9 @@ def _asked(
     if prompt_budget is not None:
         if options.get("prefill") is not None:
             raise ValueError("Wanted prompt_budget or prefill, one of the two. Got both.")
-        prefill = read_prompts_within(model, prompt_budget, lambda: model.calibration)
+        prefill = prompt_prefill(
+            model.decoder, model.params, prompt_budget, choices=model.prompt_choices
+        )
         options = {**options, "prefill": prefill}
     return {
         "max_new_tokens": 128,

@@ -17,7 +17,7 @@ from utio_jax.policies.importance import (
     predictive_entropy,
     surrogate_importance,
 )
-from utio_jax.policies.learned import CandidateGates, Hazard, Learned, PromptRouter, StateGate
+from utio_jax.policies.learned import Hazard, Learned, PromptRouter, StateGate
 from utio_jax.policies.signals import (
     Chance,
     DepthTable,
@@ -37,7 +37,6 @@ from utio_jax.policies.store import Calibration, Thresholds, load_calibration
 __all__ = [
     "Boundary",
     "Calibration",
-    "CandidateGates",
     "Chance",
     "DepthTable",
     "Entropy",

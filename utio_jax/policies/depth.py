@@ -218,7 +218,7 @@ def uniform(
 def never_stops(depths: tuple[int, ...], *, name: str = "full") -> Thresholded:
     """Returns a policy that runs all tokens to the last depth, with boundaries on the way.
 
-    Others may look at tokens there: a throttle, for one.
+    Others may look at tokens there: `utio_jax.contrib.throttle`, for one.
     """
     none = jnp.full(len(depths) - 1, -jnp.inf, jnp.float32)
     return Thresholded(signal=Position(name=name), thresholds=none, depths=depths)

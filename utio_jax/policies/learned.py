@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals with weights that calibration fits: small MLPs on states and on what these predict.
+"""Signals with weights that calibration fits: small MLPs on states.
 
 `utio_jax.calibration.gates` fits them. What a gate's number means is what it was fitted to:
 sqrt(KL to full depth) for `learned`, the logit of "the prediction here differs from full depth's"
@@ -8,14 +8,12 @@ for `classifier` and `hazard`.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from utio_jax.core.arrays import normalise
-from utio_jax.core.decoder import Decoder, Inputs, Params, apply_exit_lens, reduced_head
+from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.flops import count_matmul_flops
 from utio_jax.core.pytrees import pytree, static
 from utio_jax.policies.base import Boundary
@@ -91,117 +89,6 @@ class Learned(_Gated):
 
     def __call__(self, index: int, boundary: Boundary, memory: None) -> tuple[jax.Array, None]:
         return boundary.map_live(self.gate_at(boundary), boundary.x), None
-
-
-@pytree
-class CandidateGates(_Gated):
-    """A gate's value from the state, and from what it predicts of a few likely next tokens.
-
-    SpecEE (Xu et al. 2025, arXiv 2504.08850): how sure an exit is shows in the logits of a few
-    candidates, which are so many columns of the head instead of the whole vocabulary. There a draft
-    model names them; here a table does, by what follows a token most often in a text, so that they
-    are known before the first layer. Entropy (nats), largest logit, its distance to the second and
-    the logarithm of the sum of exponentials, all over the candidates, join the normalised state,
-    the logarithm of its scale, and that of the position.
-
-    Attributes:
-      gates: one per exit, on states and `candidate_inputs`; fitted to sqrt(KL to full depth).
-      likely: candidates of each token of the vocabulary.
-    """
-
-    likely: Int[Array, "vocab candidate"]
-    name: str = static(default="candidates")
-
-    def start(
-        self, token_ids: Inputs, positions: Int[Array, "batch token"]
-    ) -> Int[Array, "batch token"]:
-        """Returns the token ids, which say the candidates.
-
-        Raises:
-          ValueError: the inputs are not token ids.
-        """
-        if not jnp.issubdtype(jnp.asarray(token_ids).dtype, jnp.integer):
-            raise ValueError(
-                "Wanted token ids, which the candidates of these gates follow from. Got inputs of "
-                f"type {jnp.asarray(token_ids).dtype}. Use gates on states alone."
-            )
-        return jnp.asarray(token_ids)
-
-    def __call__(
-        self, index: int, boundary: Boundary, memory: Int[Array, "batch token"]
-    ) -> tuple[jax.Array, Int[Array, "batch token"]]:
-        decoder = boundary.decoder
-        index = exit_index(self.exits, boundary.depth, self.name)
-        if len(self.likely) != decoder.config.vocab_size:
-            raise ValueError(
-                f"Wanted candidates of {decoder.config.vocab_size} tokens, the model's vocabulary. "
-                f"These gates have them of {len(self.likely)}. Fit gates to this model."
-            )
-
-        value = partial(self._value, decoder, boundary.params, index=index)
-        return boundary.map_live(value, boundary.x, memory, boundary.positions), memory
-
-    def flops(self, index: int, decoder: Decoder, params: Params) -> float:
-        x = jax.ShapeDtypeStruct((1, decoder.config.embed_dim), jnp.float32)
-        one = jax.ShapeDtypeStruct((1,), jnp.int32)
-        value = partial(self._value, decoder, index=0)  # All cost the same.
-        return count_matmul_flops(value, params, x, one, one)
-
-    def _value(
-        self,
-        decoder: Decoder,
-        params: Params,
-        x: Float[Array, "slot dim"],
-        token_ids: Int[Array, " slot"],
-        positions: Int[Array, " slot"],
-        *,
-        index: int,
-    ) -> Float[Array, " slot"]:
-        candidates, depth = self.likely[token_ids], self.exits[index]
-        more = candidate_inputs(decoder, params, x, candidates, positions, depth=depth)
-        return self.gates.at(index).read(jnp.concatenate([normalise(x), more], axis=-1))
-
-
-def candidate_inputs(
-    decoder: Decoder,
-    params: Params,
-    x: Float[Array, "slot dim"],
-    candidates: Int[Array, "slot candidate"],
-    positions: Int[Array, " slot"],
-    *,
-    depth: int,
-) -> Float[Array, "slot 6"]:
-    """Returns what gates see beside a normalised state, see `CandidateGates`.
-
-    Args:
-      decoder: the model; where it reads an exit through a lens, so do the candidates' columns.
-      params: its parameters.
-      x: states at `depth`.
-      candidates: ids of each token's own.
-      positions: of the tokens in their sequences.
-      depth: layers that the states have run.
-
-    Raises:
-      ValueError: the decoder has no head of a few tokens alone, see `HasReducedHead`.
-    """
-
-    def one(seen: jax.Array, kept: jax.Array) -> jax.Array:
-        return decoder.unembed(reduced_head(decoder, params, kept), seen)
-
-    logits = jax.vmap(one)(apply_exit_lens(decoder, params, x, depth), candidates)
-    logits = logits.astype(jnp.float32)
-    most = jnp.max(logits, axis=-1)
-    largest = logits == most[:, None]
-    second = jnp.max(jnp.where(largest, -jnp.inf, logits), axis=-1)
-    one_of_several = jnp.sum(largest, axis=-1) > 1  # As happens in bfloat16.
-    second = jnp.where(one_of_several | (logits.shape[-1] == 1), most, second)
-    weights = jnp.exp(logits - most[:, None])
-    total = jnp.sum(weights, axis=-1)
-    log_total = most + jnp.log(total)
-    entropy = log_total - jnp.sum(weights * logits, axis=-1) / total
-    size = jnp.log(jnp.mean(x.astype(jnp.float32) ** 2, axis=-1) + 1e-6) / 2
-    place = jnp.log1p(positions.astype(jnp.float32))
-    return jnp.stack([entropy, most, most - second, log_total, size, place], axis=-1)
 
 
 @pytree

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from utio_jax.core.decoder import Decoder, HasKVMaps, Params, has_exit_lens
 from utio_jax.core.flops import token_cost
 from utio_jax.decoding.prefill import Prefill
-from utio_jax.policies.base import Signal
 from utio_jax.staircase.prompts import PromptChoice
 
 _NOMINAL = 448
@@ -25,7 +24,6 @@ def prompt_prefill(
     budget: float,
     *,
     choices: Sequence[PromptChoice] = (),
-    gate: Signal | None = None,
 ) -> Prefill | None:
     """Returns how to read prompts for a share of full depth's FLOPs; None: in full, budget 1.
 
@@ -40,15 +38,14 @@ def prompt_prefill(
       params: its parameters.
       budget: FLOPs of a prompt over full depth's, above 0 and at most 1.
       choices: that were measured, as `utio_jax.models.Model.prompt_choices`.
-      gate: for choices by a gate; without one they are left out.
 
     Raises:
       ValueError: no budget, nothing that fits it, or a stock model of which nothing was measured.
     """
     if budget == 1:
         return None
-    best = prompt_choice(decoder, params, budget, choices=choices, gate=gate)
-    return Prefill(policy=best.policy(decoder, gate=gate), kv=best.kv)
+    best = prompt_choice(decoder, params, budget, choices=choices)
+    return Prefill(policy=best.policy(decoder), kv=best.kv)
 
 
 def prompt_choice(
@@ -57,7 +54,6 @@ def prompt_choice(
     budget: float,
     *,
     choices: Sequence[PromptChoice] = (),
-    gate: Signal | None = None,
 ) -> PromptChoice:
     """Returns the way of reading prompts that `prompt_prefill` takes, for a budget below 1.
 
@@ -71,11 +67,7 @@ def prompt_choice(
         )
     maps = isinstance(decoder, HasKVMaps)
     usable = [
-        each
-        for each in choices
-        if each.flops_ratio is not None
-        and (each.by != "gate" or gate is not None)
-        and (each.kv != "mapped" or maps)
+        each for each in choices if each.flops_ratio is not None and (each.kv != "mapped" or maps)
     ]
     known = usable or _at_exits(decoder, params)
     if not known:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from utio_jax.core.decoder import Decoder, Params
-from utio_jax.policies.base import Signal
 from utio_jax.prompts.evaluate import (
     Continuations,
     PromptRows,
@@ -32,13 +31,9 @@ from utio_jax.staircase.prompts import PromptChoice
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptText:
-    """A text in three parts.
+    """A text in three parts: to fit maps to, to choose ways of reading on, and to report on.
 
-    Attributes:
-      fit: documents that maps are fitted to.
-      calibrate: that ways of reading are chosen on.
-      test: that figures come from.
-      parts: "documents", or "parts of documents" where there are too few of them.
+    `parts` is "documents", or "parts of documents" where there are too few of them.
     """
 
     fit: tuple[np.ndarray, ...]
@@ -57,18 +52,19 @@ def split_text(documents: Sequence[np.ndarray], *, seed: int = 0) -> PromptText:
     Whole documents, in an order drawn from the seed. Fewer than five are cut into tenths, of which
     the first six, the next two and the last two make the parts: neighbours meet at two borders.
     """
-    parts: dict[str, list[np.ndarray]] = {"fit": [], "calibrate": [], "test": []}
     if len(documents) < _FEWEST:
-        for document in documents:
-            for number, piece in enumerate(np.array_split(np.asarray(document), _TENTHS)):
-                name = "fit" if number < 6 else "calibrate" if number < 8 else "test"
-                parts[name].append(piece)
-        return PromptText(**{k: tuple(v) for k, v in parts.items()}, parts="parts of documents")
-    fifth = len(documents) // 5
-    for place, index in enumerate(np.random.default_rng(seed).permutation(len(documents))):
-        name = "test" if place < fifth else "calibrate" if place < 2 * fifth else "fit"
-        parts[name].append(np.asarray(documents[index]))
-    return PromptText(**{k: tuple(v) for k, v in parts.items()}, parts="documents")
+        tenths = [np.array_split(np.asarray(document), _TENTHS) for document in documents]
+        fit, calibrate, test = (
+            tuple(piece for pieces in tenths for piece in pieces[some])
+            for some in (slice(0, 6), slice(6, 8), slice(8, 10))
+        )
+        return PromptText(fit=fit, calibrate=calibrate, test=test, parts="parts of documents")
+    order, fifth = np.random.default_rng(seed).permutation(len(documents)), len(documents) // 5
+    test, calibrate, fit = (
+        tuple(np.asarray(documents[index]) for index in part)
+        for part in np.split(order, [fifth, 2 * fifth])
+    )
+    return PromptText(fit=fit, calibrate=calibrate, test=test, parts="documents")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +139,6 @@ def choose_prompt(
     *,
     limit: float,
     sizes: PromptSizes = PromptSizes(),
-    gate: Signal | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> PromptStudy:
     """Returns the cheapest way of reading prompts within a limit, and figures on other text.
@@ -155,7 +150,6 @@ def choose_prompt(
       candidates: at least one.
       limit: of the loss increase, %.
       sizes: of the rows of each of these two parts.
-      gate: for candidates by a gate.
       progress: called with what happens next.
 
     Raises:
@@ -168,8 +162,8 @@ def choose_prompt(
     def measure(
         rows: PromptRows, choice: PromptChoice, full: Continuations, *, batches: int | None
     ) -> tuple[PromptChoice, Continuations]:
-        mine = continuations(decoder, params, rows, choice, gate=gate)
-        ratio = prompt_flops_ratio(decoder, params, rows, choice, gate=gate, batches=batches)
+        mine = continuations(decoder, params, rows, choice)
+        ratio = prompt_flops_ratio(decoder, params, rows, choice, batches=batches)
         increase = 100 * (mine.loss / full.loss - 1)
         found = dataclasses.replace(choice, flops_ratio=ratio, nll_increase_pct=increase)
         say(f"{found.label}: {increase:+.2f} %, {ratio:.3f} of the FLOPs")

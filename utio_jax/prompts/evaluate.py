@@ -29,7 +29,7 @@ from utio_jax.decoding.loop import Prompts
 from utio_jax.decoding.prefill import Prefill
 from utio_jax.evaluation.flops import attention_flops, gate_flops
 from utio_jax.evaluation.intervals import FEWEST, ratio_interval
-from utio_jax.policies.base import Policy, Signal
+from utio_jax.policies.base import Policy
 from utio_jax.staircase.base import Executor
 from utio_jax.staircase.loop import staircase
 from utio_jax.staircase.microbatches import MicroBatches
@@ -193,7 +193,6 @@ def continuations(
     rows: PromptRows,
     how: PromptChoice | Policy | Sequence[Policy] | None,
     *,
-    gate: Signal | None = None,
     kv: FrozenKV = "propagate",
     executor: Executor = MicroBatches(),
     progress: Callable[[], None] | None = None,
@@ -206,7 +205,6 @@ def continuations(
       rows: to read.
       how: prompts are read, all that follows them in full; None: in full themselves. Or a depth
         policy of prompts and continuations alike, one for all batches or one for each.
-      gate: for a choice by a gate.
       kv: what others see of frozen tokens under a policy; a choice has its own.
       executor: how live slots are run.
       progress: called after each batch.
@@ -215,7 +213,7 @@ def continuations(
       ValueError: not as many policies as batches, or what does not fit the model.
     """
     if how is None or isinstance(how, PromptChoice):
-        how, kv = _policy_of(decoder, how, rows.prompt_tokens, gate)
+        how, kv = _policy_of(decoder, how, rows.prompt_tokens)
     policies = [*how] if isinstance(how, Sequence) else [how] * len(rows.batches)
     if len(policies) != len(rows.batches):
         raise ValueError(
@@ -265,7 +263,6 @@ def prompt_flops_ratio(
     rows: PromptRows,
     choice: PromptChoice | None,
     *,
-    gate: Signal | None = None,
     executor: Executor = MicroBatches(),
     batches: int | None = None,
 ) -> float:
@@ -279,12 +276,11 @@ def prompt_flops_ratio(
       params: its parameters.
       rows: whose prompts are read.
       choice: how; None: in full, which is 1.
-      gate: for `by="gate"`.
       executor: how live slots are run.
       batches: so many of the rows' batches; None: all.
     """
     cost, width = token_cost(decoder, params), rows.prompt_tokens
-    policy, kv = _policy_of(decoder, choice, width, gate)
+    policy, kv = _policy_of(decoder, choice, width)
     spent = full = 0.0
     for ids, ends in rows.batches[:batches]:
         lengths = np.minimum(ends, width)
@@ -338,9 +334,9 @@ def prompt_cost(
             "program read. Hand the same Prefill to both."
         )
     cost, width, rows = token_cost(decoder, params), generated.prompt_width, generated.group
-    prefill = prefill.for_shape(rows, width)
-    policy = prefill.depth_policy(decoder)
     lengths = np.asarray([len(prompt) for prompt in prompts])
+    prefill = prefill.for_shape(rows, width, filled=float(lengths.mean()) / width)
+    policy = prefill.depth_policy(decoder)
     flops = flops_full = 0.0
     for start in range(0, len(prompts), rows):
         work = jax.tree.map(lambda leaf, row=start: leaf[row], generated.prompt_work)
@@ -372,11 +368,11 @@ def _full_flops(
 
 
 def _policy_of(
-    decoder: Decoder, choice: PromptChoice | None, prompt_tokens: int, gate: Signal | None
+    decoder: Decoder, choice: PromptChoice | None, prompt_tokens: int
 ) -> tuple[Policy, FrozenKV]:
     if choice is None:
         return full_depth(decoder), "propagate"
-    return choice.policy(decoder, gate=gate, prompt_tokens=prompt_tokens), choice.kv
+    return choice.policy(decoder, prompt_tokens=prompt_tokens), choice.kv
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("kv", "executor", "prompt_tokens"))

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits KV maps in closed form: ridge regression of deeper keys and values on the state at a stop.
 
-Inputs are the normalised states of the full model where prompt tokens are to stop; targets are
-the keys and values that the full model shows in every layer behind. Keys are those *at position 0*,
-that is before rotation, and behind a norm of keys where the model has one: what
-`utio_jax.prompts.maps` predicts. The sums of squares are streamed over the text, so memory does not
-grow with it, and solved once at the end.
+Inputs are the normalised states of the full model where prompt tokens are to stop; targets are the
+keys, at position 0 and behind a norm of keys where the model has one, and values of every layer
+behind. Sums of squares are streamed over the text, and solved once at the end.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV maps: keys and values of skipped layers, predicted from the state at which a token stopped.
 
-A token that stops early still has to show keys and values to others in the layers that it skips.
-Projecting them from its frozen state (`kv="propagate"`) is exact only for a model trained so. Here
-an affine map for each skipped layer takes the normalised state at the stop to what the full model
-would show there, as SwiftKV (arXiv 2410.03960) trains it; `utio_jax.prompts.fit` fits the maps
-in closed form. All skipped layers of a token are one product
-`[dim] x [dim, layer * 2 * kv]`. Tokens that run on keep the model's own weights, so full depth
-stays what it is, bit by bit.
+Projecting them from a frozen state (`kv="propagate"`) is exact only for a model trained so. Here an
+affine map for each skipped layer takes the normalised state at the stop to what the full model
+would show there, as SwiftKV (arXiv 2410.03960) trains it; `utio_jax.prompts.fit` fits them. All
+skipped layers of a token are one product `[dim] x [dim, layer * 2 * kv]`. Tokens that run on keep
+the model's own weights, so full depth stays what it is, bit by bit.
 """
 
 from __future__ import annotations

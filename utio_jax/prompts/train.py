@@ -10,20 +10,16 @@ depth, as SwiftKV (arXiv 2410.03960) distils its projections; the model itself s
 
 In some windows the continuation ends with words repeated from the prompt: loss on running text
 alone hardly asks for what is far back. The first layers are the same for teacher and student and
-run once; behind the stop the student runs on the tokens that go deep and on the continuation alone,
-in the pass of `kv="mapped"`, dense and differentiable. Adam at a constant rate, and an average of
-the maps that is what comes out: a run may end at any step, and go on later.
+run once. Adam at a constant rate, and an average of the maps that is what comes out: a run may end
+at any step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,7 +31,6 @@ from utio_jax.attention.mixing import mixer_at
 from utio_jax.core.arrays import flat
 from utio_jax.core.decoder import Decoder, HasKVMaps, Params
 from utio_jax.core.documents import check_ids
-from utio_jax.core.files import load_owned, nest, save_owned
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
 from utio_jax.prompts.evaluate import whole_windows
 from utio_jax.prompts.maps import KVMap, with_kv_maps
@@ -52,7 +47,7 @@ class MapTraining:
 
     Attributes:
       steps: of Adam, at most.
-      minutes: of training, at most, earlier parts of a resumed run included; None: any.
+      minutes: of training, at most; None: any.
       rows: windows of a step.
       width: tokens of a window.
       continuation: tokens behind each prompt, whose predictions count.
@@ -64,10 +59,7 @@ class MapTraining:
       average: steps that the average of the maps looks back, about; never more than a quarter of
         those done.
       held_out: windows that are never trained on, on which both maps are compared at the end.
-      save_every: steps between checkpoints.
       seed: of everything random.
-      resume: go on from a checkpoint, where there is one; all but `steps`, `minutes` and
-        `save_every` must be what it was made with.
     """
 
     steps: int = 1000
@@ -81,16 +73,13 @@ class MapTraining:
     warmup: int = 20
     average: int = 100
     held_out: int = 8
-    save_every: int = 50
     seed: int = 0
-    resume: bool = False
 
     def __post_init__(self) -> None:
-        counts = (self.steps, self.rows, self.held_out, self.save_every, self.warmup, self.average)
-        if min(counts) < 1:
+        if min(self.steps, self.rows, self.held_out, self.warmup, self.average) < 1:
             raise ValueError(
-                "Wanted at least 1 step, row, held-out window, step of warm-up and average, and "
-                f"step between checkpoints. Got {self}."
+                "Wanted at least 1 step, row, held-out window, step of warm-up and of the average. "
+                f"Got {self}."
             )
         if not 1 <= self.continuation <= self.width // 2:
             raise ValueError(
@@ -111,8 +100,8 @@ class TrainedMaps:
 
     Attributes:
       maps: the averaged ones; those that it began with where these are no better.
-      steps: that were taken, in all.
-      seconds: of training, in all.
+      steps: that were taken.
+      seconds: of training.
       kl_before: of the maps it began with, on held-out windows: nats per token, by stop.
       kl_after: of the averaged ones.
     """
@@ -140,8 +129,6 @@ def train_kv_maps(
     documents: Sequence[np.ndarray],
     config: MapTraining = MapTraining(),
     *,
-    model_sha256: str,
-    checkpoint: str | Path,
     progress: Callable[[str], None] | None = None,
 ) -> TrainedMaps:
     """Returns maps after which continuations are predicted more like after a full prompt.
@@ -152,13 +139,10 @@ def train_kv_maps(
       maps: to begin with, of one stop or more.
       documents: token ids of each. Report on none of them.
       config: the run's numbers.
-      model_sha256: of the model, for the checkpoint.
-      checkpoint: JSON file; the state lies beside it as safetensors.
       progress: called with what happens next.
 
     Raises:
-      ValueError: too little text, a checkpoint of another run, or one where `config.resume` is
-        False.
+      ValueError: too little text.
       FloatingPointError: the loss is no longer finite.
     """
     import optax
@@ -169,13 +153,11 @@ def train_kv_maps(
     held_out, windows = windows[: config.held_out], windows[config.held_out :]
     rate = optax.linear_schedule(config.rate / config.warmup, config.rate, config.warmup)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.99))
-    fresh = {
+    state: Any = {
         "maps": start["kv_maps"],
         "average": start["kv_maps"],
         "optimizer": optimizer.init(start["kv_maps"]),
     }
-    run = _Run(file=Path(checkpoint), model_sha256=model_sha256, config=config, text=windows)
-    state, done, before = run.restore(fresh)
 
     @jax.jit
     def update(state: Any, params: Params, window: Any, step: jax.Array) -> tuple[Any, Any]:
@@ -191,26 +173,20 @@ def train_kv_maps(
         return {"maps": new, "average": average, "optimizer": optimizer_state}, each
 
     say(f"maps: training on {len(windows)} windows of {config.width} tokens")
-    began, shown = time.perf_counter(), 0.0
-    seconds = lambda: before + time.perf_counter() - began  # noqa: E731
-    while done < config.steps and not (config.minutes and seconds() > 60 * config.minutes):
+    began, shown, done, spent = time.perf_counter(), 0.0, 0, 0.0
+    while done < config.steps and not (config.minutes and spent > 60 * config.minutes):
         window = _batch(windows, done, config)
         state, each = update(state, params, window, jnp.float32(done))
         found = {stop: float(kl) for stop, kl in each.items()}
         if not np.isfinite(list(found.values())).all():
             raise FloatingPointError(
-                f"The loss of the maps is not finite at step {done}: {found}. Lower the rate, and "
-                "train without resuming."
+                f"The loss of the maps is not finite at step {done}: {found}. Lower the rate."
             )
-        done += 1
-        if time.perf_counter() - shown >= _SECONDS_BETWEEN or done == config.steps:
+        done, spent = done + 1, time.perf_counter() - began
+        if spent - shown >= _SECONDS_BETWEEN or done == config.steps:
             nats = ", ".join(f"{kl:.4f} from stop {stop}" for stop, kl in found.items())
             say(f"maps: step {done} of {config.steps}, KL {nats}")
-            shown = time.perf_counter()
-        if done % config.save_every == 0:
-            run.save(state, done, seconds())
-    spent = seconds()
-    run.save(state, done, spent)
+            shown = spent
     first = _held_out_kl(mapped, start, held_out, config)
     last = _held_out_kl(mapped, {**start, "kv_maps": state["average"]}, held_out, config)
     averaged = {
@@ -386,63 +362,3 @@ def _held_out_kl(
         ids, running = window_of(window, rng, config)
         found.append(measure(params, ids[None], running[None], config.continuation + 1))
     return {stop: float(np.mean([kl[stop] for kl in found])) for stop in decoder.stops}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Where a run's state is kept, and what it has to fit."""
-
-    file: Path
-    model_sha256: str
-    config: MapTraining
-    text: Sequence[np.ndarray]
-
-    def _identity(self) -> dict[str, Any]:
-        numbers = dataclasses.asdict(self.config)
-        free = ("steps", "minutes", "save_every", "resume")
-        text = hashlib.sha256(b"".join(window.tobytes() for window in self.text))
-        return {
-            "model_sha256": self.model_sha256,
-            "config": {name: value for name, value in numbers.items() if name not in free},
-            "text": text.hexdigest(),
-        }
-
-    def save(self, state: Any, steps: int, seconds: float) -> None:
-        # By number: an optimizer's state is tuples of tuples.
-        leaves = {str(number): leaf for number, leaf in enumerate(jax.tree.leaves(state))}
-        stored = {**self._identity(), "steps": steps, "seconds": seconds}
-        save_owned(self.file, stored, {"state": leaves})
-
-    def restore(self, fresh: Any) -> tuple[Any, int, float]:
-        """Returns the state, the steps taken and the seconds that they took."""
-        if not self.file.is_file():
-            return fresh, 0, 0.0
-        if not self.config.resume:
-            raise ValueError(
-                f"{self.file} holds a run of KV maps. Resume it with resume=True (--resume), or "
-                "name another file."
-            )
-        stored, tensors = load_owned(
-            self.file,
-            what="a run of KV maps",
-            command="utio-jax fit-prompt --train",
-            model_sha256=self.model_sha256,
-            owner=lambda stored: stored["model_sha256"],
-            integers=True,  # Steps, and the optimizer's counts.
-        )
-        wanted = json.loads(json.dumps(self._identity()))
-        other = [name for name, value in wanted.items() if stored.get(name) != value]
-        leaves, tree = jax.tree.flatten(fresh)
-        found = nest(tensors).get("state", {})
-        shapes = [np.shape(found.get(str(number))) for number in range(len(leaves))]
-        if other or shapes != [np.shape(leaf) for leaf in leaves]:
-            raise ValueError(
-                f"Wanted a run of these maps, on this text and with these numbers, at {self.file}. "
-                f"Another one is there: {', '.join(other) or 'other sizes'} differ. Train it with "
-                "what it began with, or name another file."
-            )
-        state = [
-            jnp.asarray(found[str(number)], jnp.asarray(leaf).dtype)
-            for number, leaf in enumerate(leaves)
-        ]
-        return jax.tree.unflatten(tree, state), int(stored["steps"]), float(stored["seconds"])

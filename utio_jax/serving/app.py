@@ -190,9 +190,8 @@ class Application:
             return
         if plan is None:
             return
-        adaptive = min(each for way, each in plan.seconds.items() if way != "plain")
-        ratio = plan.seconds["plain"] / adaptive
-        self.reader.in_full = plan.choice == "plain"
+        ratio = plan.speedup
+        self.reader.in_full = ratio <= 1
         rest = "in full" if self.reader.in_full else f"at {self.model.budget:g}"
         self.planned = (
             f"With all {self.slots} slots busy, a budget of {self.model.budget:g} is predicted to "

@@ -19,7 +19,7 @@ from utio_jax.core.decoder import Decoder, Params
 from utio_jax.core.processes import lost_processes
 from utio_jax.engine import Alternatives, Channel, Engine, LeaderEngine, Shapes, run_worker
 from utio_jax.engine.leader import everywhere
-from utio_jax.engine.planning import RebatchingPlan, plan_mode
+from utio_jax.engine.planning import DepthPlan, plan_mode
 from utio_jax.engine.slots import Served, prompt_widths
 from utio_jax.serving.gate import Log, log_line
 from utio_jax.serving.model import ServedModel
@@ -152,7 +152,7 @@ def make_engine(
 
 def plan_depth(
     model: ServedModel, *, slots: int, capacity: int, shapes: Shapes
-) -> RebatchingPlan | None:
+) -> DepthPlan | None:
     """Returns whether a depth per token pays where all slots run, by timed blocks of this engine.
 
     None: the model names no histogram. Compiles, and takes seconds.

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from utio_jax.attention.band import SparseQueries
 from utio_jax.attention.cache import KVCache, write_prompt
-from utio_jax.attention.mixing import mixer_at
+from utio_jax.attention.mixing import causal_blocks, mix_whole_rows, mixer_at
 from utio_jax.core.arrays import executed_heads, flat
 from utio_jax.core.decoder import Decoder, LayerParams, Params
 from utio_jax.core.layer import keys_values_of, layer_at, run_layer
@@ -30,11 +30,15 @@ from utio_jax.staircase.microbatches import MicroBatches
 
 @pytree
 class PrefixSlots:
-    """The first `capacity` slots of every row, live tokens first and in token order."""
+    """The first `capacity` slots of every row, live tokens first and in token order.
+
+    Where these are all, its queries read `whole_keys` keys.
+    """
 
     token_of_slot: Int[Array, "batch slot"]
     live: Bool[Array, "batch token"]
     capacity: int = static()
+    whole_keys: int = static()
 
     def take(self, leaf: Array, size: int) -> Array:
         """Returns the entries `[batch, size, ...]` of the first slots; of all, in token order."""
@@ -90,7 +94,6 @@ class CapacityPrefix:
         *,
         causal: bool = True,
     ) -> PrefixSlots:
-        del causal  # Whole rows of keys, whichever of them are visible.
         if sparse is not None:
             raise ValueError(
                 "Wanted dense attention, the only one that a static prefix has. Got a choice of "
@@ -110,13 +113,17 @@ class CapacityPrefix:
         token_of_slot = (
             jnp.zeros_like(tokens).at[rows, slot_of_token].set(tokens, unique_indices=True)
         )
+        blocks = causal_blocks(width) if causal else [(0, width)]
         return PrefixSlots(
-            token_of_slot=token_of_slot, live=live, capacity=min(self.capacities[segment], width)
+            token_of_slot=token_of_slot,
+            live=live,
+            capacity=min(self.capacities[segment], width),
+            whole_keys=sum((stop - start) * stop for start, stop in blocks),
         )
 
     def key_widths(self, width: int) -> list[int]:
-        """Returns `[width]`: a static prefix attends over whole rows."""
-        return [width]
+        """Returns the ends of the blocks in which whole rows attend."""
+        return [stop for _, stop in causal_blocks(width)]
 
     def _choose(
         self, slots: PrefixSlots, run: Callable[[int], Callable[[], Any]], nothing: Any
@@ -201,7 +208,8 @@ class CapacityPrefix:
                 visible = visible_at(index)
 
                 def attend(queries: jax.Array) -> jax.Array:
-                    return flat(mix(rows(queries, size), keys, values, visible))
+                    whole = partial(mix_whole_rows, mix) if size == width else mix
+                    return flat(whole(rows(queries, size), keys, values, visible))
 
                 new = rows(run_layer(decoder, layer, flat(block), flat(places), attend), size)
                 return slots.put(x, jnp.where(keep, new, block)), cache
@@ -271,7 +279,10 @@ class CapacityPrefix:
         return Work.of(
             queries=used * layers,
             keys_values=(used if only_live_keys else jnp.int32(batch * width)) * kv_layers,
-            key_slots=used.astype(jnp.float32) * width * layers,
+            key_slots=jnp.where(
+                used < batch * width, used.astype(jnp.float32) * width, batch * slots.whole_keys
+            )
+            * float(layers),
             overflows=jnp.asarray(False if self.certain else self._overflows(slots), jnp.int32),
         )
 
@@ -359,7 +370,7 @@ def choose_executor(executor: Executor | Literal["auto"], policy: Any, width: in
     if not isinstance(executor, str):
         return executor
     shares = getattr(policy, "row_shares", None)
-    shares = (1.0,) if len(policy.depths) == 1 else shares  # Nobody stops on the way.
+    shares = (1.0,) if len(policy.depths) == 1 else shares  # No token stops on the way.
     if shares is None or not here().static_shapes:
         return MicroBatches()
     unit = CapacityPrefix.min_bucket

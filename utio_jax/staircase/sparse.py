@@ -80,7 +80,7 @@ class Packing:
     """How the live tokens of each segment are packed into slots, while a pass is traced: all dense.
 
     The one place where a pass chooses what tokens attend to. `SparsePacking` asks a signal at the
-    start of a segment, `utio_jax.decoding.throttle.ThrottlePacking` at its end.
+    start of a segment, `utio_jax.contrib.throttle.ThrottlePacking` at its end.
 
     Attributes:
       work: what the last segment's choice executed.

@@ -16,9 +16,9 @@ from helpers.models import Model
 from helpers.recurrent import recurrent_model
 
 from utio_jax.attention.history import History
+from utio_jax.contrib.throttle import Throttle, Throttled
 from utio_jax.decoding.adaptive import Adaptive
 from utio_jax.decoding.lossless import Lossless
-from utio_jax.decoding.throttle import Throttle
 from utio_jax.policies.signals import Position
 
 DEPTHS = (1, 2, 4)
@@ -69,6 +69,6 @@ def test_a_throttle_is_refused_since_its_ring_has_no_order() -> None:
     throttle = Throttle(
         signal=Position(), thresholds=jnp.full(3, jnp.inf), history=History(recent=4)
     )
-    mode = Adaptive(policy=DepthAt(table=TABLE, depths=DEPTHS), throttle=throttle)
+    mode = Throttled(policy=DepthAt(table=TABLE, depths=DEPTHS), throttle=throttle)
     with pytest.raises(ValueError, match="in any order. Got Mamba2, .* Leave the throttle out"):
         run(model(), mode=mode, max_new_tokens=4)

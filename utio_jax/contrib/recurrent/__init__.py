@@ -233,7 +233,3 @@ class Mamba2:
     def unembed(self, params: Params, x: Float[Array, "*lead dim"]) -> jax.Array:
         normed = RMSNorm(self.config.norm_eps).apply({"params": params["norm"]}, x)
         return normed @ params["embedding"]["embedding"].T
-
-    def reduce_head(self, params: Params, token_ids: Int[Array, " kept"]) -> Params:
-        table = params["embedding"]["embedding"][token_ids]
-        return {"norm": params["norm"], "embedding": {"embedding": table}}

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens read a compact view of the history instead of all of it, and what that costs.
+"""Decoding in which tokens of low importance read a compact view of the cache.
 
-easy = Throttle(history=History(recent=98), signal=signal, thresholds=thresholds)
-mode = Adaptive(policy=policy, throttle=easy)
+    easy = Throttle(history=History(recent=98), signal=signal, thresholds=thresholds)
+    mode = Throttled(policy=policy, throttle=easy)
 
-layers     [0, d1)          [d1, d2)          [d2, L)
-decided    at d1, by the    at d1             at d2
-by         token before
+    layers     [0, d1)          [d1, d2)          [d2, L)
+    decided    at d1, by the    at d1             at d2
+    by         token before
 
-One batched call lets every row attend to its view; then a loop with a traced trip count goes over
-the dense rows alone, and reads each one's slots. A mask over all slots would read them all for
-every row, and so would `vmap` of a conditional.
+The view holds sinks and recent tokens (`utio_jax.attention.views`). One batched call lets every row
+attend to its view; then a loop with a traced trip count goes over the dense rows alone, and reads
+each one's slots.
 """
 
 from __future__ import annotations
@@ -32,9 +32,19 @@ from utio_jax.attention.rows import attend_rows, chosen_first
 from utio_jax.attention.views import View, places_at, visible_places
 from utio_jax.core.decoder import Decoder, Params, check_softmax
 from utio_jax.core.pytrees import pytree, static
-from utio_jax.decoding.segments import Attend, Attention, Block, Sources, depth_of_kv
+from utio_jax.decoding.adaptive import Adaptive, Memory
+from utio_jax.decoding.base import Setting
+from utio_jax.decoding.rows import CachedRows, RowCache, RowSlots, block_of
+from utio_jax.decoding.segments import (
+    Attend,
+    Attention,
+    Block,
+    Sources,
+    depth_of_kv,
+    run_layers,
+)
 from utio_jax.decoding.state import DecodeState
-from utio_jax.policies.base import Boundary, Policy, Signal, exceeds
+from utio_jax.policies.base import Boundary, Signal, exceeds
 from utio_jax.staircase.base import Tokens
 from utio_jax.staircase.exit_head import Model
 from utio_jax.staircase.sparse import Packing
@@ -45,35 +55,65 @@ class Throttle:
     """Low-importance tokens read sinks and recent tokens; the others everything.
 
     Decided anew for each segment of the depth policy: a token whose score at a boundary is at most
-    the threshold runs the layers up to the next one throttled. In the first layers it has no score
-    yet; what counts there is the first score of the token before it. The first token after a prompt
-    has none before it, and reads everything.
+    the threshold runs the layers up to the next one throttled. In the first layers, what counts is
+    the first score of the token before. The first token after a prompt reads everything.
 
     Attributes:
       history: what they see, in tokens. Static.
       signal: scores tokens at the policy's boundaries: the one that steers depth, or another.
       thresholds: one per segment, in the score's unit. -inf throttles no token, +inf every one, the
-        first included; the first threshold is compared with the score at the first boundary of the
-        token before.
+        first included.
     """
 
     signal: Signal
     thresholds: Float[Array, " segment"]
     history: History = static()
 
-    def check(self, policy: Policy, decoder: Decoder) -> None:
-        """Raises ValueError where it does not fit the depth policy or the model, or looks ahead."""
+
+@pytree
+class ThrottledMemory(Memory):
+    """What the mode carries from round to round.
+
+    Attributes:
+      scores: of each row's last token at the first boundary.
+    """
+
+    scores: Float[Array, " batch"] = dataclasses.field(metadata={"row_axis": 0})
+
+
+@pytree
+class Throttled(Adaptive):
+    """Early-exit decoding in which some tokens read a compact view of the cache.
+
+    Attributes:
+      throttle: which ones.
+    """
+
+    throttle: Throttle
+
+    def gate_flops(self, decoder: Decoder, params: Params) -> float:
+        boundaries, signal = range(len(self.policy.depths) - 1), self.throttle.signal
+        looks = sum(signal.flops(index, decoder, params) for index in boundaries)
+        return super().gate_flops(decoder, params) + looks
+
+    def packs(self, decoder: Decoder) -> bool:
+        del decoder
+        return False
+
+    def check(self, decoder: Decoder) -> None:
+        super().check(decoder)
+        policy, throttle = self.policy, self.throttle
         check_softmax(
             decoder,
             why="of which each query may see keys of its own, in any order",
             remedy="Leave the throttle out.",
         )
-        if not self.signal.causal:
+        if not throttle.signal.causal:
             raise ValueError(
                 "Wanted a causal signal: decoding cannot look at later tokens. "
-                f"Got signal {self.signal.name!r}."
+                f"Got signal {throttle.signal.name!r}."
             )
-        values = np.asarray(self.thresholds)
+        values = np.asarray(throttle.thresholds)
         if values.shape != (len(policy.depths),):
             raise ValueError(
                 f"Wanted a threshold for each of the policy's depths={policy.depths}: one per "
@@ -86,25 +126,83 @@ class Throttle:
                 "layer, take never_stops(depths); or throttle all (inf) or none (-inf)."
             )
 
-    def open(self, state: DecodeState, *, layers: int) -> DecodeState:
-        """Returns the state with views of the first `layers`, once the prompts are in the cache."""
-        none = jnp.zeros_like(state.token_ids)
+    def start(self, setting: Setting, state: DecodeState) -> DecodeState:
+        state = super().start(setting, state)
+        layers, history = self.policy.depths[-1], self.throttle.history
+        scores = jnp.full(state.lengths.shape, jnp.nan, jnp.float32)
         return dataclasses.replace(
             state,
-            cache=open_view(state.cache, self.history, state.lengths, layers=layers),
-            columns=dataclasses.replace(state.columns, throttled=none),
+            cache=open_view(state.cache, history, state.lengths, layers=layers),
+            memory=ThrottledMemory(shown=state.memory.shown, scores=scores),
         )
 
-    def flops(self, policy: Policy, decoder: Decoder, params: Params) -> float:
-        """Returns what the scores of one token at all boundaries cost, heads apart."""
-        return sum(self.signal.flops(i, decoder, params) for i in range(len(policy.depths) - 1))
+    def rows(self, **options: Any) -> CachedRows:
+        return ThrottledRows(**options)
+
+    def packing(self, model: Model, tokens: Tokens, token_ids: jax.Array, memory: Any) -> Packing:
+        return ThrottlePacking(model, self.throttle, tokens, token_ids, memory.scores)
+
+    def remember(self, packing: Any, *, shown: Int[Array, "batch slot"] | None) -> Memory:
+        return ThrottledMemory(shown=shown, scores=packing.scores)
+
+
+@pytree
+class ThrottledSlots(RowSlots):
+    """The rows that run a segment, of which the `throttled` ones see their view alone."""
+
+    throttled: Bool[Array, "batch 1"] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ThrottledRows(CachedRows):
+    """All rows together, of which the throttled ones read a compact view of their history.
+
+    Where any row needs its view, one call reads those of all rows; unthrottled rows read all their
+    slots besides.
+    """
+
+    def pack(
+        self,
+        segment: int,
+        live: Bool[Array, "batch 1"],
+        sparse: Any = None,
+        *,
+        causal: bool = True,
+    ) -> ThrottledSlots:
+        del segment, causal
+        return ThrottledSlots(live=live, throttled=None if sparse is None else sparse.sparse)
+
+    def run_layers(
+        self,
+        decoder: Decoder,
+        params: Params,
+        tokens: Tokens,
+        slots: Any,
+        layers: tuple[int, int],
+        cache: Any = None,
+        *,
+        only_live_keys: bool = False,
+    ) -> tuple[Float[Array, "batch 1 dim"], RowCache]:
+        del only_live_keys
+        live, low, span = slots.live, slots.throttled, self.span(slots, layers)
+        assert low is not None
+        block, where = block_of(tokens), {"width": self.width, "shown": self.shown}
+        attend = view_attention(decoder, block, runs=live, dense=~low, **where)
+        x, kv = run_layers(decoder, params, cache.kv, tokens.x, block, attend, runs=live, **span)
+        ran = span["stop"] - span["start"]
+        views = jnp.any(live & low) * jnp.full(live.shape[:1], float(cache.kv.view.history.size))
+        read = ran * (views + (live & ~low)[:, 0] * float(self.width))
+        return x, cache.after(kv, layers=ran, key_slots=read)
+
+    def attended(self, spent: RowCache) -> Float[Array, ""]:
+        # Views are read side by side: what attention computes is the batch's mean.
+        return jnp.mean(spent.key_slots)
 
 
 class ThrottlePacking(Packing):
     """Which tokens of a decoding step read a view, while it is traced.
 
-    Attributes:
-      scores: of each row's token at the first boundary; at first, of the token before it.
+    `scores` are of each row's token at the first boundary; at first, of the token before it.
     """
 
     def __init__(
@@ -115,15 +213,7 @@ class ThrottlePacking(Packing):
         token_ids: Int[Array, "batch 1"],
         scores: Float[Array, " batch"],
     ) -> None:
-        """Prepares a step.
-
-        Args:
-          model: what runs.
-          throttle: what decides.
-          tokens: each row's last one, at depth 0.
-          token_ids: their ids.
-          scores: of each row's last token but one, at the first boundary; NaN for none.
-        """
+        """Prepares a step."""
         super().__init__(model)
         self.scores, self._throttle = scores, throttle
         self._memory = throttle.signal.start(token_ids, tokens.positions)
@@ -149,14 +239,7 @@ class ThrottlePacking(Packing):
 def open_view(
     cache: KVCache, history: History, lengths: Int[Array, " batch"], *, layers: int
 ) -> KVCache:
-    """Returns the cache with a view of its sinks and recent tokens.
-
-    Args:
-      cache: with the prompts in it.
-      history: what the view holds.
-      lengths: tokens of each row.
-      layers: that get a view: the first ones.
-    """
+    """Returns the cache with a view of its sinks and recent tokens."""
     positions = places_at(history, lengths)
     batch = positions.shape[0]
     layers = min(layers, cache.keys.shape[0])
@@ -180,24 +263,7 @@ def view_attention(
     dense: Bool[Array, "batch 1"],
     shown: Int[Array, "batch slot"] | None = None,
 ) -> Attention:
-    """Returns attention of which only dense rows see everything before them, for `run_layers`.
-
-    Args:
-      decoder: the model.
-      block: the tokens' places, one token per row.
-      width: slots that dense rows attend over; more than every valid position. Static.
-      runs: tokens whose state changes; no other's attention counts.
-      dense: of these, the ones that read all their slots; the others read the cache's view.
-      shown: as in `run_segment`.
-
-    Raises:
-      ValueError: a block of some rows alone.
-    """
-    if block.rows is not None:
-        raise ValueError(
-            "Wanted a block of all rows: views are read side by side. Got one of "
-            f"{block.rows.shape[0]} packed rows. Leave out its rows, or the throttle."
-        )
+    """Returns attention of which only dense rows see everything before them, for `run_layers`."""
     runs &= block.valid
     dense &= runs
     order = chosen_first(dense[:, 0])
