@@ -89,7 +89,7 @@ test-slow: $(VENV)/.installed-all
 	$(BIN)/python -m pytest -m slow $(SPREAD) $(TESTS)
 
 # Breaks a copy of the library in one place after the other: a test of `make check` has to fail for
-# each. Of one room: make mutants ARGS="--only decoding"
+# each. Of one package: make mutants ARGS="--only decoding"
 mutants: $(VENV)/.installed-all
 	$(QUICK) $(BIN)/python tests/mutants.py $(ARGS)
 

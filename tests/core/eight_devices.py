@@ -305,7 +305,7 @@ def test_a_stream_on_a_mesh_ends_its_rows_where_one_device_does(count_compiles: 
     one = run(lively_model(), PROMPTS, **options)
     many = run(model, PROMPTS, mesh=mesh, **options)
     assert one.finish_reasons == many.finish_reasons
-    assert asked == set(range(len(PROMPTS)))  # Nobody is asked about rows that only fill up.
+    assert asked == set(range(len(PROMPTS)))  # No device asks about rows that only fill up.
     for a, b in zip(one.token_ids, many.token_ids, strict=True):
         np.testing.assert_array_equal(a, b)
     with count_compiles() as compiles:
@@ -365,7 +365,7 @@ def test_sharded_calibration_is_that_of_one_device(tiny: Any, text: list[Batch],
     assert fit is not None
     spent = [each.run(signal, fit) for each in (one, many)]
     np.testing.assert_allclose(spent[1].loss, spent[0].loss, rtol=1e-5)
-    # A device on which nobody goes deeper projects no K/V there: no more than on one, often less.
+    # A device on which no token goes deeper projects no K/V there: no more than on one, often less.
     assert 0.9 * spent[0].flops < spent[1].flops <= spent[0].flops * (1 + 1e-9)
     found = calibrate(
         *model,
@@ -441,7 +441,7 @@ def test_tensor_parallel_score_on_a_mesh_is_the_score_of_one_device(
             assert_uniform(array)
     text = compiled_score(which.decoder, params, rows, place(given, mesh), mesh)
     kinds = {kind for kind, _ in COLLECTIVE.findall(text)}
-    assert kinds == {"all-reduce"}  # Sums of partial products; nobody's parameters travel.
+    assert kinds == {"all-reduce"}  # Sums of partial products; no parameters travel.
 
 
 @pytest.mark.parametrize("mode", ["plain", "propagate", "lossless"])

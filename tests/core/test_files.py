@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files appear whole or not at all, whoever else writes them, and say what is wrong with them."""
+"""Files appear whole or not at all, whatever else writes them, and say what is wrong with them."""
 
 from __future__ import annotations
 

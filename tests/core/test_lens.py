@@ -128,7 +128,7 @@ def test_a_policy_that_looks_at_logits_sees_what_the_token_will_say(
     run = jax.jit(score, static_argnums=0, static_argnames="executor")
     found = run(model.decoder, model.params, ids, lengths, policy, executor=EXECUTOR)
     states = run_dense(model.decoder, model.params, ids, lengths, depths=EXITS)
-    if threshold == -np.inf:  # Nobody stops: nothing is mapped but for looking.
+    if threshold == -np.inf:  # None stops: nothing is mapped but for looking.
         assert np.all(np.asarray(found.depths)[found.depths > 0] == 4)
     seen = apply_exit_lens(model.decoder, model.params, states[0], 1)
     logp = jax.nn.log_softmax(model.decoder.unembed(model.params, seen))

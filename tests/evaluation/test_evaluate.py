@@ -247,7 +247,7 @@ class _Dear(Learned):
 
 @pytest.mark.parametrize("kv", quick_where(lambda kv: kv == "propagate", ["propagate", "drop"]))
 def test_gates_and_frozen_keys_are_charged_where_the_policy_meets_them(tiny: Any, kv: str) -> None:
-    """The policy ends at 3 of 4 layers: nobody pays for the last, nor for a decision there."""
+    """The policy ends at 3 of 4 layers: the last is not paid for, nor a decision there."""
     executor = MicroBatches(min_bucket=1, block=1, query_block=1, key_step=1)
     ids = np.random.default_rng(1).integers(0, 64, (2, 8)).astype(np.int32)
     batch = Batch(token_ids=ids, lengths=np.full(2, 8, np.int32), window=np.arange(2))

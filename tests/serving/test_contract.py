@@ -27,7 +27,7 @@ from utio_jax.serving.schema import (
     TokenizeRequest,
 )
 
-SECRET = "a prompt that nobody shall read in a log"
+SECRET = "a prompt that may not be in a log"
 
 
 def raw(body: bytes | str, **headers: Any) -> bytes:

@@ -146,7 +146,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def expected() -> list[str]:
-    """Patterns of what the console will be told; a test adds those it provokes."""
+    """Patterns of the console's messages; a test adds those it provokes."""
     return []
 
 
@@ -160,14 +160,14 @@ def open_page(chromium: Any, expected: list[str]) -> Iterator[Callable[[str], Pa
         return pages[-1]
 
     yield opened
-    complaints, strangers = pages[-1].complaints(), pages[-1].strangers()
+    complaints, foreign = pages[-1].complaints(), pages[-1].foreign_requests()
     chromium.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     chromium.get("about:blank")
     assert [text for text in complaints if not any(re.search(e, text) for e in expected)] == []
     for pattern in expected:
         assert any(re.search(pattern, text) for text in complaints), pattern
-    assert strangers == []
+    assert foreign == []
 
 
 @pytest.fixture(scope="module", params=SERVERS)
@@ -262,7 +262,7 @@ def stand_in() -> Iterator[StandIn]:
 
 @pytest.fixture
 def visit(open_page: Callable[[str], Page], stand_in: StandIn) -> Callable[[], Page]:
-    """Opens the stand-in's page once the test has told it what to be."""
+    """Opens the stand-in's page once the test has configured it."""
 
     def visited() -> Page:
         page = open_page(stand_in.url)

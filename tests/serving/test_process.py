@@ -100,7 +100,7 @@ def test_what_was_accepted_is_answered_after_sigterm(start: Start) -> None:
         slow.sendall(data[9:])
         assert slow.recv(2**16).startswith(b"HTTP/1.1 200 OK")
         status, out = server.ended()
-        assert idle.recv(1) == b"", "who asks nothing is let go"
+        assert idle.recv(1) == b"", "an idle connection is closed"
     assert status == 0
     assert json.loads(out) == {
         "command": "serve",

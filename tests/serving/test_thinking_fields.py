@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a request may think: what its fields come to, what is refused, and what is told."""
+"""How long a request may think: what its fields come to, what is refused, and what is reported."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class ThinkingRows:
 
     Attributes:
       budget: thought tokens; `NEVER`: any number.
-      answer: tokens behind thinking; likewise.
+      answer: tokens behind thinking; `NEVER`: any number.
       start: padded on the left with -1; -2 throughout: none.
       end: padded on the left with -1.
       forced: padded on the right with -1.
