@@ -23,10 +23,9 @@ from utio_jax.policies.signals import SignalBase
 class AttentionHeat(SignalBase):
     """Attention that a token receives from the prompt's last queries: SnapKV's observation window.
 
-    Queries and keys are those of the layers right behind the boundary, projected from the states
-    there (SnapKV, arXiv 2404.14469, reads them off layers that ran), keys by the layers that make
-    those which are read. UTIO's second signal, here with a causal use: what follows a prompt looks
-    where its end looks.
+    Queries and keys are projected from the states at the boundary by the layers right behind it
+    (SnapKV, arXiv 2404.14469, reads them off layers that ran). UTIO's second signal, here with a
+    causal use: what follows a prompt looks where its end looks.
 
     Attributes:
       queries: of the prompt's last tokens that ask. Static.

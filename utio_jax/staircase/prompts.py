@@ -187,7 +187,7 @@ class PromptChoice:
 
     @property
     def label(self) -> str:
-        """A short name: stop, share, signal, kv."""
+        """Stop, share, signal, kv."""
         share = "" if self.by == "none" else f" {self.deep:g}"
         return f"{self.stop} {self.by}{share} {self.kv}"
 
