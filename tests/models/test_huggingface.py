@@ -21,7 +21,6 @@ from finetune import main as finetune
 from helpers.memory import peak_of_loading
 from helpers.models import logits_of
 
-from utio_jax.cli.main import main
 from utio_jax.core.files import load_tensors, save_tensors
 from utio_jax.core.lens import Lensed
 from utio_jax.decoding.generate import generate
