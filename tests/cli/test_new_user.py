@@ -139,30 +139,36 @@ def test_the_shipped_calibration_is_never_written(
 
 
 def fake_calibrate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fits nothing: returns a policy of the first name."""
+    """Fits nothing: returns a policy of each name."""
 
     def fit(*_: Any, policies: Any, model_sha256: str, **__: Any) -> Any:
         new = position_only(model_sha256, **HARMED)
         return dataclasses.replace(
             new,
-            entries={policies[0]: new.entries["position"]},
-            signals={policies[0]: Position()},
+            entries=dict.fromkeys(policies, new.entries["position"]),
+            signals=dict.fromkeys(policies, Position()),
         )
 
     monkeypatch.setattr(importlib.import_module("utio_jax.calibration.calibrate"), "calibrate", fit)
 
 
-def test_a_calibration_is_replaced_and_the_place_is_told(
+def test_a_calibration_is_replaced_where_nothing_of_it_is_lost(
     bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake_calibrate(monkeypatch)
     own = bare / "policies.json"
     arguments = ["calibrate", str(source("colorsys")), "--model", str(bare), "--exits", "1", "2"]
-    for name in ("position", "entropy"):
-        assert main([*arguments, "4", "--policy", name]) == 0
+    for names in (["position"], ["entropy", "position"]):
+        assert main([*arguments, "4", "--policy", *names]) == 0
         captured = capsys.readouterr()
-        assert f"Written: {name}: {own}" in captured.err
-        assert set(json.loads(own.read_text())["entries"]) == {name}, "replaced"
+        assert f"Written: {', '.join(names)}: {own}" in captured.err
+        assert {*json.loads(own.read_text())["entries"]} == {*names}
+    before = own.read_bytes()
+    assert main([*arguments, "4", "--policy", "position"]) == 2
+    refused = capsys.readouterr().err
+    assert "also holds entropy" in refused
+    assert "--policy position entropy" in refused
+    assert own.read_bytes() == before
     # The command that is recommended works, up to its placeholder.
     (recommended,) = re.findall(r"For example: utio-jax (.*) OTHER_FILES", captured.err)
     assert recommended == f"compare --exits 1 2 4 --model {bare}"
