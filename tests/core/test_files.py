@@ -85,6 +85,18 @@ def test_what_fails_changes_nothing(tmp_path: Path) -> None:
         save_text(os.devnull, "x")
 
 
+def test_what_killed_writers_left_goes_after_a_day(tmp_path: Path) -> None:
+    names = {name: tmp_path / f"a.{name * 16}.partial" for name in "01"}
+    for path in (*names.values(), tmp_path / "ab.0000000000000000.partial"):
+        path.write_text("half")
+        os.utime(path, (0, 0))
+    os.utime(names["1"])  # Another is writing it.
+    save_text(tmp_path / "a", "new")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "a", names["1"].name, "ab.0000000000000000.partial"
+    }  # fmt: skip
+
+
 def test_a_file_that_goes_while_it_is_looked_at_is_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import platform
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -41,6 +43,7 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
             with suppress(FileNotFoundError):
                 if not stat.S_ISREG(file.stat().st_mode):
                     raise ValueError(f"Wanted a file to write. {file} is a folder or a device.")
+            _forget_partial(file)
             file.parent.mkdir(parents=True, exist_ok=True)
             path = file.with_name(f"{file.name}.{secrets.token_hex(8)}.partial")
             # Made here, as some writers make files that only their owner can read.
@@ -60,6 +63,14 @@ def replacing(*files: Path) -> Iterator[tuple[Path, ...]]:
     finally:
         for path in partial:
             path.unlink(missing_ok=True)
+
+
+def _forget_partial(file: Path) -> None:
+    """Removes what writers of a file that were killed have left: untouched for a day."""
+    for left in file.parent.glob(f"{glob.escape(file.name)}.{'[0-9a-f]' * 16}.partial"):
+        with suppress(FileNotFoundError):
+            if left.stat().st_mtime < time.time() - 86_400:
+                left.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -19,12 +19,12 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from utio_jax.core.html import depth_html
 from utio_jax.decoding.generate import Generated, check_options, stream
 from utio_jax.decoding.text import TextReader
 from utio_jax.models.huggingface import read_json
+from utio_jax.models.template_budget import BUDGET, Budget, BudgetedSandbox, limit, written
 
 Messages = Sequence[Mapping[str, Any]]
 """Each has a `role` (`system`, `user`, `assistant`) and a `content`."""
@@ -102,6 +102,7 @@ def render_chat(
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **_plain(variables),
+            **{BUDGET: Budget()},
         )
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
@@ -208,12 +209,14 @@ def _from_keys(keys: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
 
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = BudgetedSandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
+        finalize=written,
     )
     environment.filters["tojson"] = _to_json
+    limit(environment)
     environment.globals |= {
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.datetime.now().strftime(form),

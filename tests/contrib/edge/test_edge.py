@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -304,6 +305,23 @@ def test_a_cloud_that_answers_and_does_not_help_is_lost(answers: list[bytes], sa
         found = written(edge_of(lively_model(), asking_at(8), link=link), max_new_tokens=4)
     assert found.fallbacks == 1
     assert said in str(found.lost)
+
+
+def test_a_cloud_that_is_silent_is_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        link = Link(address=address, key=KEY, seconds=0.2)
+        found = written(edge_of(lively_model(), asking_at(8), link=link), max_new_tokens=4)
+    assert "no answer within 0.2 s" in str(found.lost)
+
+
+def test_silent_connections_keep_no_edge_out() -> None:
+    with clouded(lively_model()) as cloud, contextlib.ExitStack() as stack:
+        for _ in range(200):
+            where = "127.0.0.1", int(cloud.address.rpartition(":")[2])
+            stack.enter_context(socket.create_connection(where, timeout=20))
+        edge = edge_of(lively_model(), asking_at(6), link=link_to(cloud))
+        assert written(edge, max_new_tokens=1).decided == [LAYERS]
 
 
 def test_edges_share_a_cloud_with_fewer_rows_than_edges() -> None:
